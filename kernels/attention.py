@@ -1,0 +1,220 @@
+"""block_sparse_attention: check the arguments, choose an implementation, call it; its torch.library registration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockLists
+
+IMPLEMENTATIONS = ("auto", "reference", "gather", "triton")
+TRITON_DTYPES = (torch.float16, torch.bfloat16)
+TRITON_HEAD_DIMS = range(16, 257)
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *,
+    scale: float | None = None, causal: bool = False, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention in which every query block attends to its own list of key blocks.
+
+    Args:
+        q: ``[B, Hq, Sq, D]``, any strides whose last is 1, so ``[B, S, H, D].transpose(1, 2)`` costs nothing.
+            float16 or bfloat16; on the gather and reference implementations float32 and float64 too.
+        k: ``[B, Hkv, Skv, D]``, q's dtype and device. Hq must be a multiple of Hkv; query head h reads head h // (Hq / Hkv).
+        v: ``[B, Hkv, Skv, D]``.
+        blocks: the pattern, on q's device.
+        scale: factor on the scores, positive; default 1 / sqrt(D).
+        causal: query i then sees the keys up to i + Skv - Sq, within the listed blocks.
+        return_lse: also return the log-sum-exp of each row's scaled scores.
+        impl: which implementation runs; see ``resolve_impl``. A choice that cannot run raises.
+
+    Returns:
+        out with q's shape, dtype and memory order; with ``return_lse`` also lse, float32 ``[B, Hq, Sq]`` (float64 for float64 inputs),
+        natural logarithm.
+        A row that attends to nothing gives out = 0, lse = -inf and zero gradients.
+
+    Differentiable in q, k and v, also through lse; not twice. Same inputs, same bits, forward and backward. Never waits for the
+    device (the gather implementation on a CPU reads the counts, where there is nothing to wait for). The values in
+    ``blocks`` are not read here: ``BlockLists.check_values`` checks them. Ids out of range are treated as absent.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    _check(q, k, v, blocks)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    elif not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1])
+    if impl == "reference":
+        from .reference import reference_attention
+
+        out, lse = reference_attention(q, k, v, blocks, scale, causal)
+    else:
+        # The transpose is an input of the operator, so that lists used by many layers are transposed once.
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        flipped = _with_kv_blocks(blocks, k.shape[2]).transpose() if needs_grad and impl != "gather" else None
+        out, lse = _forward(q, k, v, *_flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
+                            float(scale), causal, impl)
+    return (out, lse) if return_lse else out
+
+
+def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The implementation that ``impl`` stands for: a pure function of its arguments.
+
+    "auto" is "triton" for float16 and bfloat16 with head_dim 16 to 256 on a GPU, and "gather" for everything else. Under
+    Triton's interpreter (TRITON_INTERPRET=1) an explicit "triton" also runs on a CPU.
+
+    Raises:
+        ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    fits = dtype in TRITON_DTYPES and head_dim in TRITON_HEAD_DIMS
+    if impl == "auto":
+        return "triton" if device.type == "cuda" and fits else "gather"
+    if impl == "triton":
+        if not fits:
+            raise ValueError(f"impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got {dtype} and {head_dim}")
+        if device.type != "cuda" and not _interpreting():
+            raise ValueError(f"impl='triton' requires a GPU, got tensors on {device}")
+    return impl
+
+
+@torch.compiler.assume_constant_result
+def _interpreting() -> bool:
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
+            raise ValueError(f"{name} must have q's batch and head_dim {q.shape[0]} and {q.shape[3]}, got shape {tuple(x.shape)}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+            raise ValueError(f"{name} must have stride 1 in its last dimension, got {x.stride(-1)}; call .contiguous() on it")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q's heads must be a multiple of k's {kv_heads}, got {heads}")
+    if not isinstance(blocks, BlockLists):
+        raise TypeError(f"blocks must be BlockLists, got {type(blocks).__name__}")
+    if blocks.device != q.device:
+        raise ValueError(f"blocks must be on q's device {q.device}, got {blocks.device}")
+    for name, allowed in (("counts", (1, kv_heads, heads)), ("q_offsets", (1, kv_heads, heads)), ("q_lengths", (1, kv_heads, heads)),
+                          ("kv_offsets", (1, kv_heads)), ("kv_lengths", (1, kv_heads))):
+        x = getattr(blocks, name)
+        if isinstance(x, Tensor) and (x.shape[0] not in (1, batch) or x.shape[1] not in allowed):
+            raise ValueError(f"blocks.{name} must have batch 1 or {batch} and heads {' or '.join(map(str, sorted(set(allowed))))}, got shape {tuple(x.shape)}")
+    for axis, offsets, count, tokens in (("q", blocks.q_offsets, blocks.num_q_blocks, q_len), ("kv", blocks.kv_offsets, blocks.num_kv_blocks, kv_len)):
+        if isinstance(offsets, int) and count is not None and count != -(-tokens // offsets):
+            raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}")
+
+
+def _with_kv_blocks(blocks: BlockLists, kv_len: int) -> BlockLists:
+    """``blocks`` itself, or with the number of key blocks that ``kv_len`` implies where it was left out."""
+    if blocks.num_kv_blocks is not None:
+        return blocks
+    return BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
+                      num_kv_blocks=-(-kv_len // blocks.kv_offsets), max_q_length=blocks.max_q_length)
+
+
+# The operator takes tensors and numbers only, so BlockLists travels as its fields; offsets None means uniform, of the longest's size.
+
+
+def _flatten(blocks: BlockLists) -> tuple:
+    ragged = [x if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets)]
+    return (blocks.counts, blocks.indices, *ragged, blocks.q_lengths, blocks.kv_lengths, blocks.num_kv_blocks, blocks.max_q_length,
+            blocks.max_kv_length)
+
+
+def _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length) -> BlockLists:
+    q_offsets = max_q_length if q_offsets is None else q_offsets
+    kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
+    return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+
+def _implementation(impl: str):
+    """(forward, backward) of an implementation, imported when first chosen."""
+    if impl == "gather":
+        from .gather import gather_backward, gather_forward
+
+        return gather_forward, gather_backward
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError("impl='triton' requires triton: pip install triton, or choose impl='gather'") from error
+    from .triton_backward import triton_backward
+    from .triton_forward import triton_forward
+
+    return triton_forward, triton_backward
+
+
+@torch.library.custom_op("ssta::block_sparse_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
+    q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
+    counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, impl: str,
+) -> tuple[Tensor, Tensor]:
+    blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+
+
+@_forward.register_fake
+def _(q, k, v, *_):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.library.custom_op("ssta::block_sparse_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
+    q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,
+    max_q_length: int, max_kv_length: int, counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    flipped = None
+    if counts_t is not None:
+        flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length, max_q_length)
+    return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
+
+
+@_backward.register_fake
+def _(dout, dlse, q, k, v, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, *sizes, counts_t, indices_t, scale, causal, impl = inputs
+    ctx.save_for_backward(q, k, v, *output, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, counts_t, indices_t)
+    ctx.sizes, ctx.options = sizes, (scale, causal, impl)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, *pattern, counts_t, indices_t = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 17
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options)
+    return (*grads, *(None,) * 14)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,54 @@
+"""The pieces that every portable kernel is made of: load a tile of rows, mask scores, take one online-softmax step."""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def row_pointers(base, row, stride, ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Pointers [ROWS, DIM_PAD] to a [tokens, dim] matrix from ``row`` on: a 64-bit start for all, 32-bit offsets from it."""
+    start = base + tl.cast(row, tl.int64) * stride
+    return start + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, DIM_PAD)[None, :])
+
+
+@triton.jit
+def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``row`` to ``row + ROWS`` of a [tokens, DIM] matrix as [ROWS, DIM_PAD]; with MASKED, zeros from row ``row + size`` on."""
+    pointers = row_pointers(base, row, stride, ROWS, DIM_PAD)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    if MASKED:
+        return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
+    if DIM < DIM_PAD:
+        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, row, stride, size, x, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The first ``size`` rows of x [ROWS, DIM_PAD] into a [tokens, DIM] matrix from ``row`` on, in its dtype."""
+    mask = (tl.arange(0, ROWS) < size)[:, None] & (tl.arange(0, DIM_PAD) < DIM)[None, :]
+    tl.store(row_pointers(base, row, stride, ROWS, DIM_PAD), x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def visible_keys(query, key, size, shift, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):
+    """bool [M, N]: the first ``size`` keys from ``key`` on, and under CAUSAL just those up to query + shift."""
+    keys = tl.arange(0, N)[None, :]
+    visible = (keys < size) & (tl.arange(0, M)[:, None] >= 0)
+    if CAUSAL:
+        visible = visible & (key + keys <= query + tl.arange(0, M)[:, None] + shift)
+    return visible
+
+
+@triton.jit
+def softmax_step(scores, top, total, scale_log2):
+    """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, factor on what was summed so far, top, total)."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    # A row that has seen nothing yet has top = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
+    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale_log2 - origin[:, None])
+    factor = tl.exp2(top - origin)
+    return weights, factor, new_top, total * factor + tl.sum(weights, 1)

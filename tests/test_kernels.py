@@ -1,0 +1,330 @@
+"""block_sparse_attention: every implementation against float64, and the laws that hold whatever the pattern."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import assert_as_exact_as_torch, attention_with_gradients
+from ssta.kernels import BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels.reference import reference_attention
+
+INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
+EVERYWHERE = [pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
+              pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
+              pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)]
+everywhere = pytest.mark.parametrize("device, impl", EVERYWHERE)
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, dim, device="cpu", dtype=torch.float16):
+    """q as a [B, S, H, D] projection seen through a transpose; k and v contiguous."""
+    q = torch.randn(batch, q_len, heads, dim, device=device, dtype=dtype).transpose(1, 2)
+    return q, *(torch.randn(batch, kv_heads, kv_len, dim, device=device, dtype=dtype) for _ in range(2))
+
+
+def ragged(lengths, device):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def patterns(device):
+    """Lists that between them have every feature: name -> (BlockLists, Hq, Hkv, Sq, Skv)."""
+    def mask(*shape):
+        kept = torch.rand(shape, device=device) < 0.5
+        kept[..., 1, :] = False
+        return kept
+
+    lengths = partial(torch.tensor, device=device, dtype=torch.int32)
+    return {
+        "uniform": (BlockLists.from_mask(mask(2, 2, 4, 3), 16, 32), 2, 2, 64, 96),
+        "short last block": (BlockLists.from_mask(mask(2, 2, 4, 3), 16, 32), 2, 2, 55, 70),
+        "shared by heads": (BlockLists.from_mask(mask(4, 5), 16, 16), 4, 2, 64, 80),
+        "per key head": (BlockLists.from_mask(mask(2, 2, 3, 3), 48, 16), 4, 2, 131, 48),
+        "top-k": (BlockLists.from_topk(torch.rand(2, 4, 3, 6, device=device).topk(2).indices, 32, 16), 4, 1, 96, 96),
+        "ragged": (BlockLists.from_mask(mask(2, 4, 4), ragged([7, 0, 33, 30], device), ragged([33, 17, 0, 40], device),
+                                        q_lengths=lengths([5, 0, 33, 20]), kv_lengths=lengths([30, 17, 0, 11])), 2, 1, 70, 90),
+        "lengths per batch element": (BlockLists.from_mask(mask(1, 1, 4, 3), 16, 32, q_lengths=lengths([[[16, 3, 0, 9]], [[1, 16, 16, 0]]]),
+                                                           kv_lengths=lengths([[[32, 0, 5]], [[9, 32, 20]]])), 2, 2, 64, 96),
+        "offsets per key head": (BlockLists.from_mask(mask(1, 2, 2, 3), 24, torch.stack([ragged([5, 20, 15], device), ragged([16, 16, 8], device)])[None]),
+                                 4, 2, 48, 40),
+    }
+
+
+@everywhere
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_against_float64(device, impl, causal, name):
+    blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device)
+    attend = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl=impl)
+    assert_as_exact_as_torch(attend, q, k, v, blocks, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block", [16, 48, 64, 128, 384])
+def test_gpu_sizes(block, dim, dtype):
+    blocks = BlockLists.from_mask(torch.rand(1, 2, 5, 4, device="cuda") < 0.6, block, block)
+    q, k, v = inputs(1, 4, 2, 5 * block - 7, 4 * block - 3, dim, "cuda", dtype)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="triton")
+    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_32_bit_offsets():
+    """q has 2.2 thousand million elements, so the last heads lie past what an int32 can address."""
+    heads, tokens, dim, block = 17, 1 << 20, 128, 128
+    q = torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    number = tokens // block
+    blocks = BlockLists.from_topk(torch.arange(number - 1, -1, -1, device="cuda")[:, None], block, block, num_kv_blocks=number)
+    out = block_sparse_attention(q, q, q, blocks, impl="triton")
+    last = q[:, -1:, -block:].contiguous()
+    first = q[:, -1:, :block].contiguous()
+    whole = BlockLists.from_mask(torch.ones(1, 1, dtype=torch.bool, device="cuda"), block, block)
+    torch.testing.assert_close(out[:, -1:, -block:], block_sparse_attention(last, first, first, whole, impl="triton"), rtol=0, atol=0)
+
+
+@everywhere
+def test_everything_selected_is_dense_attention(device, impl):
+    q, k, v = inputs(1, 2, 1, 70, 50, 32, device)
+    blocks = BlockLists.from_mask(torch.ones(5, 4, dtype=torch.bool, device=device), 16, 16)
+    dense = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    assert (block_sparse_attention(q, k, v, blocks, impl=impl).double() - dense).abs().max() < 2e-3
+
+
+@everywhere
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=5)
+def test_order_and_spare_entries_of_a_list_change_nothing(device, impl, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = inputs(1, 2, 2, 40, 96, 16, device)
+    mask = torch.rand(1, 2, 3, 6, generator=generator) < 0.5
+    blocks = BlockLists.from_mask(mask.to(device), 16, 16)
+    order = torch.rand(1, 2, 3, 6, generator=generator).to(device)
+    used = torch.arange(6, device=device) < blocks.counts[..., None]
+    shuffled = blocks.indices.gather(-1, order.masked_fill(~used, 2.0).argsort(-1))
+    garbage = torch.where(used, shuffled, torch.iinfo(torch.int32).max)
+    other = BlockLists(blocks.counts, garbage, 16, 16, num_kv_blocks=6)
+    for a, b in zip(*(_run(q, k, v, lists, impl) for lists in (blocks, other))):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def _run(q, k, v, blocks, impl, **options):
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(q.shape, generator=generator).to(q)
+    dlse = torch.randn(q.shape[:3], generator=generator).to(q.device)
+    return attention_with_gradients(partial(block_sparse_attention, blocks=blocks, return_lse=True, impl=impl, **options), q, k, v, dout, dlse)
+
+
+@everywhere
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_attended_to_changes_nothing(device, impl, causal, poison):
+    """NaN or inf in key block 2, in the invalid tail of block 0 and in query row 5 reaches just the rows that see it."""
+    q, k, v = inputs(1, 2, 1, 64, 64, 16, device)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.bool, device=device)
+    blocks = BlockLists.from_mask(mask, 16, 16, kv_lengths=torch.tensor([11, 16, 16, 16], dtype=torch.int32, device=device))
+    clean = block_sparse_attention(q, k, v, blocks, causal=causal, impl=impl)
+    q2, k2, v2 = q.clone(), k.clone(), v.clone()
+    k2[:, :, 11:16] = v2[:, :, 11:16] = poison
+    k2[:, :, 40] = v2[:, :, 40] = poison
+    q2[:, :, 5] = poison
+    dirty = block_sparse_attention(q2, k2, v2, blocks, causal=causal, impl=impl)
+    sees_it = torch.zeros(64, dtype=torch.bool, device=device)
+    sees_it[5] = sees_it[48:] = True
+    if not causal:
+        sees_it[16:32] = True
+    assert torch.equal(dirty[:, :, ~sees_it], clean[:, :, ~sees_it])
+    assert not dirty[:, :, sees_it].isfinite().all(-1).any(), "a row that sees a NaN must show it"
+
+
+@everywhere
+def test_one_batch_element_alone_is_the_same_in_a_batch(device, impl):
+    q, k, v = inputs(3, 2, 1, 40, 48, 16, device)
+    mask = torch.rand(3, 2, 3, 3, device=device) < 0.6
+    together = _run(q, k, v, BlockLists.from_mask(mask, 16, 16), impl)[:2]
+    for i in range(3):
+        alone = _run(q[i:i + 1], k[i:i + 1], v[i:i + 1], BlockLists.from_mask(mask[i:i + 1], 16, 16), impl)[:2]
+        for a, b in zip(together, alone):
+            torch.testing.assert_close(a[i:i + 1], b, rtol=0, atol=1e-5)
+
+
+@everywhere
+def test_same_bits_twice(device, impl):
+    q, k, v = inputs(2, 4, 2, 100, 120, 32, device)
+    blocks = BlockLists.from_mask(torch.rand(2, 4, 7, 8, device=device) < 0.5, 16, 16)
+    for a, b in zip(*(_run(q, k, v, blocks, impl) for _ in range(2))):
+        assert torch.equal(a, b)
+
+
+@everywhere
+def test_empty_lists_and_empty_sequences(device, impl):
+    q, k, v = inputs(1, 2, 2, 32, 32, 16, device)
+    nothing = BlockLists.from_mask(torch.zeros(2, 2, dtype=torch.bool, device=device), 16, 16)
+    out, lse, *gradients = _run(q, k, v, nothing, impl)
+    assert not out.any() and (lse == float("-inf")).all() and not any(g.any() for g in gradients)
+    no_keys = BlockLists(torch.zeros(1, 1, 2, dtype=torch.int32, device=device), torch.zeros(1, 1, 2, 0, dtype=torch.int32, device=device), 16, 16, num_kv_blocks=0)
+    out, lse, *gradients = _run(q, k[:, :, :0], v[:, :, :0], no_keys, impl)
+    assert not out.any() and (lse == float("-inf")).all() and not gradients[0].any() and gradients[1].shape == (1, 2, 0, 16)
+
+
+@everywhere
+def test_callers_tensors_and_strides(device, impl):
+    """A view into a fused qkv projection, expanded keys, an expanded incoming gradient: no copy asked for, nothing written to."""
+    qkv = torch.randn(1, 40, 3, 2, 16, device=device, dtype=torch.float16)
+    before = qkv.clone()
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv.unbind(2))
+    blocks = BlockLists.from_mask(torch.rand(3, 3, device=device) < 0.7, 16, 16)
+    out = block_sparse_attention(q, k, v, blocks, impl=impl)
+    assert out.stride() == torch.empty_like(q).stride()
+    out.sum().backward()
+    plain = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    block_sparse_attention(*plain, blocks, impl=impl).backward(torch.ones(q.shape, device=device, dtype=q.dtype))
+    for a, b in zip((q, k, v), plain):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-3)
+    assert torch.equal(qkv, before)
+
+
+def test_gather_gradients_by_differences():
+    """float64 all the way: against finite differences, which share nothing with the formulas."""
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 10, 12, 4, dtype=torch.float64))
+    blocks = BlockLists.from_mask(torch.tensor([[True, False, True], [False, True, False]]), 5, 4)
+    for impl in ("gather", "reference"):
+        for causal in (False, True):
+            assert torch.autograd.gradcheck(lambda q, k, v: block_sparse_attention(q, k, v, blocks, causal=causal, return_lse=True, impl=impl), (q, k, v))  # noqa: B023
+
+
+def test_gather_is_really_sparse():
+    """Peak memory of one row of blocks among many keys stays far below the dense scores."""
+    from ssta.kernels import gather
+
+    q, k, v = inputs(1, 1, 1, 4096, 4096, 16, dtype=torch.float32)
+    blocks = BlockLists.from_topk(torch.arange(64)[:, None], 64, 64, num_kv_blocks=64)
+    sizes = []
+    for step in gather._steps(q, k, v, blocks, False):
+        sizes.append(step.q.shape[2] * step.q.shape[3] * step.k.shape[3])
+    assert sum(sizes) == 64 * 64 * 64, "the score elements of 64 selected pairs of 64 x 64"
+
+
+@pytest.mark.parametrize("impl", ["reference", "gather", *(["triton"] if INTERPRETED else [])])
+def test_compiles_without_a_break(impl):
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16))
+    mask = torch.rand(2, 3, 3) < 0.6
+
+    def attend(q, k, v, mask):
+        out, lse = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 16, 16), return_lse=True, impl=impl)
+        return out * 2, lse
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(q, k, v, mask), attend(q, k, v, mask)):
+        torch.testing.assert_close(a, b)
+    grads = [torch.autograd.grad(f(q, k, v, mask)[0].sum(), (q, k, v)) for f in (compiled, attend)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_operator_registration():
+    """torch's own checks of schema, fake tensors and autograd registration."""
+    from ssta.kernels.attention import _flatten, _forward
+
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
+    torch.library.opcheck(_forward, (q, k, v, *_flatten(blocks), None, None, 0.25, False, "gather"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "gather"])
+def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
+    q, k, v = (x.requires_grad_() for x in inputs(2, 4, 2, 700, 900, 64, "cuda"))
+    mask = torch.rand(2, 4, 6, 8, device="cuda") < 0.5
+
+    def step():
+        out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 128, 128), impl=impl)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for a, b in zip(captured, eager):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_gpu_compiles_without_a_break():
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 400, 480, 64, "cuda", torch.bfloat16))
+    mask = torch.rand(2, 4, 4, device="cuda") < 0.6
+
+    def attend(q, k, v, mask):
+        return block_sparse_attention(q * 2, k, v, BlockLists.from_mask(mask, 128, 128)).float().square()
+
+    compiled = torch.compile(attend, fullgraph=True)
+    grads = [torch.autograd.grad(f(q, k, v, mask).sum(), (q, k, v)) for f in (compiled, attend)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_auto_is_a_pure_function():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert resolve_impl("auto", cpu, torch.bfloat16, 128) == "gather"
+    assert resolve_impl("auto", gpu, torch.bfloat16, 128) == "triton"
+    assert resolve_impl("auto", gpu, torch.float32, 128) == "gather"
+    assert resolve_impl("auto", gpu, torch.float16, 512) == "gather"
+
+
+def _call(**changes):
+    q, k, v = inputs(1, 4, 2, 32, 48, 16, dtype=torch.float32)
+    arguments = dict(q=q, k=k, v=v, blocks=BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 16, 16))
+    return block_sparse_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    (dict(q=[1]), TypeError, "q must be a tensor, got list"),
+    (dict(k=torch.zeros(2, 48, 16)), ValueError, r"k must be \[batch, heads, tokens, head_dim\], got shape \(2, 48, 16\)"),
+    (dict(v=torch.zeros(1, 2, 48, 16, dtype=torch.int32)), TypeError, "v must be a floating-point tensor"),
+    (dict(k=torch.zeros(1, 2, 48, 16, dtype=torch.float64)), TypeError, "k must have q's dtype torch.float32, got torch.float64"),
+    (dict(v=torch.zeros(1, 2, 48, 16, device="meta")), ValueError, "v must be on q's device cpu, got meta"),
+    (dict(k=torch.zeros(2, 2, 48, 16)), ValueError, "k must have q's batch and head_dim 1 and 16"),
+    (dict(v=torch.zeros(1, 2, 47, 16)), ValueError, r"v must have k's shape \(1, 2, 48, 16\), got \(1, 2, 47, 16\)"),
+    (dict(k=torch.zeros(1, 3, 48, 16), v=torch.zeros(1, 3, 48, 16)), ValueError, "q's heads must be a multiple of k's 3, got 4"),
+    (dict(q=torch.zeros(1, 4, 16, 32).mT), ValueError, "q must have stride 1 in its last dimension, got 32"),
+    (dict(blocks="all"), TypeError, "blocks must be BlockLists, got str"),
+    (dict(blocks=BlockLists.from_mask(torch.ones(3, 2, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
+    (dict(blocks=BlockLists.from_mask(torch.ones(2, 1, 2, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks.counts must have batch 1"),
+    (dict(blocks=BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
+    (dict(blocks=BlockLists.from_mask(torch.ones(2, 4, dtype=torch.bool), 16, 16)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
+    (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
+    (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', got 'cuda'"),
+    (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
+])
+def test_refuses_before_any_kernel_runs(changes, error, message):
+    with pytest.raises(error, match=message):
+        _call(**changes)
+
+
+def test_triton_refuses_a_cpu_when_not_interpreted(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="impl='triton' requires a GPU, got tensors on cpu"):
+        _call(q=torch.zeros(1, 4, 32, 16, dtype=torch.float16), k=torch.zeros(1, 2, 48, 16, dtype=torch.float16), v=torch.zeros(1, 2, 48, 16, dtype=torch.float16), impl="triton")
+
+
+def test_scale_and_default_scale():
+    q, k, v = inputs(1, 2, 2, 32, 32, 16, dtype=torch.float64)
+    blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 16, 16)
+    exact, _ = reference_attention(q, k, v, blocks, 0.25)
+    assert torch.allclose(block_sparse_attention(q, k, v, blocks), exact)
+    assert not torch.allclose(block_sparse_attention(q, k, v, blocks, scale=1.0), exact)
