@@ -1,6 +1,9 @@
 """How it is computed: block-sparse attention over any pattern of blocks; knows blocks, never videos."""
 
-from .attention import block_sparse_attention, resolve_impl
-from .blocks import BlockLists
+# From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
+# look for. Under that name it stays empty: a second import would register the operators twice.
+if __name__ == "ssta.kernels":
+    from .attention import IMPLEMENTATIONS, block_sparse_attention, resolve_impl
+    from .blocks import BlockLists
 
-__all__ = ["BlockLists", "block_sparse_attention", "resolve_impl"]
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "block_sparse_attention", "resolve_impl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -86,11 +87,9 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype, head_dim: 
     return impl
 
 
-@torch.compiler.assume_constant_result
 def _interpreting() -> bool:
-    from triton import knobs
-
-    return knobs.runtime.interpret
+    """As Triton itself reads it, without importing Triton."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
@@ -123,8 +122,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
                           ("kv_offsets", (1, kv_heads)), ("kv_lengths", (1, kv_heads))):
         x = getattr(blocks, name)
         if isinstance(x, Tensor) and (x.shape[0] not in (1, batch) or x.shape[1] not in allowed):
-            raise ValueError(f"blocks.{name} must have batch 1 or {batch} and heads {' or '.join(map(str, sorted(set(allowed))))}, got shape {tuple(x.shape)}")
-    for axis, offsets, count, tokens in (("q", blocks.q_offsets, blocks.num_q_blocks, q_len), ("kv", blocks.kv_offsets, blocks.num_kv_blocks, kv_len)):
+            choices = " or ".join(map(str, sorted(set(allowed))))
+            raise ValueError(f"blocks.{name} must have batch 1 or {batch} and heads {choices}, got shape {tuple(x.shape)}")
+    for axis, offsets, count, tokens in (("q", blocks.q_offsets, blocks.num_q_blocks, q_len),
+                                         ("kv", blocks.kv_offsets, blocks.num_kv_blocks, kv_len)):
         if isinstance(offsets, int) and count is not None and count != -(-tokens // offsets):
             raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}")
 
@@ -192,7 +193,8 @@ def _backward(
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
     flipped = None
     if counts_t is not None:
-        flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length, max_q_length)
+        flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
+                             max_q_length)
     return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
 
 

@@ -156,7 +156,8 @@ class BlockLists:
     # Boolean masks
 
     @classmethod
-    def from_mask(cls, mask: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, capacity: int | None = None, **fields) -> BlockLists:
+    def from_mask(cls, mask: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, capacity: int | None = None,
+                  **fields) -> BlockLists:
         """From a bool mask ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``; True keeps the block. Ids come out ascending.
 
         ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
@@ -266,7 +267,8 @@ class BlockLists:
         """
         from torch.nn.attention.flex_attention import BlockMask
 
-        if isinstance(self.q_offsets, Tensor) or isinstance(self.kv_offsets, Tensor) or self.q_lengths is not None or self.kv_lengths is not None:
+        ragged = any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths))
+        if ragged:
             raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
         nk = -(-kv_len // self.kv_offsets)
         full = torch.zeros(*self.counts.shape, nk, dtype=torch.int32, device=self.device)

@@ -12,15 +12,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .blocks import BlockLists
+from .launch import device_limits
+from .triton_primitives import block_bounds
 
 # List entries read at once by one program.
 SEGMENT = 256
 
 
 class Chunks(NamedTuple):
-    """For each row of the lists: whole chunks from the front of ``starts``, cut chunks from its back, with their token counts in ``sizes``."""
+    """For each row of the lists: whole chunks from the front of ``starts``, cut ones from its back, their token counts in ``sizes``."""
 
     starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
     sizes: Tensor    # int32, same shape, tokens of a chunk that is cut; not written for whole ones
@@ -28,27 +31,59 @@ class Chunks(NamedTuple):
     cut: Tensor      # int32 [B|1, H|1, rows]
 
 
+class Cut(NamedTuple):
+    """How the tokens of one axis are cut into blocks, as the kernels take it."""
+
+    starts: Tensor   # int32 [B|1, H|1, number], first token of a block; any tensor when uniform
+    sizes: Tensor    # int32, same shape, real tokens of a block; any tensor when uniform
+    uniform: bool    # every block has ``length`` tokens, but for the last one
+    length: int      # tokens of the longest block
+    tokens: int
+    number: int      # of blocks
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+
+
+def q_cut(blocks: BlockLists, tokens: int) -> Cut:
+    """How the query tokens are cut."""
+    uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
+    return Cut(*bounds, uniform, blocks.max_q_length, tokens, blocks.num_q_blocks)
+
+
+def kv_cut(blocks: BlockLists, tokens: int) -> Cut:
+    """How the key tokens are cut."""
+    uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
+    number = triton.cdiv(tokens, blocks.kv_offsets) if uniform else bounds[0].shape[2]
+    return Cut(*bounds, uniform, blocks.max_kv_length, tokens, number)
+
+
 @triton.jit
 def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, whole, cut,
                    list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
-                   heads, rows, items, capacity, width, parts, shift,
-                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr,
+                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     list_row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + row
-    row_at = batch * row_batch + (head // row_group) * row_head + row
+    row_at = batch * row_batch + (head // row_group) * row_head
     item_at = batch * item_batch + (head // item_group) * item_head
     out_row = (batch.to(tl.int64) * heads + head) * rows + row
-    row_start, row_size = tl.load(row_starts + row_at), tl.load(row_sizes + row_at)
+    row_start, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
     count = tl.minimum(tl.load(counts + list_row), capacity)
     number_whole, number_cut = 0, 0
     for first in range(0, count * parts, SEGMENT):
         slot = first + tl.arange(0, SEGMENT)
         item = tl.load(indices + list_row * capacity + slot // parts, mask=slot < count * parts, other=-1)
+        # Ids out of range count as absent.
         known = (item >= 0) & (item < items)
+        item_start, item_size = block_bounds(item_starts, item_sizes, item_at, tl.where(known, item, 0), item_length, item_tokens,
+                                             UNIFORM_ITEMS)
         offset = (slot % parts) * CHUNK
-        start = tl.load(item_starts + item_at + item, mask=known, other=0) + offset
-        size = tl.minimum(tl.load(item_sizes + item_at + item, mask=known, other=0) - offset, CHUNK)
-        seen, complete = size > 0, size == CHUNK
+        start, size = item_start + offset, tl.minimum(item_size - offset, CHUNK)
+        seen, complete = known & (size > 0), size == CHUNK
         if CAUSAL:
             # Key j is visible to query i when j <= i + shift.
             if ROWS_ARE_QUERIES:
@@ -70,33 +105,31 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
     tl.store(cut + out_row, tl.where(row_size > 0, number_cut, 0))
 
 
-def chunk_lists(blocks: BlockLists, row_bounds: tuple[Tensor, Tensor], item_bounds: tuple[Tensor, Tensor], chunk: int,
-                causal_shift: int | None = None, rows_are_queries: bool = True) -> Chunks:
+def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+                rows_are_queries: bool = True) -> Chunks:
     """Cuts every listed block into chunks of ``chunk`` tokens.
 
     Args:
         blocks: the lists; of a transpose, rows are key blocks and items query blocks.
-        row_bounds, item_bounds: (first token, real tokens), int32 ``[B|1, H|1, number]`` each, of the rows' and the listed blocks.
+        rows, items: the cuts of the rows' and of the listed blocks' tokens.
         chunk: tokens of a chunk, a power of two.
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    counts, indices = blocks.counts, blocks.indices.contiguous()
-    counts = counts.contiguous()
-    batch = max(x.shape[0] for x in (counts, row_bounds[0], item_bounds[0]))
-    heads = max(x.shape[1] for x in (counts, row_bounds[0], item_bounds[0]))
-    rows, capacity = indices.shape[2:]
-    parts = triton.cdiv(blocks.max_kv_length, chunk)
+    counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
+    ragged = [cut.starts for cut in (rows, items) if not cut.uniform]
+    batch, heads = (max(x.shape[dim] for x in (counts, *ragged)) for dim in (0, 1))
+    capacity = indices.shape[3]
+    parts = triton.cdiv(items.length, chunk)
     width = max(capacity * parts, 1)
-    starts = torch.empty(batch, heads, rows, width, dtype=torch.int32, device=counts.device)
-    sizes = torch.empty_like(starts)
-    whole = torch.empty(batch, heads, rows, dtype=torch.int32, device=counts.device)
-    cut = torch.empty_like(whole)
-    _chunks_kernel[(rows, heads, batch)](
-        counts, indices, *row_bounds, *item_bounds, starts, sizes, whole, cut,
-        *shared_strides(counts, heads), *shared_strides(row_bounds[0], heads), *shared_strides(item_bounds[0], heads),
-        heads, rows, item_bounds[0].shape[2], capacity, width, parts, causal_shift or 0,
-        CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries)
+    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=counts.device)
+    whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=counts.device)
+    _chunks_kernel[(rows.number, heads, batch)](
+        counts, indices, rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes, whole, cut,
+        *shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads),
+        heads, rows.number, items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0,
+        CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
+        UNIFORM_ROWS=rows.uniform, UNIFORM_ITEMS=items.uniform)
     return Chunks(starts, sizes, whole, cut)
 
 
@@ -109,3 +142,13 @@ def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
 def readable(x: Tensor) -> Tensor:
     """x, or a copy where the kernels cannot walk it: a last stride other than 1, or rows so far apart that 256 of them leave 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) < 1 << 23 else x.contiguous()
+
+
+def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
+    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through Hopper's copy engine; None where it cannot: an older GPU, or an x
+    whose address or strides are not positive multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and not any(stride % step or stride == 0 for stride in x.stride()[:3])
+    if not aligned or not device_limits(x.device).copy_engine:
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])

@@ -8,24 +8,30 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import BlockLists
-from .launch import LaunchConfig, forward_config, shared_memory
-from .triton_chunks import chunk_lists, readable, shared_strides
-from .triton_primitives import LN2, LOG2E, load_rows, softmax_step, store_rows, visible_keys
+from .launch import LaunchConfig, device_limits, forward_config
+from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
+from .triton_primitives import LN2, LOG2E, block_bounds, load_chunk, load_rows, softmax_step, store_rows, visible_keys
 
 
 @triton.jit
-def _attend(state, q, k, v, start, size, query, k_stride, v_stride, shift, scale_log2,
+def _attend(state, q, k, v, k_chunks, v_chunks, batch, kv_head, start, size, query, k_stride, v_stride, shift, scale_log2,
             M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CUT: tl.constexpr, CAUSAL: tl.constexpr):
     """Attends to one chunk of keys; returns the new (acc, top, total)."""
     acc, top, total = state
-    keys = load_rows(k, start, k_stride, size, N, DIM, DIM_PAD, CUT)
+    if CUT:
+        keys = load_rows(k, start, k_stride, size, N, DIM, DIM_PAD, True)
+    else:
+        keys = load_chunk(k_chunks, k, batch, kv_head, start, k_stride, N, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(keys))
     if CUT:
         visible = visible_keys(query, start, size, shift, M, N, CAUSAL)
         scores = tl.where(visible, scores, float("-inf"))
     weights, factor, top, total = softmax_step(scores, top, total, scale_log2)
     acc = acc * factor[:, None]
-    values = load_rows(v, start, v_stride, size, N, DIM, DIM_PAD, CUT)
+    if CUT:
+        values = load_rows(v, start, v_stride, size, N, DIM, DIM_PAD, True)
+    else:
+        values = load_chunk(v_chunks, v, batch, kv_head, start, v_stride, N, DIM, DIM_PAD)
     if CUT and CAUSAL:
         # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
         bad = (values != values) | (tl.abs(values) == float("inf"))
@@ -37,21 +43,23 @@ def _attend(state, q, k, v, start, size, query, k_stride, v_stride, shift, scale
 
 
 @triton.jit
-def _forward_kernel(q, k, v, out, lse, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_whole, chunks_cut,
+def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_whole, chunks_cut,
                     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
                     bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
-                    heads, group, q_len, shift, scale_log2,
-                    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+                    heads, group, q_len, block_length, shift, scale_log2,
+                    UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                    DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head + block
-    row = tl.load(q_starts + bound) + part * M
-    rows = tl.load(q_sizes + bound) - part * M
+    bound = batch * bound_batch + (head // bound_group) * bound_head
+    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
+    row, rows = row + part * M, rows - part * M
     if rows <= 0:
         return
     q += batch * q_batch + head.to(tl.int64) * q_head
-    k += batch * k_batch + (head // group).to(tl.int64) * k_head
-    v += batch * v_batch + (head // group).to(tl.int64) * v_head
+    kv_head = head // group
+    k += batch * k_batch + kv_head.to(tl.int64) * k_head
+    v += batch * v_batch + kv_head.to(tl.int64) * v_head
     chunk_row = batch * list_batch + (head // list_group).to(tl.int64) * list_head + block
     number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
     chunk_starts += chunk_row * width
@@ -63,10 +71,12 @@ def _forward_kernel(q, k, v, out, lse, q_starts, q_sizes, chunk_starts, chunk_si
     total = tl.zeros([M], tl.float32)
     for i in range(number_whole):
         start = tl.load(chunk_starts + i)
-        acc, top, total = _attend((acc, top, total), queries, k, v, start, N, row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
+        acc, top, total = _attend((acc, top, total), queries, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, N,
+                                  row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
     for i in range(width - number_cut, width):
         start, size = tl.load(chunk_starts + i), tl.load(chunk_sizes + i)
-        acc, top, total = _attend((acc, top, total), queries, k, v, start, size, row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
+        acc, top, total = _attend((acc, top, total), queries, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, size,
+                                  row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
 
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
@@ -76,24 +86,29 @@ def _forward_kernel(q, k, v, out, lse, q_starts, q_sizes, chunk_starts, chunk_si
     tl.store(lse + (batch * heads + head) * q_len + row + offsets, row_lse, mask=offsets < rows)
 
 
-def triton_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, config: LaunchConfig | None = None) -> tuple[Tensor, Tensor]:
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, config: LaunchConfig | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table."""
     q, k, v = map(readable, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
-    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, shared_memory(q.device))
+    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
     out, lse = empty_outputs(q, blocks)
-    if q.numel() == 0:
-        return out, lse
-    bounds = blocks.q_bounds(q_len)
-    chunks = chunk_lists(blocks, bounds, blocks.kv_bounds(kv_len), config.block_n, kv_len - q_len if causal else None)
-    parts = triton.cdiv(blocks.max_q_length, config.block_m)
-    _forward_kernel[(blocks.num_q_blocks * parts, batch * heads)](
-        q, k, v, out, lse, *bounds, *chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        *shared_strides(bounds[0], heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
-        heads, heads // k.shape[1], q_len, kv_len - q_len, scale * LOG2E,
-        PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal,
-        num_warps=config.num_warps, num_stages=config.num_stages)
+    if q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    rows = q_cut(blocks, q_len)
+    chunks = chunk_lists(blocks, rows, kv_cut(blocks, kv_len), config.block_n, kv_len - q_len if causal else None)
+    parts = triton.cdiv(rows.length, config.block_m)
+    dim_pad = max(triton.next_power_of_2(dim), 16)
+    through_engine = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
+    _forward_kernel[(rows.number * parts, batch * heads)](
+        q, k, v, *through_engine, out, lse, rows.starts, rows.sizes, *chunks,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *rows.strides(heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
+        heads, heads // k.shape[1], q_len, rows.length, kv_len - q_len, scale * LOG2E,
+        UNIFORM=rows.uniform, PARTS=parts, M=config.block_m, N=config.block_n,
+        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
     return out, lse
 
 

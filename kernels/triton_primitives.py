@@ -8,6 +8,16 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def block_bounds(starts, sizes, at, block, length, tokens, UNIFORM: tl.constexpr):
+    """(first token, real tokens) of a block or of several: by arithmetic where all have ``length``, else read at ``at + block``."""
+    if UNIFORM:
+        start = block * length
+        return start, tl.minimum(tokens - start, length)
+    else:
+        return tl.load(starts + at + block), tl.load(sizes + at + block)
+
+
+@triton.jit
 def row_pointers(base, row, stride, ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
     """Pointers [ROWS, DIM_PAD] to a [tokens, dim] matrix from ``row`` on: a 64-bit start for all, 32-bit offsets from it."""
     start = base + tl.cast(row, tl.int64) * stride
@@ -24,6 +34,15 @@ def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DI
     if DIM < DIM_PAD:
         return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     return tl.load(pointers)
+
+
+@triton.jit
+def load_chunk(descriptor, base, batch, head, row, stride, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """A whole chunk, [ROWS, DIM_PAD]: through the copy engine where there is a descriptor of the [B, H, tokens, DIM] tensor."""
+    if descriptor is None:
+        return load_rows(base, row, stride, ROWS, ROWS, DIM, DIM_PAD, False)
+    else:
+        return descriptor.load([batch, head, row, 0]).reshape(ROWS, DIM_PAD)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The yardstick of the kernel tests: float64 truth, and the error that plain torch makes in the same dtype."""
 
 import torch
+
 from ssta.kernels.reference import reference_attention, token_mask
 
 # On the error of torch's own attention in the same dtype; the one constant of the rule.
@@ -34,7 +35,8 @@ def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=Fals
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=q.device)
-    exact = attention_with_gradients(lambda q, k, v: reference_attention(q, k, v, blocks, scale, causal), *(x.double() for x in (q, k, v)), dout, dlse)
+    exact = attention_with_gradients(lambda q, k, v: reference_attention(q, k, v, blocks, scale, causal),
+                                     *(x.double() for x in (q, k, v)), dout, dlse)
     eager = attention_with_gradients(lambda q, k, v: eager_attention(q, k, v, blocks, scale, causal), q, k, v, dout, dlse)
     mine = attention_with_gradients(attention, q, k, v, dout, dlse)
     for name, got, plain, truth in zip(("out", "lse", "dq", "dk", "dv"), mine, eager, exact):
@@ -51,7 +53,8 @@ def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=Fals
         error, allowed, size = (_block_rms(x, block) for x in (error, allowed, truth))
         # A block's own rounding; of the typical block for those that cancel to nearly nothing.
         allowed = allowed + rounding * torch.maximum(size, size.mean())
-        assert (error <= allowed).all(), f"{name}: block {_first(error > allowed)} is off by {(error / allowed).max():.2f} of what is allowed"
+        wrong = error > allowed
+        assert not wrong.any(), f"{name}: block {_first(wrong)} is off by {(error / allowed).max():.2f} of what is allowed"
 
 
 def _block_rms(x, block):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ssta.kernels import BlockLists
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ssta.kernels import BlockLists
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 6), st.integers(1, 7))
 
@@ -116,7 +117,8 @@ def test_bounds_of_uniform_and_ragged_blocks():
 
 
 def _fields(**changes):
-    good = dict(counts=torch.ones(1, 2, 3, dtype=torch.int32), indices=torch.zeros(1, 2, 3, 4, dtype=torch.int32), q_offsets=16, kv_offsets=16)
+    good = dict(counts=torch.ones(1, 2, 3, dtype=torch.int32), indices=torch.zeros(1, 2, 3, 4, dtype=torch.int32),
+                q_offsets=16, kv_offsets=16)
     return good | changes
 
 

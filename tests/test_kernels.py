@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_as_exact_as_torch, attention_with_gradients
+
 from ssta.kernels import BlockLists, block_sparse_attention, resolve_impl
 from ssta.kernels.reference import reference_attention
 
@@ -35,6 +36,7 @@ def patterns(device):
         return kept
 
     lengths = partial(torch.tensor, device=device, dtype=torch.int32)
+    two_cuts = torch.stack([ragged(x, device) for x in ([5, 20, 15], [16, 16, 8])])[None]
     return {
         "uniform": (BlockLists.from_mask(mask(2, 2, 4, 3), 16, 32), 2, 2, 64, 96),
         "short last block": (BlockLists.from_mask(mask(2, 2, 4, 3), 16, 32), 2, 2, 55, 70),
@@ -45,8 +47,7 @@ def patterns(device):
                                         q_lengths=lengths([5, 0, 33, 20]), kv_lengths=lengths([30, 17, 0, 11])), 2, 1, 70, 90),
         "lengths per batch element": (BlockLists.from_mask(mask(1, 1, 4, 3), 16, 32, q_lengths=lengths([[[16, 3, 0, 9]], [[1, 16, 16, 0]]]),
                                                            kv_lengths=lengths([[[32, 0, 5]], [[9, 32, 20]]])), 2, 2, 64, 96),
-        "offsets per key head": (BlockLists.from_mask(mask(1, 2, 2, 3), 24, torch.stack([ragged([5, 20, 15], device), ragged([16, 16, 8], device)])[None]),
-                                 4, 2, 48, 40),
+        "offsets per key head": (BlockLists.from_mask(mask(1, 2, 2, 3), 24, two_cuts), 4, 2, 48, 40),
     }
 
 
@@ -58,6 +59,17 @@ def test_against_float64(device, impl, causal, name):
     q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device)
     attend = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl=impl)
     assert_as_exact_as_torch(attend, q, k, v, blocks, causal=causal)
+
+
+@pytest.mark.parametrize("device, impl", [entry for entry in EVERYWHERE if entry.values[1] == "triton"])
+@pytest.mark.parametrize("name", ["uniform", "ragged", "per key head"])
+def test_gpus_without_a_copy_engine(device, impl, name, monkeypatch):
+    """The kernels as Ampere and Ada run them: addresses instead of descriptors, in 100 KB of shared memory."""
+    from ssta.kernels import launch, triton_backward, triton_chunks, triton_forward
+
+    for module in (triton_backward, triton_chunks, triton_forward):
+        monkeypatch.setattr(module, "device_limits", lambda device: launch.DeviceLimits(99 * 1024, copy_engine=False))
+    test_against_float64(device, impl, False, name)
 
 
 @pytest.mark.gpu
@@ -114,7 +126,8 @@ def _run(q, k, v, blocks, impl, **options):
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(q.shape, generator=generator).to(q)
     dlse = torch.randn(q.shape[:3], generator=generator).to(q.device)
-    return attention_with_gradients(partial(block_sparse_attention, blocks=blocks, return_lse=True, impl=impl, **options), q, k, v, dout, dlse)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl=impl, **options)
+    return attention_with_gradients(attend, q, k, v, dout, dlse)
 
 
 @everywhere
@@ -164,7 +177,8 @@ def test_empty_lists_and_empty_sequences(device, impl):
     nothing = BlockLists.from_mask(torch.zeros(2, 2, dtype=torch.bool, device=device), 16, 16)
     out, lse, *gradients = _run(q, k, v, nothing, impl)
     assert not out.any() and (lse == float("-inf")).all() and not any(g.any() for g in gradients)
-    no_keys = BlockLists(torch.zeros(1, 1, 2, dtype=torch.int32, device=device), torch.zeros(1, 1, 2, 0, dtype=torch.int32, device=device), 16, 16, num_kv_blocks=0)
+    no_counts = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
+    no_keys = BlockLists(no_counts, no_counts.new_zeros(1, 1, 2, 0), 16, 16, num_kv_blocks=0)
     out, lse, *gradients = _run(q, k[:, :, :0], v[:, :, :0], no_keys, impl)
     assert not out.any() and (lse == float("-inf")).all() and not gradients[0].any() and gradients[1].shape == (1, 2, 0, 16)
 
@@ -192,7 +206,8 @@ def test_gather_gradients_by_differences():
     blocks = BlockLists.from_mask(torch.tensor([[True, False, True], [False, True, False]]), 5, 4)
     for impl in ("gather", "reference"):
         for causal in (False, True):
-            assert torch.autograd.gradcheck(lambda q, k, v: block_sparse_attention(q, k, v, blocks, causal=causal, return_lse=True, impl=impl), (q, k, v))  # noqa: B023
+            attend = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl=impl)
+            assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
 def test_gather_is_really_sparse():
@@ -202,8 +217,8 @@ def test_gather_is_really_sparse():
     q, k, v = inputs(1, 1, 1, 4096, 4096, 16, dtype=torch.float32)
     blocks = BlockLists.from_topk(torch.arange(64)[:, None], 64, 64, num_kv_blocks=64)
     sizes = []
-    for step in gather._steps(q, k, v, blocks, False):
-        sizes.append(step.q.shape[2] * step.q.shape[3] * step.k.shape[3])
+    for step in gather.steps(q, k, v, blocks, False):
+        sizes.append(step.q.shape[-2] * step.k.shape[-2])
     assert sum(sizes) == 64 * 64 * 64, "the score elements of 64 selected pairs of 64 x 64"
 
 
@@ -283,9 +298,13 @@ def test_auto_is_a_pure_function():
     assert resolve_impl("auto", gpu, torch.float16, 512) == "gather"
 
 
-def _call(**changes):
-    q, k, v = inputs(1, 4, 2, 32, 48, 16, dtype=torch.float32)
-    arguments = dict(q=q, k=k, v=v, blocks=BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 16, 16))
+def full_lists(*shape):
+    return BlockLists.from_mask(torch.ones(shape, dtype=torch.bool), 16, 16)
+
+
+def _call(dtype=torch.float32, **changes):
+    q, k, v = inputs(1, 4, 2, 32, 48, 16, dtype=dtype)
+    arguments = dict(q=q, k=k, v=v, blocks=full_lists(2, 3))
     return block_sparse_attention(**(arguments | changes))
 
 
@@ -300,10 +319,10 @@ def _call(**changes):
     (dict(k=torch.zeros(1, 3, 48, 16), v=torch.zeros(1, 3, 48, 16)), ValueError, "q's heads must be a multiple of k's 3, got 4"),
     (dict(q=torch.zeros(1, 4, 16, 32).mT), ValueError, "q must have stride 1 in its last dimension, got 32"),
     (dict(blocks="all"), TypeError, "blocks must be BlockLists, got str"),
-    (dict(blocks=BlockLists.from_mask(torch.ones(3, 2, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
-    (dict(blocks=BlockLists.from_mask(torch.ones(2, 1, 2, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks.counts must have batch 1"),
-    (dict(blocks=BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
-    (dict(blocks=BlockLists.from_mask(torch.ones(2, 4, dtype=torch.bool), 16, 16)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
+    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
+    (dict(blocks=full_lists(2, 1, 2, 3)), ValueError, "blocks.counts must have batch 1"),
+    (dict(blocks=full_lists(3, 3)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
+    (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
     (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', got 'cuda'"),
@@ -315,11 +334,9 @@ def test_refuses_before_any_kernel_runs(changes, error, message):
 
 
 def test_triton_refuses_a_cpu_when_not_interpreted(monkeypatch):
-    from triton import knobs
-
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="impl='triton' requires a GPU, got tensors on cpu"):
-        _call(q=torch.zeros(1, 4, 32, 16, dtype=torch.float16), k=torch.zeros(1, 2, 48, 16, dtype=torch.float16), v=torch.zeros(1, 2, 48, 16, dtype=torch.float16), impl="triton")
+        _call(dtype=torch.float16, impl="triton")
 
 
 def test_scale_and_default_scale():
