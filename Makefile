@@ -1,0 +1,79 @@
+# Two commands do everything on a machine that has Python 3.10 or newer and make:
+#
+#   make demo               run SSTA inside a small video transformer; pictures and a report go to demo/
+#   make demo SIZE=720p     the same on the full canvas (NVIDIA GPU)
+#   make test               the tests that need no GPU
+#
+# Others: make gpu-test, make lint, make wheel, make check-wheel, make clean.
+# The first command makes .venv and installs into it; later ones reuse it.
+
+PYTHON ?= python3
+SIZE ?= small
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Holds for an environment installed from these very files.
+STAMP := $(VENV)/installed
+WHEEL_VENV := build/wheel-venv
+
+HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+CPU_ONLY := --constraint constraints-cpu.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# torch by itself, so that the CPU index is asked for nothing else.
+define install_cpu_torch
+	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
+endef
+
+.PHONY: help demo test gpu-test lint wheel check-wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#  *make/make/p' Makefile
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py --size $(SIZE)
+
+# From tests/, because -m puts the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
+# One thread a worker: the tests are many and small.
+test: $(STAMP)
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+gpu-test: $(STAMP)
+	cd tests && ../$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+
+# build/ is emptied first: setuptools would pack files left there by an earlier build.
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# The wheel in an environment of its own, with torch for CPU and without the extras.
+check-wheel: wheel
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(call install_cpu_torch,$(WHEEL_VENV))
+	$(WHEEL_VENV)/bin/python -m pip install --quiet $(CPU_ONLY) dist/ssta-*.whl
+	cd $(WHEEL_VENV) && bin/python $(CURDIR)/tests/check_wheel.py
+
+$(STAMP): setup.py pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "ssta needs Python 3.10 or newer, got %d.%d" % v[:2])'
+ifeq ($(HAS_GPU),yes)
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+		echo "NVIDIA GPU: using the torch that $(PYTHON) already has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		echo "NVIDIA GPU: installing the newest torch; once, some minutes"; $(PYTHON) -m venv $(VENV); \
+	fi
+else
+	@echo "no NVIDIA GPU: installing torch for CPU and what the demo and the tests need; once, a minute or more"
+	$(PYTHON) -m venv $(VENV)
+	$(call install_cpu_torch,$(VENV))
+endif
+	$(BIN)/python -m pip install --quiet $(if $(HAS_GPU),,$(CPU_ONLY)) --editable '.[triton,pipelines,plot,dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

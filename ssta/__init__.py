@@ -1,0 +1,25 @@
+"""SSTA: attention for video diffusion transformers that looks only where it matters."""
+
+from importlib import import_module
+
+from .attention import ssta_3d_attention, ssta_attention
+from .config import SSTAConfig
+from .layout import DenseRun, TileLayout, TokenLayout, VideoGrid, tile_layout
+
+__version__ = "0.1.0"
+
+# What only a person's curiosity needs is loaded when first asked for.
+_LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_density": "plot", "plot_selection": "plot"}
+
+__all__ = ["DenseRun", "SSTAConfig", "TileLayout", "TokenLayout", "VideoGrid", "explain", "plot_block_mask", "plot_density",
+           "plot_selection", "ssta_3d_attention", "ssta_attention", "tile_layout"]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,132 @@
+"""ssta_3d_attention and ssta_attention: tile, select, attend, untile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .config import SSTAConfig
+from .kernels import BlockLists, block_sparse_attention
+from .layout import TokenLayout, tile_layout
+from .selection import check_text_mask, select_tiles
+
+
+def ssta_3d_attention(
+    query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int = 64, tile_thw: tuple[int, int, int] = (6, 8, 8),
+    kernel_thw: tuple[int, int, int] = (3, 3, 3), text_len: int = 0, sparse_type: str = "ssta", threshold: float = 0.0, *,
+    lambda_: float = 0.7, sampling_type: str | Callable[[Tensor, Tensor], Tensor] = "similarity", pad_type: str = "none",
+    text_mask: Tensor | None = None, mask_share_within_head: bool = False, adaptive_pool: tuple[int, int, int] | None = None,
+    scale: float | None = None, impl: str = "auto",
+) -> Tensor:
+    """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
+
+    The argument names are the published ones. From ``lambda_`` on they are keywords, because published versions order them differently.
+
+    Args:
+        query: ``[B, H, S, D]``, S = t * h * w + text_len; any strides whose last is 1.
+        key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
+        value: ``[B, Hkv, S, D]``.
+        thw: tokens of the video along t, h, w.
+        text_len: tokens of text at the end. They attend to everything, and everything attends to them.
+        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first (which is not checked: it would wait for the
+            device). With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and "repeat"
+            only whole tiles of invalid text are left out, as published.
+        scale: factor on the scores; default 1 / sqrt(D).
+        impl: which kernel runs; "auto" chooses by device, dtype and shape.
+        topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool: what
+            is attended to; see ``SSTAConfig``.
+
+    Returns:
+        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key and value; the selection is a constant.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type=sparse_type, threshold=threshold, lambda_=lambda_,
+                        sampling_type=sampling_type, pad_type=pad_type, mask_share_within_head=mask_share_within_head,
+                        adaptive_pool=adaptive_pool)
+    layout = TokenLayout.video_text(thw, text_len)
+    check_lengths(query, layout, thw, text_len)
+    return ssta_attention(query, key, value, layout, config, text_mask=text_mask, scale=scale, impl=impl)
+
+
+def ssta_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, *,
+    text_mask: Tensor | None = None, scale: float | None = None, impl: str = "auto", return_blocks: bool = False,
+) -> Tensor | tuple[Tensor, BlockLists]:
+    """Selective and sliding tile attention over any sequence of video grids and dense runs.
+
+    Args:
+        query: ``[B, H, S, D]``, S = ``layout.length``; any strides whose last is 1.
+        key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
+        value: ``[B, Hkv, S, D]``.
+        layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
+        config: what is attended to. Its variants are resolved by the grid with the most frames.
+        text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
+            each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``.
+        scale: factor on the scores; default 1 / sqrt(D).
+        impl: which kernel runs; "auto" chooses by device, dtype and shape.
+        return_blocks: also return the selection, over the layout's tiles in tiled order.
+
+    Returns:
+        ``[B, H, S, D]`` in query's dtype; with ``return_blocks`` also BlockLists. Differentiable in query, key and value; the selection
+        is a constant.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    check_inputs(query, key, value, layout, config, text_mask)
+    if layout.video:
+        config = config.for_canvas(max(grid.thw for grid in layout.video))
+    tiles = tile_layout(layout, config.tile_thw, config.pad_type, query.device)
+    q, k = tiles.tile(query), tiles.tile(key)
+    blocks = select_tiles(q, k, tiles, config, text_mask)
+    out = block_sparse_attention(q, k, tiles.tile(value), blocks, scale=scale, impl=impl)
+    # The tiled copies are as large as the inputs; without a backward pass they need not outlive the kernel.
+    del q, k
+    out = tiles.untile(out)
+    return (out, blocks) if return_blocks else out
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    if not isinstance(config, SSTAConfig):
+        raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x)
+        if x.shape[2] != layout.length:
+            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {x.shape[2]} in shape {tuple(x.shape)}")
+        if x.shape[0] != query.shape[0] or x.shape[3] != query.shape[3]:
+            raise ValueError(f"{name} must have query's batch {query.shape[0]} and head_dim {query.shape[3]}, got shape {tuple(x.shape)}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"{name} must be on query's device {query.device}, got {x.device}")
+    if key.shape != value.shape:
+        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"query's heads must be a multiple of key's {key.shape[1]}, got {query.shape[1]}")
+    if text_mask is not None:
+        check_text_mask(text_mask, query.shape[0], layout.dense_length, query.device)
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+
+
+def check_lengths(query: Tensor, layout: TokenLayout, thw: tuple[int, int, int], text_len: int) -> None:
+    """That thw and text_len say how long the sequence is, in these two names."""
+    _check_tensor("query", query)
+    length = query.shape[2]
+    if text_len > length:
+        raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}")
+    if layout.length != length:
+        raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
+                         f"got {tuple(thw)} = {layout.video_length}")

@@ -1,0 +1,358 @@
+"""Where tokens go: TokenLayout says what a sequence consists of, TileLayout is that sequence cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .checks import require_choice, require_int, require_triple
+from .config import PAD_TYPES
+from .memo import remember
+
+
+@dataclass(frozen=True)
+class VideoGrid:
+    """A segment of t * h * w tokens of a video latent, t-major, then h, then w. Entries are ints of at least 1."""
+
+    t: int
+    h: int
+    w: int
+
+    def __post_init__(self) -> None:
+        for axis in "thw":
+            require_int(f"VideoGrid.{axis}", getattr(self, axis), 1)
+
+    @property
+    def thw(self) -> tuple[int, int, int]:
+        return self.t, self.h, self.w
+
+    @property
+    def length(self) -> int:
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True)
+class DenseRun:
+    """A segment of ``length`` tokens, at least 1, that attend to everything and that everything attends to: text, audio, references."""
+
+    length: int
+
+    def __post_init__(self) -> None:
+        require_int("DenseRun.length", self.length, 1)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """What a sequence consists of: video grids and dense runs, one after the other, in any order. Hashable.
+
+    Raises:
+        TypeError: a segment is neither a VideoGrid nor a DenseRun.
+        ValueError: there is no segment.
+    """
+
+    segments: tuple[VideoGrid | DenseRun, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", tuple(self.segments))
+        if not self.segments:
+            raise ValueError("segments must hold at least one VideoGrid or DenseRun, got none")
+        for i, segment in enumerate(self.segments):
+            if not isinstance(segment, (VideoGrid, DenseRun)):
+                raise TypeError(f"segments[{i}] must be a VideoGrid or a DenseRun, got {segment!r}")
+
+    @classmethod
+    def video_text(cls, thw: tuple[int, int, int], text_len: int = 0) -> TokenLayout:
+        """A video of (t, h, w) tokens followed by ``text_len`` tokens of text, which may be 0."""
+        video = VideoGrid(*require_triple("thw", thw))
+        return cls((video, DenseRun(text_len)) if require_int("text_len", text_len, 0) else (video,))
+
+    @property
+    def video(self) -> tuple[VideoGrid, ...]:
+        return tuple(segment for segment in self.segments if isinstance(segment, VideoGrid))
+
+    @property
+    def dense(self) -> tuple[DenseRun, ...]:
+        return tuple(segment for segment in self.segments if isinstance(segment, DenseRun))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.video_length + self.dense_length
+
+    @property
+    def video_length(self) -> int:
+        return sum(grid.length for grid in self.video)
+
+    @property
+    def dense_length(self) -> int:
+        return sum(run.length for run in self.dense)
+
+
+@dataclass(frozen=True)
+class TiledSegment:
+    """How one segment is cut. A dense run counts as a grid of one row: (1, 1, length), with tiles (1, 1, tokens of a tile).
+
+    Args:
+        first_token: where the segment starts in the sequence.
+        first_slot: where it starts in tiled order.
+        extent: its tokens along (t, h, w).
+        tile: tokens of a tile along (t, h, w).
+        padded: the extent after padding; equal to ``extent`` where nothing is padded.
+    """
+
+    first_token: int
+    first_slot: int
+    extent: tuple[int, int, int]
+    tile: tuple[int, int, int]
+    padded: tuple[int, int, int]
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Tiles along (t, h, w), partial ones included."""
+        return tuple(-(-n // size) for n, size in zip(self.extent, self.tile))
+
+    @property
+    def num_tiles(self) -> int:
+        return prod(self.tiles)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens including padding."""
+        return prod(self.padded)
+
+    @property
+    def longest_tile(self) -> int:
+        """Slots of the first tile, which none exceeds."""
+        return prod([min(n, size) for n, size in zip(self.padded, self.tile)])
+
+
+@dataclass(frozen=True, eq=False)
+class TileLayout:
+    """A sequence of S tokens cut into N video tiles and, after them, M dense tiles, which together have P slots.
+
+    Tiles follow the segments; inside a video grid they go t-major, then h, then w, and so do the tokens inside a tile. The last tile
+    along an axis may be partial: with padding "none" it has fewer slots, with "zero" and "repeat" it is filled up with zero tokens
+    or with repetitions of the grid's last frame, row and column. Dense tiles are always filled up by repeating the run's last token.
+    Made by ``tile_layout``. Its tensors are shared between calls: do not write to them.
+
+    Args:
+        tokens: the sequence.
+        tile_thw: tokens of a video tile along (t, h, w); a dense tile holds as many.
+        padding: "none", "zero" or "repeat".
+        video: how each video grid is cut.
+        dense: how each dense run is cut.
+        source: int64 ``[P]``. The token that each slot holds; -1 = a zero token.
+        inverse: int64 ``[S]``. The slot of each token; the first one where padding repeats the token.
+        offsets: int32 ``[N + M + 1]``. Tile i owns the slots from ``offsets[i]`` up to ``offsets[i + 1]``.
+        row_major: int64 ``[P]``. The slot of each position of the padded segments, taken t-major, then h, then w, segment after
+            segment, video first.
+    """
+
+    tokens: TokenLayout
+    tile_thw: tuple[int, int, int]
+    padding: str
+    video: tuple[TiledSegment, ...]
+    dense: tuple[TiledSegment, ...]
+    source: Tensor
+    inverse: Tensor
+    offsets: Tensor
+    row_major: Tensor
+
+    @property
+    def num_video_tiles(self) -> int:
+        """N."""
+        return sum(segment.num_tiles for segment in self.video)
+
+    @property
+    def num_dense_tiles(self) -> int:
+        """M."""
+        return sum(segment.num_tiles for segment in self.dense)
+
+    @property
+    def num_tiles(self) -> int:
+        """N + M."""
+        return self.num_video_tiles + self.num_dense_tiles
+
+    @property
+    def num_slots(self) -> int:
+        """P, the tokens including padding."""
+        return sum(segment.num_slots for segment in (*self.video, *self.dense))
+
+    @property
+    def max_tile_length(self) -> int:
+        """Slots of the longest tile."""
+        return max([segment.longest_tile for segment in (*self.video, *self.dense)])
+
+    @property
+    def tile_grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Tiles along (t, h, w) of each video grid."""
+        return tuple(segment.tiles for segment in self.video)
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def tile(self, x: Tensor) -> Tensor:
+        """``[B, H, S, D]`` in the sequence's order -> contiguous ``[B, H, P, D]`` in tiled order, differentiable."""
+        self._check("tile", x, self.tokens.length)
+        return _Tile.apply(x, self)
+
+    def untile(self, x: Tensor) -> Tensor:
+        """``[B, H, P, D]`` in tiled order -> contiguous ``[B, H, S, D]`` in the sequence's order without padding, differentiable."""
+        self._check("untile", x, self.num_slots)
+        return _Untile.apply(x, self)
+
+    def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
+        if x.dim() != 4 or x.shape[2] != length:
+            raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")
+
+    # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """Each token to all of its slots."""
+        if self.padding != "zero" or self.num_slots == self.tokens.length:
+            return x.index_select(2, self.source)
+        out = self._place(x)
+        for run in self.dense:
+            end = run.first_slot + run.extent[2]
+            out[:, :, end:run.first_slot + run.num_slots] = x[:, :, run.first_token + run.extent[2] - 1, None]
+        return out
+
+    def _collect(self, x: Tensor) -> Tensor:
+        """The transpose of ``_spread``: for each token the sum over its slots."""
+        if self.num_slots == self.tokens.length:
+            return x.index_select(2, self.inverse)
+        return torch.cat([self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)], 2)
+
+    def _fold(self, x: Tensor, segment: TiledSegment) -> Tensor:
+        """One segment's part of ``_collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
+        positions = self.row_major[segment.first_slot:segment.first_slot + segment.num_slots]
+        cube = x.index_select(2, positions).unflatten(2, segment.padded)
+        drops = self.padding == "zero" and segment in self.video
+        for axis, (real, padded) in enumerate(zip(segment.extent, segment.padded), start=2):
+            if drops or real == padded:
+                cube = cube.narrow(axis, 0, real)
+            else:
+                last = cube.narrow(axis, real - 1, padded - real + 1).sum(axis, keepdim=True)
+                cube = torch.cat([cube.narrow(axis, 0, real - 1), last], axis)
+        return cube.flatten(2, 4)
+
+    def _place(self, x: Tensor) -> Tensor:
+        """Each token to its first slot, zeros in the others: the transpose of ``untile``."""
+        if self.num_slots == self.tokens.length:
+            return x.index_select(2, self.source)
+        out = x.new_zeros(*x.shape[:2], self.num_slots, x.shape[3])
+        return out.index_copy_(2, self.inverse, x)
+
+
+class _Tile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
+        ctx.layout = layout
+        return layout._spread(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout._collect(grad), None
+
+
+class _Untile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(2, layout.inverse)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout._place(grad), None
+
+
+def tile_layout(
+    tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str = "none", device: torch.device | str = "cpu",
+) -> TileLayout:
+    """``tokens`` cut into tiles. The 64 layouts used last are remembered; everything is computed on ``device``, without waiting for it.
+
+    Args:
+        tokens: the sequence.
+        tile_thw: tokens of a video tile along (t, h, w).
+        padding: "none", "zero" or "repeat"; see ``TileLayout``.
+
+    Raises:
+        TypeError: tokens is no TokenLayout, or tile_thw not three ints.
+        ValueError: an entry of tile_thw below 1, or an unknown padding.
+    """
+    if not isinstance(tokens, TokenLayout):
+        raise TypeError(f"tokens must be a TokenLayout, got {type(tokens).__name__}")
+    return _tile_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), torch.device(device))
+
+
+@remember(64)
+def _tile_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
+    video, dense = _cut(tokens, tile_thw, padding)
+    slots, sources, inverses, lengths = [], [], [], []
+    for segment in (*video, *dense):
+        slot, token, tile_lengths = _index(segment, padding == "zero" and segment in video, device)
+        slots.append(slot.flatten())
+        sources.append(token.flatten())
+        t, h, w = segment.extent
+        inverses.append(slot[:t, :h, :w].flatten())
+        lengths.append(tile_lengths)
+    row_major = torch.cat(slots)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), *lengths]).cumsum(0)
+    return TileLayout(
+        tokens, tile_thw, padding, video, dense,
+        source=torch.zeros_like(row_major).scatter(0, row_major, torch.cat(sources)),
+        inverse=torch.cat(_in_sequence(tokens, inverses[:len(video)], inverses[len(video):])),
+        offsets=offsets.int(), row_major=row_major)
+
+
+def _cut(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> tuple[tuple[TiledSegment, ...], tuple[TiledSegment, ...]]:
+    """The video and the dense segments with their place in the sequence and, video first, among the slots."""
+    starts, start = [], 0
+    for segment in tokens.segments:
+        starts.append(start)
+        start += segment.length
+    cut, slot = ([], []), 0
+    for kind, segment_type in enumerate((VideoGrid, DenseRun)):
+        for segment, start in zip(tokens.segments, starts):
+            if not isinstance(segment, segment_type):
+                continue
+            extent, tile = (segment.thw, tile_thw) if kind == 0 else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
+            padded = extent if padding == "none" else tuple(-(-n // size) * size for n, size in zip(extent, tile))
+            cut[kind].append(TiledSegment(start, slot, extent, tile, padded))
+            slot += prod(padded)
+    return tuple(cut[0]), tuple(cut[1])
+
+
+def _in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:
+    """One item for each video grid and one for each dense run, in the order of the segments in the sequence."""
+    grids, runs = iter(video), iter(dense)
+    return [next(grids if isinstance(segment, VideoGrid) else runs) for segment in tokens.segments]
+
+
+def _index(segment: TiledSegment, zeros: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each position of the padded segment its slot and its token (-1 for padding that is ``zeros``), int64 ``[T, H, W]`` each;
+    and the number of slots of each tile, int64 ``[tiles]``."""
+    _, rows, columns = segment.padded
+    axes, lengths = [], []
+    for axis, (real, padded, size) in enumerate(zip(segment.extent, segment.padded, segment.tile)):
+        at = torch.arange(padded, device=device)
+        begin = at // size * size
+        shape = [-1 if other == axis else 1 for other in range(3)]
+        # Where the position's tile begins, the tile's slots, the place inside the tile, the nearest real position, whether it is padding.
+        parts = (begin, (padded - begin).clamp(max=size), at - begin, at.clamp(max=real - 1), at >= real)
+        axes.append([part.view(shape) for part in parts])
+        lengths.append((padded - torch.arange(0, padded, size, device=device)).clamp(max=size))
+    (t0, t_len, t_in, t, t_pad), (h0, h_len, h_in, h, h_pad), (w0, w_len, w_in, w, w_pad) = axes
+    # Slots before the tile: whole layers of tiles, then whole rows of tiles in its layer, then tiles in its row.
+    before = t0 * rows * columns + t_len * (h0 * columns + h_len * w0)
+    slot = segment.first_slot + before + (t_in * h_len + h_in) * w_len + w_in
+    token = segment.first_token + (t * segment.extent[1] + h) * segment.extent[2] + w
+    if zeros:
+        token = token.masked_fill(t_pad | h_pad | w_pad, -1)
+    t_lengths, h_lengths, w_lengths = lengths
+    return slot, token, (t_lengths[:, None, None] * h_lengths[:, None] * w_lengths).flatten()

@@ -1,0 +1,282 @@
+"""Pictures of what was selected, made from a Report: over the frames, as a block mask, and as density per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .layout import TiledSegment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .report import Report
+
+# Why a tile pair is computed. The colours can be told apart with any colour vision; on plain ground hatches say it again.
+_NOT, _WINDOW, _BUDGET, _BOTH, _TEXT = range(5)
+_LABELS = ("not attended to", "near (window)", "picked by content (budget)", "near and picked", "text")
+_COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#aa4499", "#8a8a8a")
+_HATCHES = ("", "", "////", "xxxx", "")
+
+
+def plot_selection(
+    report: Report, query_thw: Sequence[int] | None = None, *, head: int = 0, batch: int = 0, grid: int = 0,
+    frames: Sequence[int] | None = None, images: Tensor | None = None, path: str | Path | None = None,
+) -> Figure:
+    """Draws which tiles of the video one query tile attends to, over the latent frames. Synchronises the device.
+
+    Args:
+        report: what ``explain`` returned.
+        query_thw: (frame, row, column) of a token of the latent grid; its tile is the query tile. Default: the middle.
+        head, batch: which query head and which batch element.
+        grid: which video grid of the layout, counting from 0; query and keys are drawn within it.
+        frames: latent frames to draw. Default: all of them up to 8, else the middle one of every layer of tiles.
+        images: float [t, H, W, 3] in [0, 1], a picture to put under each latent frame, of any size. Default: none.
+        path: where to save the figure as well; the ending chooses the format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: an index outside the layout, or images that are not one per latent frame.
+    """
+    figure_class, matplotlib = _matplotlib()
+    if not 0 <= grid < len(report.layout.video):
+        raise ValueError(f"grid must be one of the layout's {len(report.layout.video)} video grids, got {grid}")
+    video = report.layout.video[grid]
+    thw = video.extent
+    query_thw = tuple(size // 2 for size in thw) if query_thw is None else tuple(query_thw)
+    if len(query_thw) != 3 or any(not 0 <= place < size for place, size in zip(query_thw, thw)):
+        raise ValueError(f"query_thw must be a (frame, row, column) inside the grid {thw}, got {query_thw}")
+    if images is not None and (images.dim() != 4 or images.shape[0] != thw[0] or images.shape[3] != 3):
+        raise ValueError(f"images must be [{thw[0]}, height, width, 3], one per latent frame, got {tuple(images.shape)}")
+    cuts = [_cuts(video, axis) for axis in range(3)]
+    place = [index // tile for index, tile in zip(query_thw, video.tile)]
+    first = sum(segment.num_tiles for segment in report.layout.video[:grid])
+    query_tile = first + (place[0] * video.tiles[1] + place[1]) * video.tiles[2] + place[2]
+    row = _categories(report, batch, head)[query_tile]
+    kinds = row[first:first + video.num_tiles].reshape(video.tiles)
+    frames = _default_frames(thw[0], cuts[0]) if frames is None else list(frames)
+    if not frames or any(not 0 <= frame < thw[0] for frame in frames):
+        raise ValueError(f"frames must name at least one of the {thw[0]} latent frames, got {frames}")
+
+    columns = 3 if len(frames) in (5, 6, 9) else min(len(frames), 4)
+    rows = -(-len(frames) // columns)
+    width = 3.1
+    height = min(max(width * thw[1] / thw[2], 1.0), 2 * width)
+    figure = figure_class(figsize=(max(columns * width + 0.6, 6.5), rows * (height + 0.3) + 1.4), layout="constrained")
+    all_axes = figure.subplots(rows, columns, squeeze=False)
+    for axes, frame in zip(all_axes.flat, frames):
+        layer = frame // video.tile[0]
+        background = torch.full((1, 1, 3), 0.8) if images is None else images[frame].float().cpu()
+        axes.imshow(background.numpy(), extent=(0, thw[2], thw[1], 0), aspect="equal", vmin=0, vmax=1)
+        for i, (top, bottom) in enumerate(cuts[1]):
+            for j, (left, right) in enumerate(cuts[2]):
+                _draw_tile(matplotlib, axes, (left, top, right, bottom), int(kinds[layer, i, j]), images is not None)
+        if layer == place[0]:
+            (top, bottom), (left, right) = cuts[1][place[1]], cuts[2][place[2]]
+            for colour, line in (("white", 5.0), ("black", 2.5)):
+                axes.add_patch(matplotlib.patches.Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour,
+                                                            linewidth=line, zorder=5, gid="query" if colour == "black" else None))
+        start, end = cuts[0][layer]
+        span = "" if len(frames) == thw[0] else f" (tile: {_span('frame', start, end)})"
+        axes.set_title(f"latent frame {frame}{span}", fontsize=9)
+        axes.set(xlim=(0, thw[2]), ylim=(thw[1], 0), xticks=[0, thw[2]], yticks=[0, thw[1]])
+        axes.tick_params(labelsize=7, length=2)
+    for axes in list(all_axes.flat)[len(frames):]:
+        axes.remove()
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("row", fontsize=8)
+    for axes in all_axes[-1]:
+        axes.set_xlabel("column", fontsize=8)
+    attended = int((kinds != _NOT).sum())
+    text = ", and to the text" if bool((row == _TEXT).any()) else ""
+    figure.suptitle(f"What one query tile attends to: {attended} of the video's {kinds.numel()} tiles{text}\n"
+                    f"head {head}; the tile spans {_span('frame', *cuts[0][place[0]])}, {_span('row', *cuts[1][place[1]])}, "
+                    f"{_span('column', *cuts[2][place[2]])}", fontsize=11)
+    present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _NOT) if bool((kinds == kind).any())]
+    outline = matplotlib.patches.Patch(facecolor="none", edgecolor="black", linewidth=2.5, label="the query tile")
+    _add_legend(figure, [outline, *_patches(matplotlib, present, hatched=images is None)])
+    return _finish(figure, path)
+
+
+def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str | Path | None = None) -> Figure:
+    """Draws every (query tile, key tile) pair of one head, coloured by why it is computed. Synchronises the device.
+
+    Tiles are in tile order: frames first, so that a diagonal block is one layer of tiles; the text comes last.
+
+    Args:
+        report: what ``explain`` returned.
+        head, batch: which query head and which batch element.
+        path: where to save the figure as well.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: an index outside the layout.
+    """
+    figure_class, matplotlib = _matplotlib()
+    kinds = _categories(report, batch, head)
+    tiles, video_tiles = len(kinds), report.layout.num_video_tiles
+    figure = figure_class(figsize=(7.6, 7.4), layout="constrained")
+    axes = figure.subplots()
+    colours = matplotlib.colors.ListedColormap(_COLOURS)
+    axes.imshow(kinds.numpy(), cmap=colours, vmin=-0.5, vmax=4.5, interpolation="nearest", origin="upper", extent=(0, tiles, tiles, 0))
+    bands = _bands(report)
+    for start, _, _ in bands[1:]:
+        boundary = start == video_tiles
+        for line in (axes.axhline, axes.axvline):
+            line(start, color="black" if boundary else "#606060", linewidth=1.4 if boundary else 0.5)
+    # One label a layer while they fit, else every second, third, ...; the text is always labelled.
+    step = max(-(-len(bands) // 16), 1)
+    shown = [band for index, band in enumerate(bands) if index % step == 0 or band[0] >= video_tiles]
+    centres = [(start + end) / 2 for start, end, _ in shown]
+    names = [name for _, _, name in shown]
+    axes.set_xticks(centres, names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(centres, names, fontsize=8)
+    axes.tick_params(length=0)
+    axes.set_xlabel("key tiles: what is looked at")
+    axes.set_ylabel("query tiles: what is looking")
+    kept = float((kinds != _NOT).float().mean())
+    axes.set_title(f"Tile pairs that head {head} computes: {kept:.0%} of {tiles} x {tiles}", fontsize=11)
+    present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _TEXT, _NOT) if bool((kinds == kind).any())]
+    _add_legend(figure, _patches(matplotlib, present))
+    return _finish(figure, path)
+
+
+def plot_density(report: Report, *, batch: int = 0, path: str | Path | None = None) -> Figure:
+    """Draws, for every head, the share of tile pairs that it computes, split by why. Synchronises the device.
+
+    Args:
+        report: what ``explain`` returned.
+        batch: which batch element.
+        path: where to save the figure as well.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: an index outside the batch.
+    """
+    figure_class, matplotlib = _matplotlib()
+    lists = report.blocks.counts.shape[1]
+    shared = lists == 1
+    heads = 1 if shared else report.heads
+    shares = torch.zeros(heads, len(_LABELS), dtype=torch.float64)
+    for head in range(heads):
+        kinds = _categories(report, batch, head)
+        shares[head] = torch.bincount(kinds.flatten().long(), minlength=len(_LABELS)) / kinds.numel()
+    figure = figure_class(figsize=(min(max(6.5, 1.6 + 0.55 * heads), 16.0), 4.4), layout="constrained")
+    axes = figure.subplots()
+    bottom = torch.zeros(heads, dtype=torch.float64)
+    present = [kind for kind in (_WINDOW, _BOTH, _BUDGET, _TEXT) if bool((shares[:, kind] > 0).any())]
+    for kind in present:
+        axes.bar(range(heads), (100 * shares[:, kind]).numpy(), bottom=(100 * bottom).numpy(), width=0.7, color=_COLOURS[kind],
+                 edgecolor="white", linewidth=0.6)
+        bottom += shares[:, kind]
+    top = 100 * float(bottom.max())
+    if heads <= 24:
+        for head in range(heads):
+            axes.text(head, 100 * float(bottom[head]) + 0.02 * top, f"{float(bottom[head]):.0%}", ha="center", fontsize=9)
+    step = max(-(-heads // 32), 1)
+    axes.set_xticks(range(0, heads, step), ["all heads"] if shared else [str(head) for head in range(0, heads, step)])
+    axes.set_xlim(-0.9, heads - 0.1)
+    axes.set_ylim(0, 1.15 * max(top, 1e-3))
+    axes.set_xlabel("one pattern shared by all heads" if shared else "attention head")
+    axes.set_ylabel("tile pairs computed (%)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"How much of dense attention each head computes (mean {float(bottom.mean()):.0%})", fontsize=11)
+    _add_legend(figure, _patches(matplotlib, present))
+    return _finish(figure, path)
+
+
+def _matplotlib():
+    try:
+        import matplotlib.colors
+        import matplotlib.patches
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("ssta's pictures require matplotlib: pip install ssta[plot]") from error
+    # A Figure made without pyplot needs no display and is freed with its last reference.
+    return Figure, matplotlib
+
+
+def _categories(report: Report, batch: int, head: int) -> Tensor:
+    """uint8 [T, T] on the CPU: for each (query tile, key tile), why it is computed."""
+    for name, index, size in (("batch", batch, report.batch), ("head", head, report.heads)):
+        if not 0 <= index < size:
+            raise ValueError(f"{name} must be between 0 and {size - 1}, got {index}")
+
+    def of_head(mask: Tensor) -> Tensor:
+        # Lists may be shared by the batch, by all heads, or by the query heads of one key head.
+        return mask[batch if mask.shape[0] > 1 else 0, head * mask.shape[1] // report.heads].cpu()
+
+    kept = of_head(report.blocks.to_mask())
+    n = report.layout.num_video_tiles
+    kinds = torch.where(kept, _TEXT, _NOT).to(torch.uint8)
+    near = torch.zeros(n, n, dtype=torch.bool) if report.near is None else report.near.cpu()
+    chosen = torch.zeros(n, n, dtype=torch.bool) if report.budget is None else of_head(report.budget)
+    video = kinds[:n, :n]
+    video[kept[:n, :n] & near] = _WINDOW
+    video[kept[:n, :n] & chosen] = _BUDGET
+    video[kept[:n, :n] & near & chosen] = _BOTH
+    return kinds
+
+
+def _cuts(segment: TiledSegment, axis: int) -> list[tuple[int, int]]:
+    """First and one past the last token of each tile along an axis, real tokens only."""
+    size, tile = segment.extent[axis], segment.tile[axis]
+    return [(start, min(start + tile, size)) for start in range(0, size, tile)]
+
+
+def _default_frames(total: int, layers: list[tuple[int, int]]) -> list[int]:
+    return list(range(total)) if total <= 8 else [(start + end - 1) // 2 for start, end in layers]
+
+
+def _span(noun: str, start: int, end: int) -> str:
+    return f"{noun} {start}" if end - start == 1 else f"{noun}s {start}-{end - 1}"
+
+
+def _bands(report: Report) -> list[tuple[int, int, str]]:
+    """(first tile, one past the last, name) of each layer of tiles in time, and of the text."""
+    bands, at = [], 0
+    for number, segment in enumerate(report.layout.video):
+        plane = segment.tiles[1] * segment.tiles[2]
+        for start, end in _cuts(segment, 0):
+            bands.append((at, at + plane, (f"video {number}, " if len(report.layout.video) > 1 else "") + _span("frame", start, end)))
+            at += plane
+    if report.layout.num_dense_tiles:
+        bands.append((at, at + report.layout.num_dense_tiles, "text"))
+    return bands
+
+
+def _draw_tile(matplotlib, axes, box: tuple[int, int, int, int], kind: int, on_picture: bool) -> None:
+    left, top, right, bottom = box
+    if kind == _NOT:
+        axes.add_patch(matplotlib.patches.Rectangle((left, top), right - left, bottom - top, facecolor="white", edgecolor="#d0d0d0",
+                                                    linewidth=0.4, alpha=0.8, zorder=2))
+        return
+    # The frame of a tile is drawn inside it, so that a neighbour of another colour does not paint over it.
+    inset = 0.06 * min(right - left, bottom - top)
+    corner, width, height = (left + inset, top + inset), right - left - 2 * inset, bottom - top - 2 * inset
+    rectangle = matplotlib.patches.Rectangle
+    if on_picture:
+        axes.add_patch(rectangle(corner, width, height, facecolor=_COLOURS[kind], alpha=0.3, linewidth=0, zorder=3))
+        axes.add_patch(rectangle(corner, width, height, fill=False, edgecolor=_COLOURS[kind], linewidth=2.0, zorder=4, gid="attended"))
+    else:
+        axes.add_patch(rectangle(corner, width, height, facecolor=_COLOURS[kind], edgecolor="white", hatch=_HATCHES[kind], linewidth=0,
+                                 zorder=3, gid="attended"))
+
+
+def _patches(matplotlib, kinds: list[int], hatched: bool = False) -> list:
+    return [matplotlib.patches.Patch(facecolor=_COLOURS[kind], edgecolor="#909090" if kind == _NOT else "white",
+                                     hatch=_HATCHES[kind] if hatched else None, label=_LABELS[kind]) for kind in kinds]
+
+
+def _add_legend(figure: Figure, handles: list) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+
+
+def _finish(figure: Figure, path: str | Path | None) -> Figure:
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure

@@ -1,0 +1,283 @@
+"""explain(): what SSTA would compute for these tensors, what it costs against dense attention, and where errors come from."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .attention import check_inputs, check_lengths, ssta_attention
+from .config import SSTAConfig
+from .kernels import BlockLists, resolve_impl
+from .layout import TiledSegment, TileLayout, TokenLayout, tile_layout
+from .selection import budget_mask, select_tiles
+from .window import near
+
+SAMPLED_ROWS = 32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Report:
+    """What ``explain`` found. ``print(report)`` shows a table; ``to_dict`` gives plain numbers; the pictures of ``ssta.plot`` take it.
+
+    Attributes:
+        implementation: the kernel that ``impl`` stands for on these tensors.
+        device, dtype: of query, as strings.
+        batch, heads, kv_heads, head_dim: sizes of query and key.
+        tokens, video_tokens, text_tokens: length of the sequence and of its parts (text: every dense run).
+        valid_text_tokens: per batch element; None without a text mask.
+        tiled_tokens: slots after tiling, padding included.
+        padding_share: fraction of the tiled tokens that are padding.
+        video_tiles, text_tiles: number of tiles.
+        partial_video_tiles, partial_text_tiles: those of them that hold fewer real tokens than a full tile.
+        tiles_per_query: mean number of key tiles of a video query tile, text included.
+        tile_density: kept share of all (query tile, key tile) pairs, the mean over batch and heads.
+        token_density: computed token pairs over ``tokens`` squared, mean over batch and heads. Above 1 where padding outweighs savings.
+        flops: 4 x head_dim x computed token pairs, over batch and heads (2 for Q K^T, 2 for P V, a multiply-add being 2).
+        dense_flops: the same with every real token attending to every real token.
+        attention_kept: share of dense attention's softmax weight that falls on selected tiles; mean over ``SAMPLED_ROWS`` video
+            rows (of each head and batch element); None where it is not finite.
+        error_sources: sentences on what makes the result differ from exact dense attention.
+        seconds: wall time of the one call that was run, first-call compilation included; None when ``value`` was not given.
+        output_error: ||sparse - dense|| / ||dense|| over the sampled rows of that call; None when not run or not finite.
+        config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
+        near: bool [N, N] over video tiles, the window; None where the window is not used.
+        budget: bool [B|1, H|1, N, N], the tiles that the budget chose, with or without the window; None where it is not used.
+    """
+
+    implementation: str
+    device: str
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    video_tokens: int
+    text_tokens: int
+    valid_text_tokens: tuple[int, ...] | None
+    tiled_tokens: int
+    padding_share: float
+    video_tiles: int
+    partial_video_tiles: int
+    text_tiles: int
+    partial_text_tiles: int
+    tiles_per_query: float
+    tile_density: float
+    token_density: float
+    flops: int
+    dense_flops: int
+    attention_kept: float | None
+    error_sources: tuple[str, ...]
+    seconds: float | None
+    output_error: float | None
+    config: SSTAConfig
+    layout: TileLayout
+    blocks: BlockLists
+    near: Tensor | None
+    budget: Tensor | None
+
+    def to_dict(self) -> dict:
+        """The numbers and sentences as plain Python values that json.dumps takes; the configuration and the tensors stay out."""
+        held = {"config", "layout", "blocks", "near", "budget"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in held}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def __str__(self) -> str:
+        ran = "would run" if self.seconds is None else f"ran, {self.seconds:.3g} s"
+        text = f"{self.text_tokens:,} text"
+        if self.valid_text_tokens is not None:
+            text += f" (valid: {', '.join(f'{valid:,}' for valid in self.valid_text_tokens)})"
+        rows = [
+            ("implementation", f"{self.implementation} ({ran}) on {self.device}, {self.dtype}"),
+            ("tensors", f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head_dim {self.head_dim}"),
+            ("tokens", f"{self.tokens:,} = {self.video_tokens:,} video + {text}"),
+            ("after tiling", f"{self.tiled_tokens:,} tokens, {self.padding_share:.1%} of them padding"),
+            ("tiles", f"{self.video_tiles} video ({self.partial_video_tiles} partial), "
+                      f"{self.text_tiles} text ({self.partial_text_tiles} partial)"),
+            ("tiles per query tile", f"{self.tiles_per_query:.1f} of {self.video_tiles + self.text_tiles}"),
+            ("density", f"{self.tile_density:.1%} of tile pairs, {self.token_density:.1%} of token pairs"),
+            ("FLOPs", f"{_si(self.flops)}FLOP, dense {_si(self.dense_flops)}FLOP"),
+        ]
+        if self.attention_kept is not None:
+            rows.append(("attention kept", f"{self.attention_kept:.1%} of the dense softmax weight (sampled)"))
+        if self.output_error is not None:
+            rows.append(("relative error", f"{self.output_error:.2e} against dense (sampled)"))
+        rows += [("error sources" if index == 0 else "", sentence) for index, sentence in enumerate(self.error_sources)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    __repr__ = __str__
+
+
+@torch.no_grad()
+def explain(
+    query: Tensor, key: Tensor, thw: Sequence[int] | TokenLayout, config: SSTAConfig | None = None, *, value: Tensor | None = None,
+    text_mask: Tensor | None = None, text_len: int | None = None, scale: float | None = None, impl: str = "auto", **keywords,
+) -> Report:
+    """Says what SSTA would compute for these tensors and, given ``value``, runs it once and says what that gave.
+
+    For looking, not for production: it synchronises the device and takes float32 copies of key and value.
+
+    Args:
+        query: [B, H, S, D], floating point.
+        key: [B, Hkv, S, D].
+        thw: (t, h, w) of the video, followed by ``text_len`` text tokens; or a whole ``TokenLayout``.
+        config: what is attended; or, instead of it, the keywords of ``ssta_3d_attention``: topk, tile_thw, kernel_thw, sparse_type, ...
+        value: [B, Hkv, S, D]; with it the attention is run once and measured.
+        text_mask: [B, text tokens], valid tokens first, bool or integer.
+        text_len: number of text tokens after the video; default 0.
+        scale: factor on the scores; default 1 / sqrt(D).
+        impl: which kernel; "auto" chooses.
+
+    Raises:
+        TypeError: both a config and keywords, or a keyword that ``SSTAConfig`` does not have.
+        TypeError, ValueError: what ``ssta_3d_attention`` rejects.
+    """
+    tokens = _token_layout(thw, text_len)
+    if config is None:
+        config = SSTAConfig(**keywords)
+    elif keywords:
+        raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
+    if not isinstance(thw, TokenLayout):
+        check_lengths(query, tokens, thw, tokens.dense_length)
+    check_inputs(query, key, key if value is None else value, tokens, config, text_mask)
+    if tokens.video:
+        config = config.for_canvas(max(grid.thw for grid in tokens.video))
+    batch, heads, length, head_dim = query.shape
+    implementation = resolve_impl(impl, query.device, query.dtype, head_dim)
+    output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
+
+    layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
+    tiled = layout.tile(query), layout.tile(key)
+    blocks = select_tiles(*tiled, layout, config, text_mask)
+    n = layout.num_video_tiles
+    window, budget = None, None
+    if config.sparse_type != "block_attn":
+        window = near(layout.tile_grids, config.kernel_thw, query.device)
+    if config.sparse_type != "sta" and n:
+        budget = budget_mask(*tiled, layout, config)
+    del tiled
+
+    mask = blocks.to_mask()
+    tile_density = float(mask.float().mean())
+    flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
+    dense_flops = 4 * head_dim * length**2 * batch * heads
+    kept, error = _against_dense(query, key, value, output, layout, mask, text_mask, scale)
+    return Report(
+        implementation=implementation, device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
+        batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
+        tokens=length, video_tokens=tokens.video_length, text_tokens=tokens.dense_length,
+        valid_text_tokens=None if text_mask is None else tuple((text_mask != 0).sum(-1).tolist()),
+        tiled_tokens=layout.num_slots, padding_share=1 - length / layout.num_slots,
+        video_tiles=n, partial_video_tiles=_partial_tiles(layout.video),
+        text_tiles=layout.num_dense_tiles, partial_text_tiles=_partial_tiles(layout.dense),
+        tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
+        tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
+        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text_mask is not None, heads=heads),
+        seconds=seconds, output_error=error, config=config, layout=layout, blocks=blocks, near=window, budget=budget,
+    )
+
+
+def _token_layout(thw: Sequence[int] | TokenLayout, text_len: int | None) -> TokenLayout:
+    if not isinstance(thw, TokenLayout):
+        return TokenLayout.video_text(thw, 0 if text_len is None else text_len)
+    if text_len is not None:
+        raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
+    return thw
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout, config: SSTAConfig, text_mask: Tensor | None,
+         scale: float | None, impl: str) -> tuple[Tensor, float]:
+    """The output, and the seconds until the device had finished it."""
+    def finish() -> None:
+        if query.device.type == "cuda":
+            torch.cuda.synchronize(query.device)
+
+    finish()
+    start = time.perf_counter()
+    output = ssta_attention(query, key, value, tokens, config, text_mask=text_mask, scale=scale, impl=impl)
+    finish()
+    return output, time.perf_counter() - start
+
+
+def _partial_tiles(segments: tuple[TiledSegment, ...]) -> int:
+    """Tiles that hold fewer real tokens than a tile has room for."""
+    return sum(segment.num_tiles - math.prod(n // size for n, size in zip(segment.extent, segment.tile)) for segment in segments)
+
+
+def _token_pairs(blocks: BlockLists, mask: Tensor, slots: int, batch_times_heads: int) -> int:
+    """Token pairs that the kernel computes: for every list, the real tokens of its query tile times those of its key tiles."""
+    (_, q_sizes), (_, kv_sizes) = blocks.q_bounds(slots), blocks.kv_bounds(slots)
+    pairs = (torch.where(mask, kv_sizes[..., None, :], 0).sum(-1) * q_sizes).sum(-1)
+    # Lists that are shared count once for each batch element and head that shares them.
+    return int(pairs.sum()) * (batch_times_heads // pairs.numel())
+
+
+def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Tensor | None, layout: TileLayout, mask: Tensor,
+                   text_mask: Tensor | None, scale: float | None) -> tuple[float | None, float | None]:
+    """(attention_kept, output_error) over video rows at even distances, from their full softmax."""
+    video = [segment.first_token + torch.arange(math.prod(segment.extent), device=query.device) for segment in layout.video]
+    if not video:
+        return None, None
+    rows = torch.cat(video)
+    rows = rows[torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), device=query.device).round().long()]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    batch, heads, length, head_dim = query.shape
+    groups = (batch, key.shape[1], heads // key.shape[1], len(rows), -1)  # query heads grouped by the key head that they read
+    scores = query[:, :, rows].to(wide).reshape(groups) @ key.to(wide).mT[:, :, None] * (head_dim**-0.5 if scale is None else scale)
+    if text_mask is not None:
+        invalid = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
+        at = 0
+        for segment in layout.dense:
+            run = segment.extent[2]
+            invalid[:, segment.first_token:segment.first_token + run] = text_mask[:, at:at + run] == 0
+            at += run
+        scores = scores.masked_fill(invalid[:, None, None, None], -math.inf)
+    weights = scores.softmax(-1)
+    tile_of = torch.searchsorted(layout.offsets[1:], layout.inverse.int(), right=True)
+    selected = mask[:, :, tile_of[rows]].index_select(-1, tile_of)
+    selected = selected.repeat_interleave(heads // selected.shape[1], 1).expand(batch, -1, -1, -1).reshape(groups)
+    kept = float((weights * selected).sum(-1).mean())
+    error = math.nan
+    if output is not None:
+        dense = weights @ value.to(wide)[:, :, None]
+        error = float((output[:, :, rows].to(wide).reshape(groups) - dense).norm() / dense.norm())
+    return (kept if math.isfinite(kept) else None), (error if math.isfinite(error) else None)
+
+
+def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype: torch.dtype, *, masked: bool, heads: int) -> tuple:
+    """Sentences on what makes this case differ from exact dense attention, the largest source first."""
+    found = []
+    padding = layout.num_slots - layout.tokens.length
+    if density < 1:
+        found.append(f"{1 - density:.1%} of the tile pairs are dropped, with all that their keys would have given")
+        if config.sparse_type == "sta":
+            found.append("the window alone selects: nothing outside it is seen, however similar")
+        else:
+            cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
+            found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
+                         "a single similar token in an unlike tile is overlooked")
+        if config.mask_share_within_head and heads > 1 and config.sparse_type != "sta":
+            found.append(f"one pattern serves all {heads} heads: a head that looks elsewhere loses more")
+    if padding:
+        found.append(f"{padding:,} padding tokens ({'zeros in the video' if config.pad_type == 'zero' else 'repetitions'}"
+                     f"{', repetitions in the text' if config.pad_type == 'zero' and layout.dense else ''}) are attended to like real ones")
+    if masked and config.pad_type != "none":
+        found.append("text is kept by whole tiles: invalid text tokens that share a tile with valid ones are attended to")
+    if not found:
+        found.append("nothing is dropped and nothing is padded: equal to dense attention but for rounding")
+    found.append(f"rounding to {str(dtype).removeprefix('torch.')}, in relative steps of {torch.finfo(dtype).eps:.1e}")
+    return tuple(found)
+
+
+def _si(number: float) -> str:
+    """Three digits and a decimal prefix, the prefix ready to be followed by a unit."""
+    for exponent, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**exponent:
+            return f"{number / 10**exponent:.3g} {prefix}"
+    return f"{number:.3g} "

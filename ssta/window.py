@@ -1,0 +1,37 @@
+"""Which video tiles are near a tile: the sliding window of SSTA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def near(tile_grids: Sequence[tuple[int, int, int]], kernel_thw: tuple[int, int, int], device: torch.device | str = "cpu") -> Tensor:
+    """bool ``[N, N]``: True where the key tile (column) lies in the window of the query tile (row).
+
+    Along an axis of n tiles with window k, the window of query tile a is centred at clip(a, k//2, n-1-k//2), as numpy clips (the
+    upper bound wins when they cross), and reaches k//2 tiles to both sides. Windows shift inwards at a border rather than shrink, and
+    never leave their own grid. N is the number of tiles of all grids, in their order; a grid's tiles are t-major, then h, then w.
+
+    Args:
+        tile_grids: tiles along (t, h, w) of each video grid.
+        kernel_thw: the window in tiles.
+    """
+    total = sum(t * h * w for t, h, w in tile_grids)
+    mask = torch.zeros(total, total, dtype=torch.bool, device=device)
+    first = 0
+    for grid in tile_grids:
+        t, h, w = (_near_along(n, k, device) for n, k in zip(grid, kernel_thw))
+        inside = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
+        tiles = grid[0] * grid[1] * grid[2]
+        mask[first:first + tiles, first:first + tiles] = inside.reshape(tiles, tiles)
+        first += tiles
+    return mask
+
+
+def _near_along(n: int, k: int, device: torch.device | str) -> Tensor:
+    tile, reach = torch.arange(n, device=device), k // 2
+    centre = tile.clamp(min=reach).clamp(max=n - 1 - reach)
+    return (centre[:, None] - tile).abs() <= reach

@@ -1,0 +1,66 @@
+"""Common ground of all tests: fixed seeds, uninitialised memory that shows, Triton's interpreter where there is no GPU."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    # Triton reads it when it is first imported, which torch does not do by itself.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+class _TorchRandom:
+    """torch's generator in the form that hypothesis seeds before every example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+# hypothesis keeps only a weak reference.
+_torch_random = _TorchRandom()
+hypothesis.register_random(_torch_random)
+# No deadline: the first call of a kernel compiles, and the interpreter is slow. No database: a run depends on the code alone.
+hypothesis.settings.register_profile("ssta", derandomize=True, deadline=None, database=None, max_examples=30)
+hypothesis.settings.load_profile("ssta")
+
+
+def pytest_collection_modifyitems(items):
+    if GPU:
+        return
+    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan(monkeypatch):
+    """Every floating tensor that is made without a value starts as NaN, so that what a kernel forgets to write is seen."""
+
+    def poisoned(make):
+        def make_poisoned(*args, **kwargs):
+            out = make(*args, **kwargs)
+            if out.is_floating_point() or out.is_complex():
+                with torch.no_grad():
+                    out.fill_(float("nan"))
+            return out
+
+        return make_poisoned
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+    # Through torch.empty, because torch.compile cannot trace the original method once it is wrapped.
+    def new_empty(self, *size, dtype=None, device=None, **options):
+        return torch.empty(*size, dtype=dtype or self.dtype, device=device or self.device, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -1,0 +1,183 @@
+"""The import rules: arrows point from pipelines to ssta to kernels, and `import ssta` loads torch and nothing heavier."""
+
+import ast
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
+CONTRACT = {"BlockLists", "block_sparse_attention"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # absolute: ssta.kernels.blocks
+    name: str | None  # what is taken from it, or None for `import module`
+    at_load: bool  # runs when the file is loaded, not when a function in it is called
+
+
+def imports_of(source: str, package: str) -> list[Import]:
+    """Every import in a file of ``package``, relative ones made absolute; import_module("...") with a constant counts too."""
+    found = []
+
+    def absolute(module: str, level: int) -> str:
+        if not level:
+            return module
+        parents = package.split(".")
+        return ".".join(parents[: len(parents) - level + 1] + ([module] if module else []))
+
+    def walk(node: ast.AST, at_load: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.orelse:
+                walk(child, at_load)
+            return
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, None, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.extend(Import(absolute(node.module or "", node.level), alias.name, at_load) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                module = node.args[0].value
+                level = len(module) - len(module.lstrip("."))
+                found.append(Import(absolute(module.lstrip("."), level), None, at_load))
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            walk(child, at_load and not inside)
+
+    walk(ast.parse(source), True)
+    return found
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def is_module(module: str) -> bool:
+    """Whether the repository holds such a module or package."""
+    for folder, floor in sorted(FLOORS.items(), key=lambda item: -len(item[1])):
+        if is_in(module, floor):
+            path = ROOT.joinpath(folder, *module.removeprefix(floor).split(".")[1:])
+            return path.is_dir() or path.with_suffix(".py").exists()
+    return False
+
+
+def implementation(module: str) -> str | None:
+    """reference, gather, triton or hopper for a module that computes attention; None for what they may share."""
+    if not is_in(module, "ssta.kernels") or module.count(".") != 2:
+        return None
+    family = module.split(".")[2].split("_")[0]
+    return family if family in ("reference", "gather", "triton", "hopper") else None
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What the file at ``path`` (relative to the repository) does against the rules, one sentence each."""
+    folder, *below = Path(path).with_suffix("").parts
+    floor = FLOORS[folder]
+    module = ".".join([floor, *below]).removesuffix(".__init__")
+    package = ".".join([floor, *below[:-1]])
+    own = implementation(module)
+    uses_triton = own in ("triton", "hopper")
+    found = []
+    for imported in imports_of(source, package):
+        target = imported.module
+        if imported.name is not None and is_module(f"{target}.{imported.name}"):
+            target = f"{target}.{imported.name}"  # `from . import blocks` takes the module
+        top = target.split(".")[0]
+
+        if top == "triton" and not (uses_triton or floor == "ssta.kernels" and not imported.at_load):
+            found.append("triton is imported only in kernels/triton_*.py and kernels/hopper_*.py, or by kernels/ inside a function")
+        elif top == "diffusers" and floor != "ssta.pipelines":
+            found.append("diffusers is imported only in pipelines/")
+        elif top == "matplotlib" and (path != "ssta/plot.py" or imported.at_load):
+            found.append("matplotlib is imported only inside the functions of ssta/plot.py")
+        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", *sys.stdlib_module_names}:
+            found.append(f"{top} is no dependency of the package")
+
+        if floor == "ssta.kernels" and top == "ssta" and not is_in(target, "ssta.kernels"):
+            found.append(f"kernels knows nothing of {target}")
+        if floor == "ssta" and is_in(target, "ssta.pipelines"):
+            found.append("ssta knows nothing of pipelines")
+        if floor == "ssta" and is_in(target, "ssta.kernels"):
+            allowed = CONTRACT | ({"resolve_impl"} if path == "ssta/report.py" else set())
+            if target != "ssta.kernels" or imported.name not in allowed:
+                found.append(f"ssta uses {sorted(allowed)} of ssta.kernels, not {target} {imported.name or ''}".rstrip())
+        other = implementation(target)
+        if own and other and own != other:
+            found.append(f"the implementation {own} imports the implementation {other}")
+        if other in ("triton", "hopper") and imported.at_load and not uses_triton:
+            found.append(f"{target} needs triton and is imported when a kernel first runs, not when the file is loaded")
+    return [f"{path}: {sentence}" for sentence in found]
+
+
+def package_files() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", package_files())
+def test_file_keeps_the_import_rules(path):
+    assert violations(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize("path, source", [
+    ("kernels/attention.py", "import triton"),
+    ("ssta/selection.py", "def f():\n    import triton.language"),
+    ("kernels/attention.py", "from .triton_forward import forward"),
+    ("kernels/attention.py", "from . import triton_forward"),
+    ("kernels/blocks.py", "from ssta.layout import TileLayout"),
+    ("kernels/blocks.py", "from ..layout import TileLayout"),
+    ("kernels/blocks.py", "from .. import layout"),
+    ("kernels/gather.py", "def f():\n    from .reference import reference_attention"),
+    ("kernels/triton_forward.py", "from ssta.kernels import gather"),
+    ("kernels/triton_forward.py", "import importlib\nimportlib.import_module('.gather', __package__)"),
+    ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
+    ("kernels/launch.py", "import diffusers"),
+    ("ssta/selection.py", "from .kernels import resolve_impl"),
+    ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
+    ("ssta/selection.py", "import ssta.kernels"),
+    ("ssta/attention.py", "def f():\n    from .pipelines import apply_ssta"),
+    ("ssta/plot.py", "import matplotlib"),
+    ("ssta/layout.py", "import numpy as np"),
+    ("pipelines/apply.py", "import triton"),
+])
+def test_a_broken_rule_is_seen(path, source):
+    assert violations(path, source) != []
+
+
+@pytest.mark.parametrize("path, source", [
+    ("kernels/attention.py", "def f():\n    import triton\n    from .triton_forward import forward"),
+    ("kernels/triton_forward.py", "import triton\nfrom . import triton_primitives\nfrom .launch import select_config"),
+    ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
+    ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
+    ("ssta/report.py", "from ssta.kernels import resolve_impl"),
+    ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
+    ("pipelines/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
+])
+def test_what_the_rules_allow(path, source):
+    assert violations(path, source) == []
+
+
+@pytest.mark.parametrize("statement", ["import ssta", "import ssta.kernels", "from ssta import SSTAConfig, TokenLayout, ssta_3d_attention"])
+def test_a_fresh_import_loads_torch_and_nothing_heavier(statement):
+    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT / "tests")
+    assert run.returncode == 0, run.stderr
+    loaded = {module.split(".")[0] for module in run.stdout.split()}
+    assert "ssta" in loaded
+    assert sorted(loaded - {"ssta", "torch"} - sys.stdlib_module_names) == []
+
+
+def test_the_version_is_said_once():
+    import ssta
+
+    assert ssta.__version__ == importlib.metadata.version("ssta")
+
+
+@pytest.mark.parametrize("folder, floor", FLOORS.items())
+def test_the_repository_is_what_is_tested(folder, floor):
+    assert Path(importlib.import_module(floor).__file__).parent == ROOT / folder

@@ -1,0 +1,169 @@
+"""Token and tile layouts: round trips, the order of tiles, padding, gradients, what is remembered and what is rejected."""
+
+import threading
+
+import pytest
+import ssta_oracle as oracle
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssta import DenseRun, TokenLayout, VideoGrid, tile_layout
+from ssta.memo import remember
+
+PADDINGS = ("none", "zero", "repeat")
+
+triples = st.tuples(*[st.integers(1, 5)] * 3)
+segments = st.lists(st.one_of(triples, st.integers(1, 30)), min_size=1, max_size=4)
+
+
+def tokens_of(parts):
+    return TokenLayout(tuple(DenseRun(part) if isinstance(part, int) else VideoGrid(*part) for part in parts))
+
+
+@given(segments, triples, st.sampled_from(PADDINGS))
+def test_tiles_are_those_of_the_definition(parts, tile_thw, padding):
+    layout = tile_layout(tokens_of(parts), tile_thw, padding)
+    tiles, videos = oracle.tiles_of(parts, tile_thw, padding)
+    slots = [-1 if token is None else token for tile in tiles for token in tile.slots]
+    assert layout.source.tolist() == slots
+    assert layout.inverse.tolist() == [slots.index(token) for token in range(layout.tokens.length)]
+    ends = torch.tensor([len(tile.slots) for tile in tiles]).cumsum(0).tolist()
+    assert layout.offsets.tolist() == [0, *ends] and layout.offsets.dtype == torch.int32
+    assert (layout.num_video_tiles, layout.num_dense_tiles) == (videos, len(tiles) - videos)
+    assert layout.max_tile_length == max(len(tile.slots) for tile in tiles)
+    assert layout.num_slots == ends[-1]
+
+
+@given(segments, triples, st.sampled_from(PADDINGS))
+def test_untile_undoes_tile_with_its_gradient(parts, tile_thw, padding):
+    layout = tile_layout(tokens_of(parts), tile_thw, padding)
+    x = torch.randn(2, layout.tokens.length, 3, 4, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    tiled = layout.tile(x)
+    expected = [torch.zeros(2, 3, 4, dtype=torch.float64) if i < 0 else x[:, :, i] for i in layout.source.tolist()]
+    assert torch.equal(tiled, torch.stack(expected, 2))
+    assert torch.equal(layout.untile(tiled), x)
+    # Every slot weighted differently: a repeated token collects the weights of all of its slots.
+    weight = torch.randn_like(tiled)
+    torch.testing.assert_close(torch.autograd.grad((tiled * weight).sum(), x)[0],
+                               torch.autograd.grad((torch.stack(expected, 2) * weight).sum(), x)[0])
+    back = torch.randn_like(x)
+    tiled = tiled.detach().requires_grad_()
+    expected = torch.zeros_like(tiled).index_copy(2, layout.inverse, back)
+    assert torch.equal(torch.autograd.grad((layout.untile(tiled) * back).sum(), tiled)[0], expected)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_gradients_of_tile_and_untile_by_finite_differences(padding):
+    layout = tile_layout(tokens_of([3, (2, 3, 3), 5]), (2, 2, 2), padding)
+    x = torch.randn(1, 1, layout.tokens.length, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layout.tile, (x,))
+    assert torch.autograd.gradgradcheck(layout.tile, (x,))
+    assert torch.autograd.gradcheck(layout.untile, (layout.tile(x).detach().requires_grad_(),))
+
+
+@pytest.mark.parametrize("padding, slots", [("none", 31 * 45 * 80 + 1985), ("zero", 366 * 384), ("repeat", 366 * 384)])
+def test_the_720p_canvas(padding, slots):
+    layout = tile_layout(TokenLayout.video_text((31, 45, 80), 1985), (6, 8, 8), padding)
+    assert (layout.num_video_tiles, layout.num_dense_tiles, layout.num_slots) == (360, 6, slots)
+    assert layout.tile_grids == ((6, 6, 10),) and layout.max_tile_length == 384
+    assert torch.equal(layout.source[layout.inverse], torch.arange(31 * 45 * 80 + 1985))
+    assert int(layout.offsets[-1]) == slots
+
+
+def test_a_single_frame_and_an_axis_shorter_than_the_tile():
+    layout = tile_layout(TokenLayout.video_text((1, 3, 20)), (6, 8, 8), "none")
+    assert layout.tile_grids == ((1, 1, 3),)
+    assert layout.offsets.tolist() == [0, 24, 48, 60] and layout.max_tile_length == 24
+
+
+def test_video_text_is_video_then_text():
+    assert TokenLayout.video_text((2, 3, 4), 5) == TokenLayout((VideoGrid(2, 3, 4), DenseRun(5)))
+    assert TokenLayout.video_text([2, 3, 4]) == TokenLayout([VideoGrid(2, 3, 4)])
+    layout = TokenLayout((DenseRun(5), VideoGrid(2, 3, 4), DenseRun(7)))
+    assert (layout.length, layout.video_length, layout.dense_length) == (36, 24, 12)
+    assert hash(layout) == hash(TokenLayout((DenseRun(5), VideoGrid(2, 3, 4), DenseRun(7))))
+
+
+@pytest.mark.parametrize("make, error, words", [
+    (lambda: VideoGrid(0, 2, 2), ValueError, "VideoGrid.t must be at least 1, got 0"),
+    (lambda: VideoGrid(2, 2.0, 2), TypeError, "VideoGrid.h must be an int, got 2.0"),
+    (lambda: VideoGrid(2, 2, True), TypeError, "VideoGrid.w must be an int, got True"),
+    (lambda: DenseRun(0), ValueError, "DenseRun.length must be at least 1, got 0"),
+    (lambda: TokenLayout(()), ValueError, "at least one"),
+    (lambda: TokenLayout((VideoGrid(1, 1, 1), 7)), TypeError, r"segments\[1\]"),
+    (lambda: TokenLayout.video_text((2, 2)), ValueError, "thw must have three entries"),
+    (lambda: TokenLayout.video_text((2, 2, 2), -1), ValueError, "text_len must be at least 0, got -1"),
+    (lambda: tile_layout((2, 2, 2), (1, 1, 1)), TypeError, "tokens must be a TokenLayout, got tuple"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 0, 1)), ValueError, r"tile_thw\[1\] must be at least 1, got 0"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1), "edge"), ValueError, "padding must be one of .*'edge'"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).tile(torch.zeros(1, 1, 7, 4)), ValueError, r"\[B, H, 8, D\]"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).untile(torch.zeros(1, 8, 4)), ValueError, r"\[B, H, 8, D\]"),
+])
+def test_bad_layouts_say_what_is_wrong(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_layout_is_made_once_and_usable_for_training_even_if_first_made_in_inference_mode():
+    tokens = TokenLayout.video_text((3, 4, 5), 6)
+    with torch.inference_mode():
+        layout = tile_layout(tokens, (2, 3, 2), "repeat")
+    assert tile_layout(tokens, (2, 3, 2), "repeat", torch.device("cpu")) is layout
+    assert tile_layout(tokens, (2, 3, 2), "zero") is not layout
+    x = torch.randn(1, 1, tokens.length, 2, requires_grad=True)
+    layout.untile(layout.tile(x)).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_memory_is_bounded_and_keeps_what_was_used_last():
+    made = []
+
+    @remember(2)
+    def make(key):
+        made.append(key)
+        return torch.full((1,), key)
+
+    for key in (1, 2, 1, 3, 1, 2):
+        assert int(make(key)) == key
+    assert made == [1, 2, 3, 2]
+
+
+def test_memory_keeps_no_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tokens = TokenLayout.video_text((2, 3, 7))
+    with FakeTensorMode():
+        assert type(tile_layout(tokens, (2, 2, 2)).source) is not torch.Tensor
+    assert type(tile_layout(tokens, (2, 2, 2)).source) is torch.Tensor
+
+
+def test_memory_holds_what_a_captured_graph_reads(monkeypatch):
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    made = []
+
+    @remember(1)
+    def make(key):
+        made.append(key)
+        return torch.full((1,), key)
+
+    first = make(1)
+    capturing.append(True)
+    assert make(1) is first
+    make(2), make(2)
+    assert made == [1, 2, 2], "what is made during a capture belongs to the graph"
+    capturing.clear()
+    make(3), make(4)
+    assert make(1) is first, "evicted from the memory, but a graph reads it"
+
+
+def test_memory_is_shared_by_threads():
+    tokens, layouts = TokenLayout.video_text((4, 4, 4), 3), []
+    threads = [threading.Thread(target=lambda: layouts.append(tile_layout(tokens, (3, 3, 3), "zero"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(layouts) == 8 and all(torch.equal(layout.source, layouts[0].source) for layout in layouts)

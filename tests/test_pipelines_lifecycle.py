@@ -1,0 +1,358 @@
+"""apply_ssta and remove_ssta: on, off, copied, saved, dropped, misused; nothing is ever left behind or half-installed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, inputs, run, tiny_transformer
+from torch import nn
+
+from ssta import SSTAConfig, TokenLayout
+from ssta.pipelines import Family, Site, SSTAProcessor, apply_ssta, family, register_family, remove_ssta, supported_models
+
+
+def stock_everywhere(model) -> bool:
+    return all(type(block.attn.processor) is HunyuanVideo15AttnProcessor2_0 for block in model.transformer_blocks)
+
+
+# On and off
+
+
+def test_off_on_off_is_bit_identical():
+    model = tiny_transformer()
+    stock_processors = [block.attn.processor for block in model.transformer_blocks]
+    hooks = len(model._forward_pre_hooks)
+    before = run(model)
+    handle = apply_ssta(model, SPARSE)
+    sparse = run(model)
+    handle.remove()
+    assert torch.equal(run(model), before)
+    assert not torch.allclose(sparse, before, rtol=1e-3, atol=1e-4)
+    assert [block.attn.processor for block in model.transformer_blocks] == stock_processors
+    assert len(model._forward_pre_hooks) == hooks and not any("ssta" in name for name in vars(model))
+
+
+def test_the_default_config_is_the_preset():
+    model = tiny_transformer()
+    with apply_ssta(model) as handle:
+        assert handle.config == SSTAConfig.hunyuan_video_15()
+        assert run(model).isfinite().all()
+
+
+def test_remove_ssta_and_the_context_manager():
+    model = tiny_transformer()
+    before = run(model)
+    handle = apply_ssta(model, SPARSE)
+    remove_ssta(model)
+    assert not handle.active and handle.report() == []
+    with apply_ssta(model, SPARSE) as handle:
+        assert handle.active
+        remove_ssta(model)
+    with pytest.raises(KeyError, match="inside"), apply_ssta(model, SPARSE):
+        raise KeyError("inside")
+    assert stock_everywhere(model) and torch.equal(run(model), before)
+
+
+@pytest.mark.parametrize("config", [SPARSE, replace(SPARSE, variants=((1, {"tile_thw": (1, 4, 2)}), (2, {"topk": 1})))])
+def test_the_canvas_may_change_between_calls(config):
+    model = tiny_transformer()
+    with apply_ssta(model, config):
+        for thw in [(3, 6, 8), (1, 9, 4), (3, 8, 6), (2, 8, 8), (3, 6, 8)]:
+            fresh = tiny_transformer()
+            with apply_ssta(fresh, config.for_canvas(thw)):
+                assert torch.equal(run(model, **inputs(thw)), run(fresh, **inputs(thw)))
+
+
+def test_arguments_may_be_positional():
+    model, call = tiny_transformer(), inputs()
+    first = [call.pop(name) for name in ("hidden_states", "timestep", "encoder_hidden_states")]
+    with apply_ssta(model, SPARSE), torch.no_grad():
+        assert torch.equal(model(*first, **call)[0], run(model))
+
+
+def test_two_models_keep_their_own_configs():
+    one, two = tiny_transformer(), tiny_transformer()
+    call_one, call_two = inputs((3, 6, 8)), inputs((2, 8, 8))
+    with apply_ssta(one, SPARSE):
+        alone = run(one, **call_one)
+    with apply_ssta(two, WINDOW):
+        alone_two = run(two, **call_two)
+    with apply_ssta(one, SPARSE) as first, apply_ssta(two, WINDOW) as second:
+        assert torch.equal(run(one, **call_one), alone)
+        assert torch.equal(run(two, **call_two), alone_two)
+        assert torch.equal(run(one, **call_one), alone)
+        assert (first.config, second.config) == (SPARSE, WINDOW)
+
+
+def test_a_copy_of_a_patched_model_lives_on_its_own():
+    model = tiny_transformer()
+    before = run(model)
+    handle = apply_ssta(model, SPARSE)
+    sparse, other = run(model), run(model, **inputs((2, 5, 5)))
+    twin = copy.deepcopy(model)
+    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks) == 1
+    # Each keeps its own canvas, whichever ran last.
+    assert torch.equal(run(twin, **inputs((2, 5, 5))), other)
+    assert torch.equal(run(model), sparse)
+    twin.transformer_blocks[0].attn.to_q.weight.data.zero_()
+    assert torch.equal(run(model), sparse) and not torch.equal(run(twin), sparse)
+    # Each is removed on its own.
+    remove_ssta(twin)
+    assert stock_everywhere(twin) and not twin._forward_pre_hooks and not stock_everywhere(model)
+    assert torch.equal(run(model), sparse)
+    another = copy.deepcopy(model)
+    handle.remove()
+    assert torch.equal(run(model), before)
+    assert torch.equal(run(another), sparse)
+    remove_ssta(another)
+    assert torch.equal(run(another), before)
+
+
+def test_an_exception_in_a_call_leaves_nothing_behind():
+    model = tiny_transformer()
+    before = run(model)
+    handle = apply_ssta(model, SPARSE)
+    sparse = run(model)
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    hook = model.transformer_blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run(model, **inputs((2, 5, 5)))
+    hook.remove()
+    with pytest.raises(TypeError, match="timestep"):
+        model(hidden_states=torch.randn(1, 9, 2, 2, 2))
+    with pytest.raises(ValueError, match="hidden_states must be .* got shape"):
+        run(model, **{**inputs(), "hidden_states": torch.randn(1, 9, 4, 4)})
+    assert torch.equal(run(model), sparse)
+    handle.remove()
+    assert torch.equal(run(model), before)
+
+
+def test_a_patched_model_is_freed_when_it_is_dropped():
+    gc.collect()
+    gc.disable()
+    try:
+        model = tiny_transformer(layers=1)
+        apply_ssta(model, SPARSE)
+        run(model)
+        alive = weakref.ref(model.transformer_blocks[0].attn.to_q.weight)
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_saved_weights_are_the_stock_model_s(tmp_path):
+    model = tiny_transformer()
+    before, keys, modules = run(model), list(model.state_dict()), [name for name, _ in model.named_modules()]
+    with apply_ssta(model, SPARSE):
+        run(model)
+        assert list(model.state_dict()) == keys
+        assert [name for name, _ in model.named_modules()] == modules
+        model.save_pretrained(tmp_path)
+    assert torch.equal(run(HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path).eval()), before)
+
+
+def test_settings_of_diffusers_travel_there_and_back():
+    model = tiny_transformer()
+    first, second = (block.attn for block in model.transformer_blocks)
+    first.processor._attention_backend = "native"
+    handle = apply_ssta(model, SPARSE)
+    assert (first.processor._attention_backend, second.processor._attention_backend) == ("native", None)
+    second.processor._attention_backend = "flash"
+    handle.remove()
+    assert (first.processor._attention_backend, second.processor._attention_backend) == ("native", "flash")
+    assert HunyuanVideo15AttnProcessor2_0._attention_backend is None and SSTAProcessor._attention_backend is None
+
+
+# Two transformers
+
+
+def test_both_transformers_of_a_pipeline():
+    pipeline = SimpleNamespace(transformer=tiny_transformer(0), transformer_2=tiny_transformer(1))
+    handle = apply_ssta(pipeline, SPARSE)
+    run(pipeline.transformer), run(pipeline.transformer_2)
+    assert [layer.layer for layer in handle.report()] == [
+        f"{name}.transformer_blocks.{i}.attn" for name in ("transformer", "transformer_2") for i in range(2)]
+    remove_ssta(pipeline.transformer_2)
+    assert stock_everywhere(pipeline.transformer_2) and handle.active
+    handle.remove()
+    assert stock_everywhere(pipeline.transformer)
+    # Nothing is installed in the first when the second is refused.
+    apply_ssta(pipeline.transformer_2, SPARSE)
+    with pytest.raises(ValueError, match="applied already"):
+        apply_ssta(pipeline, SPARSE)
+    assert stock_everywhere(pipeline.transformer)
+    # One transformer under both names is one transformer.
+    shared = SimpleNamespace(transformer=pipeline.transformer, transformer_2=pipeline.transformer)
+    apply_ssta(shared, SPARSE).remove()
+    assert stock_everywhere(pipeline.transformer)
+    remove_ssta(pipeline)
+    assert stock_everywhere(pipeline.transformer_2)
+
+
+# The register
+
+
+class ToyTransformer(nn.Module):
+    """A video transformer of one attention without projections, to show what registering takes."""
+
+    class Attention(nn.Module):
+        processor = None
+
+        def forward(self, x):
+            return self.processor(self, x)
+
+    def __init__(self):
+        super().__init__()
+        self.attn = self.Attention()
+        self.attn.processor = ToyProcessor()
+
+    def forward(self, x):
+        batch, channels, *thw = x.shape
+        return self.attn(x.flatten(2).mT).mT.reshape(x.shape)
+
+
+class ToyProcessor:
+    def __call__(self, attn, x):
+        x = x.unflatten(2, (1, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+
+
+class ToySSTAProcessor(SSTAProcessor):
+    def __call__(self, attn, x):
+        layout = TokenLayout.video_text(self.canvas(x.shape[1]), 0)
+        x = x.unflatten(2, (1, -1))
+        return self.attend(x, x, x, layout).flatten(2)
+
+
+def test_another_family_can_be_registered(monkeypatch):
+    monkeypatch.setattr(family, "_FAMILIES", dict(family._FAMILIES))
+    toy = Family(
+        "ToyTransformer", lambda model: iter([Site("attn", model.attn, ToyProcessor, ToySSTAProcessor)]),
+        lambda model, arguments: tuple(arguments["x"].shape[2:]), lambda: SPARSE)
+    model, x = ToyTransformer(), torch.randn(2, 16, *CANVAS)
+    with pytest.raises(ValueError, match="register_family"):
+        apply_ssta(model)
+    register_family(toy)
+    assert supported_models() == ("HunyuanVideo15Transformer3DModel", "ToyTransformer")
+    before = model(x)
+    with apply_ssta(model, EVERYTHING):
+        torch.testing.assert_close(model(x), before)
+    with apply_ssta(model):
+        assert not torch.allclose(model(x), before)
+    assert torch.equal(model(x), before)
+    with pytest.raises(ValueError, match="not registered yet, got 'ToyTransformer'"):
+        register_family(toy)
+    with pytest.raises(TypeError, match="family must be a Family, got str"):
+        register_family("ToyTransformer")
+
+
+# Mistakes
+
+
+def test_an_unsupported_model_is_refused_by_name():
+    with pytest.raises(ValueError, match="one of HunyuanVideo15Transformer3DModel, got Linear"):
+        apply_ssta(nn.Linear(2, 2))
+    for wrong in (object(), None, SimpleNamespace(transformer=None), SimpleNamespace(unet=nn.Linear(2, 2))):
+        with pytest.raises(TypeError, match="model must be a transformer or a pipeline"):
+            apply_ssta(wrong)
+        with pytest.raises(TypeError, match="model must be a transformer or a pipeline"):
+            remove_ssta(wrong)
+
+
+@pytest.mark.parametrize("options, error, message", [
+    ({"config": {"topk": 3}}, TypeError, "config must be an SSTAConfig or None, got dict"),
+    ({"impl": "fastest"}, ValueError, "impl must be one of .*'auto'.*, got 'fastest'"),
+])
+def test_bad_options_install_nothing(options, error, message):
+    model = tiny_transformer(layers=1)
+    with pytest.raises(error, match=message):
+        apply_ssta(model, **options)
+    assert stock_everywhere(model) and not model._forward_pre_hooks
+
+
+def test_applying_twice_and_removing_without():
+    model = tiny_transformer(layers=1)
+    with pytest.raises(ValueError, match="must have SSTA applied"):
+        remove_ssta(model)
+    handle = apply_ssta(model, SPARSE)
+    sparse = run(model)
+    with pytest.raises(ValueError, match="call remove_ssta"):
+        apply_ssta(model, WINDOW)
+    assert torch.equal(run(model), sparse)
+    handle.remove()
+    with pytest.raises(ValueError, match="removed before"):
+        handle.remove()
+    with pytest.raises(ValueError, match="must have SSTA applied"):
+        remove_ssta(model)
+    # An old handle does not reach a newer installation.
+    newer = apply_ssta(model, WINDOW)
+    with pytest.raises(ValueError, match="removed before"):
+        handle.remove()
+    assert newer.active
+
+
+def test_a_replaced_processor_is_refused_and_later_left_alone():
+    class Other(HunyuanVideo15AttnProcessor2_0):
+        pass
+
+    model, other = tiny_transformer(), Other()
+    stock = model.transformer_blocks[1].attn.processor
+    model.transformer_blocks[1].attn.set_processor(other)
+    with pytest.raises(ValueError, match=r"transformer_blocks\.1\.attn must have its stock processor .*, got Other"):
+        apply_ssta(model, SPARSE)
+    assert type(model.transformer_blocks[0].attn.processor) is HunyuanVideo15AttnProcessor2_0 and not model._forward_pre_hooks
+    model.transformer_blocks[1].attn.set_processor(stock)
+    handle = apply_ssta(model, SPARSE)
+    model.transformer_blocks[1].attn.set_processor(other)
+    run(model)
+    assert [layer.layer for layer in handle.report()] == ["transformer_blocks.0.attn"]
+    handle.remove()
+    assert model.transformer_blocks[1].attn.processor is other
+    assert type(model.transformer_blocks[0].attn.processor) is HunyuanVideo15AttnProcessor2_0
+
+
+def test_another_model_s_processor_is_not_taken_for_ours():
+    model, donor = tiny_transformer(), tiny_transformer()
+    foreign = apply_ssta(donor, SPARSE) and donor.transformer_blocks[0].attn.processor
+    handle = apply_ssta(model, WINDOW)
+    model.transformer_blocks[0].attn.set_processor(foreign)
+    handle.remove()
+    assert model.transformer_blocks[0].attn.processor is foreign
+    assert type(model.transformer_blocks[1].attn.processor) is HunyuanVideo15AttnProcessor2_0
+
+
+def test_context_parallelism_is_refused_before_and_after():
+    model = tiny_transformer(layers=1)
+    attn = model.transformer_blocks[0].attn
+    attn.processor._parallel_config = "ulysses"
+    with pytest.raises(ValueError, match="without context parallelism, got .*ulysses"):
+        apply_ssta(model, SPARSE)
+    attn.processor._parallel_config = None
+    with apply_ssta(model, SPARSE):
+        attn.processor._parallel_config = "ulysses"
+        with pytest.raises(ValueError, match="without context parallelism"):
+            run(model)
+    assert attn.processor._parallel_config == "ulysses"
+
+
+def test_tokens_that_are_not_the_canvas_are_refused():
+    model = tiny_transformer(layers=1)
+    attn = model.transformer_blocks[0].attn
+    with apply_ssta(model, SPARSE):
+        with pytest.raises(ValueError, match="forward of the whole model"):
+            attn(torch.randn(1, 144, 32), encoder_hidden_states=torch.randn(1, 4, 32))
+        run(model)
+        with pytest.raises(ValueError, match=r"145 video tokens.*3 x 6 x 8|3 x 6 x 8.*145"):
+            attn(torch.randn(1, 145, 32), encoder_hidden_states=torch.randn(1, 4, 32))
