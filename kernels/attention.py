@@ -10,9 +10,12 @@ from torch import Tensor
 
 from .blocks import BlockLists
 
-IMPLEMENTATIONS = ("auto", "reference", "gather", "triton")
-TRITON_DTYPES = (torch.float16, torch.bfloat16)
+IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 TRITON_HEAD_DIMS = range(16, 257)
+HOPPER_HEAD_DIMS = (64, 128)
+# Two warpgroups of 64 query rows; on shorter blocks one of them would idle.
+HOPPER_QUERY_BLOCK = 128
 
 
 def block_sparse_attention(
@@ -51,7 +54,11 @@ def block_sparse_attention(
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     elif not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1])
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    # A compiled graph asks the GPU when it runs, in the operator.
+    if not torch.compiler.is_compiling():
+        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, causal)
     if impl == "reference":
         from .reference import reference_attention
 
@@ -59,32 +66,53 @@ def block_sparse_attention(
     else:
         # The transpose is an input of the operator, so that lists used by many layers are transposed once.
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        flipped = _with_kv_blocks(blocks, k.shape[2]).transpose() if needs_grad and impl != "gather" else None
+        scatters = impl == "gather" or (impl == "auto" and q.device.type == "cpu")
+        flipped = _with_kv_blocks(blocks, k.shape[2]).transpose() if needs_grad and not scatters else None
         out, lse = _forward(q, k, v, *_flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                             float(scale), causal, impl)
     return (out, lse) if return_lse else out
 
 
-def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The implementation that ``impl`` stands for: a pure function of its arguments.
+def resolve_impl(
+    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, q_block: int = HOPPER_QUERY_BLOCK, causal: bool = False,
+) -> str:
+    """The implementation that ``impl`` stands for: a function of its arguments and of the kind of GPU alone.
 
-    "auto" is "triton" for float16 and bfloat16 with head_dim 16 to 256 on a GPU, and "gather" for everything else. Under
-    Triton's interpreter (TRITON_INTERPRET=1) an explicit "triton" also runs on a CPU.
+    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, query blocks of up to ``q_block``
+    >= 128 tokens and no causal mask; else "triton" with head_dim 16 to 256. "gather" for everything else. "hopper" has its own forward;
+    its backward is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1) an explicit "triton" also runs on a CPU.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
-    fits = dtype in TRITON_DTYPES and head_dim in TRITON_HEAD_DIMS
+    fits_triton = dtype in KERNEL_DTYPES and head_dim in TRITON_HEAD_DIMS
+    fits_hopper = dtype in KERNEL_DTYPES and head_dim in HOPPER_HEAD_DIMS and not causal
     if impl == "auto":
-        return "triton" if device.type == "cuda" and fits else "gather"
+        if fits_hopper and q_block >= HOPPER_QUERY_BLOCK and _is_hopper(device):
+            return "hopper"
+        return "triton" if device.type == "cuda" and fits_triton else "gather"
     if impl == "triton":
-        if not fits:
+        if not fits_triton:
             raise ValueError(f"impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got {dtype} and {head_dim}")
         if device.type != "cuda" and not _interpreting():
             raise ValueError(f"impl='triton' requires a GPU, got tensors on {device}")
+    if impl == "hopper":
+        if not fits_hopper:
+            raise ValueError(f"impl='hopper' requires float16 or bfloat16, a head_dim of 64 or 128 and causal=False, "
+                             f"got {dtype}, {head_dim} and causal={causal}")
+        if not _is_hopper(device):
+            raise ValueError(f"impl='hopper' requires a Hopper GPU (sm_90), got {_describe(device)}")
     return impl
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"tensors on {device}"
 
 
 def _interpreting() -> bool:
@@ -162,8 +190,13 @@ def _implementation(impl: str):
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise ImportError("impl='triton' requires triton: pip install triton, or choose impl='gather'") from error
+        raise ImportError(f"impl={impl!r} requires triton: pip install triton, or choose impl='gather'") from error
     from .triton_backward import triton_backward
+
+    if impl == "hopper":
+        from .hopper_forward import hopper_forward
+
+        return hopper_forward, triton_backward
     from .triton_forward import triton_forward
 
     return triton_forward, triton_backward
@@ -176,6 +209,7 @@ def _forward(
     counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
     return _implementation(impl)[0](q, k, v, blocks, scale, causal)
 
 
@@ -195,6 +229,7 @@ def _backward(
     if counts_t is not None:
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
     return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, forward_config
-from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import chunk_lists, descriptor, empty_outputs, kv_cut, q_cut, readable, shared_strides
 from .triton_primitives import LN2, LOG2E, block_bounds, load_chunk, load_rows, softmax_step, store_rows, visible_keys
 
 
@@ -94,10 +93,10 @@ def triton_forward(
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
     config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
-    out, lse = empty_outputs(q, blocks)
+    rows = q_cut(blocks, q_len)
+    out, lse = empty_outputs(q, rows.uniform)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    rows = q_cut(blocks, q_len)
     chunks = chunk_lists(blocks, rows, kv_cut(blocks, kv_len), config.block_n, kv_len - q_len if causal else None)
     parts = triton.cdiv(rows.length, config.block_m)
     dim_pad = max(triton.next_power_of_2(dim), 16)
@@ -110,11 +109,3 @@ def triton_forward(
         UNIFORM=rows.uniform, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
     return out, lse
-
-
-def empty_outputs(q: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor]:
-    """out and lse before the kernel: unwritten where the query blocks cover every row, else what a row outside them must give."""
-    lse_shape = q.shape[:3]
-    if isinstance(blocks.q_offsets, int) and blocks.q_lengths is None:
-        return torch.empty_like(q), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    return torch.zeros_like(q), torch.full(lse_shape, float("-inf"), dtype=torch.float32, device=q.device)

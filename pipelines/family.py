@@ -176,7 +176,7 @@ class SSTAProcessor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, impl=impl, return_blocks=True)
         # The density stays on the device until somebody asks for the report.
-        ran = resolve_impl(impl, q.device, q.dtype, q.shape[-1])
+        ran = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length)
         self._last = (ran, self.context.thw, layout.length, blocks.num_q_blocks, blocks.density())
         return out.transpose(1, 2)
 

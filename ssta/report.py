@@ -149,10 +149,10 @@ def explain(
     if tokens.video:
         config = config.for_canvas(max(grid.thw for grid in tokens.video))
     batch, heads, length, head_dim = query.shape
-    implementation = resolve_impl(impl, query.device, query.dtype, head_dim)
+    layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
+    implementation = resolve_impl(impl, query.device, query.dtype, head_dim, layout.max_tile_length)
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
-    layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
     tiled = layout.tile(query), layout.tile(key)
     blocks = select_tiles(*tiled, layout, config, text_mask)
     n = layout.num_video_tiles

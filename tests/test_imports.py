@@ -68,8 +68,11 @@ def is_module(module: str) -> bool:
 
 
 def implementation(module: str) -> str | None:
-    """reference, gather, triton or hopper for a module that computes attention; None for what they may share."""
-    if not is_in(module, "ssta.kernels") or module.count(".") != 2:
+    """reference, gather, triton or hopper for a module that computes attention; None for what they may share.
+
+    triton_chunks turns lists into what both GPU implementations walk; it computes no attention.
+    """
+    if not is_in(module, "ssta.kernels") or module.count(".") != 2 or module == "ssta.kernels.triton_chunks":
         return None
     family = module.split(".")[2].split("_")[0]
     return family if family in ("reference", "gather", "triton", "hopper") else None

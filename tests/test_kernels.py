@@ -14,12 +14,14 @@ from ssta.kernels.reference import reference_attention
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 EVERYWHERE = [pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
               pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
+              pytest.param("cuda", "hopper", id="gpu-hopper", marks=pytest.mark.gpu),
               pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)]
 everywhere = pytest.mark.parametrize("device, impl", EVERYWHERE)
 
 
-def inputs(batch, heads, kv_heads, q_len, kv_len, dim, device="cpu", dtype=torch.float16):
-    """q as a [B, S, H, D] projection seen through a transpose; k and v contiguous."""
+def inputs(batch, heads, kv_heads, q_len, kv_len, dim, device="cpu", dtype=torch.float16, impl=None):
+    """q as a [B, S, H, D] projection seen through a transpose; k and v contiguous. The Hopper kernel's head_dim is at least 64."""
+    dim = max(dim, 64) if impl == "hopper" else dim
     q = torch.randn(batch, q_len, heads, dim, device=device, dtype=dtype).transpose(1, 2)
     return q, *(torch.randn(batch, kv_heads, kv_len, dim, device=device, dtype=dtype) for _ in range(2))
 
@@ -56,7 +58,11 @@ def patterns(device):
 @pytest.mark.parametrize("name", patterns("cpu"))
 def test_against_float64(device, impl, causal, name):
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
-    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device)
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device, impl=impl)
+    if causal and impl == "hopper":
+        with pytest.raises(ValueError, match="impl='hopper' requires .*causal=False, got .*causal=True"):
+            block_sparse_attention(q, k, v, blocks, causal=True, impl=impl)
+        return
     attend = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl=impl)
     assert_as_exact_as_torch(attend, q, k, v, blocks, causal=causal)
 
@@ -72,34 +78,38 @@ def test_gpus_without_a_copy_engine(device, impl, name, monkeypatch):
     test_against_float64(device, impl, False, name)
 
 
+SIZES = [("triton", dim) for dim in (32, 64, 80, 96, 128, 256)] + [("hopper", 64), ("hopper", 128)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block", [16, 48, 64, 128, 384])
-def test_gpu_sizes(block, dim, dtype):
+@pytest.mark.parametrize("impl, dim", SIZES)
+@pytest.mark.parametrize("block", [16, 48, 64, 128, 192, 384])
+def test_gpu_sizes(block, impl, dim, dtype):
     blocks = BlockLists.from_mask(torch.rand(1, 2, 5, 4, device="cuda") < 0.6, block, block)
     q, k, v = inputs(1, 4, 2, 5 * block - 7, 4 * block - 3, dim, "cuda", dtype)
-    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="triton")
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl=impl)
     assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
 
 
 @pytest.mark.gpu
-def test_gpu_beyond_32_bit_offsets():
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_gpu_beyond_32_bit_offsets(impl):
     """q has 2.2 thousand million elements, so the last heads lie past what an int32 can address."""
     heads, tokens, dim, block = 17, 1 << 20, 128, 128
     q = torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     number = tokens // block
     blocks = BlockLists.from_topk(torch.arange(number - 1, -1, -1, device="cuda")[:, None], block, block, num_kv_blocks=number)
-    out = block_sparse_attention(q, q, q, blocks, impl="triton")
+    out = block_sparse_attention(q, q, q, blocks, impl=impl)
     last = q[:, -1:, -block:].contiguous()
     first = q[:, -1:, :block].contiguous()
     whole = BlockLists.from_mask(torch.ones(1, 1, dtype=torch.bool, device="cuda"), block, block)
-    torch.testing.assert_close(out[:, -1:, -block:], block_sparse_attention(last, first, first, whole, impl="triton"), rtol=0, atol=0)
+    torch.testing.assert_close(out[:, -1:, -block:], block_sparse_attention(last, first, first, whole, impl=impl), rtol=0, atol=0)
 
 
 @everywhere
 def test_everything_selected_is_dense_attention(device, impl):
-    q, k, v = inputs(1, 2, 1, 70, 50, 32, device)
+    q, k, v = inputs(1, 2, 1, 70, 50, 32, device, impl=impl)
     blocks = BlockLists.from_mask(torch.ones(5, 4, dtype=torch.bool, device=device), 16, 16)
     dense = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     assert (block_sparse_attention(q, k, v, blocks, impl=impl).double() - dense).abs().max() < 2e-3
@@ -110,7 +120,7 @@ def test_everything_selected_is_dense_attention(device, impl):
 @settings(max_examples=5)
 def test_order_and_spare_entries_of_a_list_change_nothing(device, impl, seed):
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = inputs(1, 2, 2, 40, 96, 16, device)
+    q, k, v = inputs(1, 2, 2, 40, 96, 16, device, impl=impl)
     mask = torch.rand(1, 2, 3, 6, generator=generator) < 0.5
     blocks = BlockLists.from_mask(mask.to(device), 16, 16)
     order = torch.rand(1, 2, 3, 6, generator=generator).to(device)
@@ -135,7 +145,8 @@ def _run(q, k, v, blocks, impl, **options):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_attended_to_changes_nothing(device, impl, causal, poison):
     """NaN or inf in key block 2, in the invalid tail of block 0 and in query row 5 reaches just the rows that see it."""
-    q, k, v = inputs(1, 2, 1, 64, 64, 16, device)
+    causal = causal and impl != "hopper"
+    q, k, v = inputs(1, 2, 1, 64, 64, 16, device, impl=impl)
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.bool, device=device)
     blocks = BlockLists.from_mask(mask, 16, 16, kv_lengths=torch.tensor([11, 16, 16, 16], dtype=torch.int32, device=device))
     clean = block_sparse_attention(q, k, v, blocks, causal=causal, impl=impl)
@@ -154,7 +165,7 @@ def test_what_is_not_attended_to_changes_nothing(device, impl, causal, poison):
 
 @everywhere
 def test_one_batch_element_alone_is_the_same_in_a_batch(device, impl):
-    q, k, v = inputs(3, 2, 1, 40, 48, 16, device)
+    q, k, v = inputs(3, 2, 1, 40, 48, 16, device, impl=impl)
     mask = torch.rand(3, 2, 3, 3, device=device) < 0.6
     together = _run(q, k, v, BlockLists.from_mask(mask, 16, 16), impl)[:2]
     for i in range(3):
@@ -165,7 +176,7 @@ def test_one_batch_element_alone_is_the_same_in_a_batch(device, impl):
 
 @everywhere
 def test_same_bits_twice(device, impl):
-    q, k, v = inputs(2, 4, 2, 100, 120, 32, device)
+    q, k, v = inputs(2, 4, 2, 100, 120, 32, device, impl=impl)
     blocks = BlockLists.from_mask(torch.rand(2, 4, 7, 8, device=device) < 0.5, 16, 16)
     for a, b in zip(*(_run(q, k, v, blocks, impl) for _ in range(2))):
         assert torch.equal(a, b)
@@ -173,20 +184,20 @@ def test_same_bits_twice(device, impl):
 
 @everywhere
 def test_empty_lists_and_empty_sequences(device, impl):
-    q, k, v = inputs(1, 2, 2, 32, 32, 16, device)
+    q, k, v = inputs(1, 2, 2, 32, 32, 16, device, impl=impl)
     nothing = BlockLists.from_mask(torch.zeros(2, 2, dtype=torch.bool, device=device), 16, 16)
     out, lse, *gradients = _run(q, k, v, nothing, impl)
     assert not out.any() and (lse == float("-inf")).all() and not any(g.any() for g in gradients)
     no_counts = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
     no_keys = BlockLists(no_counts, no_counts.new_zeros(1, 1, 2, 0), 16, 16, num_kv_blocks=0)
     out, lse, *gradients = _run(q, k[:, :, :0], v[:, :, :0], no_keys, impl)
-    assert not out.any() and (lse == float("-inf")).all() and not gradients[0].any() and gradients[1].shape == (1, 2, 0, 16)
+    assert not out.any() and (lse == float("-inf")).all() and not gradients[0].any() and gradients[1].shape == k[:, :, :0].shape
 
 
 @everywhere
 def test_callers_tensors_and_strides(device, impl):
     """A view into a fused qkv projection, expanded keys, an expanded incoming gradient: no copy asked for, nothing written to."""
-    qkv = torch.randn(1, 40, 3, 2, 16, device=device, dtype=torch.float16)
+    qkv = torch.randn(1, 40, 3, 2, 64 if impl == "hopper" else 16, device=device, dtype=torch.float16)
     before = qkv.clone()
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv.unbind(2))
     blocks = BlockLists.from_mask(torch.rand(3, 3, device=device) < 0.7, 16, 16)
@@ -249,7 +260,7 @@ def test_operator_registration():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["triton", "gather"])
+@pytest.mark.parametrize("impl", ["triton", "hopper", "gather"])
 def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
     q, k, v = (x.requires_grad_() for x in inputs(2, 4, 2, 700, 900, 64, "cuda"))
     mask = torch.rand(2, 4, 6, 8, device="cuda") < 0.5
@@ -290,10 +301,17 @@ def test_gpu_compiles_without_a_break():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def test_auto_is_a_pure_function():
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_auto_follows_device_dtype_and_shape(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    best = "hopper" if capability == (9, 0) else "triton"
     assert resolve_impl("auto", cpu, torch.bfloat16, 128) == "gather"
-    assert resolve_impl("auto", gpu, torch.bfloat16, 128) == "triton"
+    assert resolve_impl("auto", gpu, torch.bfloat16, 128) == best
+    assert resolve_impl("auto", gpu, torch.float16, 64, 384) == best
+    assert resolve_impl("auto", gpu, torch.float16, 64, 64) == "triton", "short query blocks"
+    assert resolve_impl("auto", gpu, torch.float16, 64, 384, causal=True) == "triton"
+    assert resolve_impl("auto", gpu, torch.float16, 80) == "triton"
     assert resolve_impl("auto", gpu, torch.float32, 128) == "gather"
     assert resolve_impl("auto", gpu, torch.float16, 512) == "gather"
 
@@ -325,7 +343,8 @@ def _call(dtype=torch.float32, **changes):
     (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
-    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', got 'cuda'"),
+    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', 'hopper', got 'cuda'"),
+    (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16, a head_dim of 64 or 128 and causal=False"),
     (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
