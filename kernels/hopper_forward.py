@@ -121,13 +121,13 @@ def _softmax(scores, top, total, scale_log2):
 
 
 @gluon.jit
-def _zero_rows(buffer, size, first: gl.constexpr):
-    """Zeroes the rows from ``size`` on among the ROWS rows of a [CHUNK, D] matrix that begin at ``first``: zero times a NaN is NaN."""
-    ROWS: gl.constexpr = 64
-    part = buffer.slice(first, ROWS)
+def _zero_rows(buffer, size, share: gl.constexpr, SHARES: gl.constexpr):
+    """Zeroes the rows from ``size`` on in one of SHARES equal parts of a [CHUNK, D] matrix: a weight of zero times a NaN is NaN."""
+    ROWS: gl.constexpr = buffer.shape[0] // SHARES
+    part = buffer.slice(share * ROWS, ROWS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     values = part.load(layout)
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = share * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part.store(gl.where((rows < size)[:, None], values, 0.0))
 
 
@@ -164,7 +164,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, scale_log2,
         weights, factor, top, total = _softmax(scores, top, total, scale_log2)
         mbarrier.wait(work.v_full.index(stage), phase)
         v = _matrix(work.v.index(stage))
-        _zero_rows(v, size, group * ROWS)
+        _zero_rows(v, size, group, work.q.shape[0])
         # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from both warpgroups.
         fence_async_shared()
         barrier()
@@ -211,6 +211,8 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, scale_log2,
     offsets = gl.arange(0, ROWS, layout=s_rows)
     gl.store(lse + offsets + group * ROWS, row_lse, mask=offsets < rows)
     if rows >= ROWS:
+        # The result goes out through q's memory, which no warp may still be reading.
+        barrier()
         q.store(result)
         fence_async_shared()
         barrier()
@@ -228,7 +230,9 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, q_starts, q_
                     heads, group, q_len, block_length, scale_log2,
                     UNIFORM: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr, D: gl.constexpr,
                     STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    block, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    # From the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
+    place = gl.num_programs(0) - 1 - gl.program_id(0)
+    block, part = place // PARTS, place % PARTS
     head, batch = gl.program_id(1) % heads, gl.program_id(1) // heads
     if UNIFORM:
         row = block * block_length
@@ -266,7 +270,7 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, q_starts, q_
     fence_async_shared()
 
     work = Work(q, k, v, q_full, k_full, k_empty, v_full, v_empty, v_clean,
-                chunk_starts + chunk_row * width, chunk_sizes + chunk_row * width, width,
+                chunk_starts + chunk_row * width, chunk_sizes + chunk_row * width, gl.to_tensor(width),
                 gl.load(chunks_whole + chunk_row), gl.load(chunks_cut + chunk_row), batch, head, head // group, row, rows)
     gl.warp_specialize([
         (_attend, (work, 0, out, lse, out_tiles, out_row, scale_log2, D)),

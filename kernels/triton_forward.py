@@ -48,7 +48,9 @@ def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, ch
                     heads, group, q_len, block_length, shift, scale_log2,
                     UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                     DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    # From the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, part = place // PARTS, place % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
     row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
