@@ -3,6 +3,7 @@
 #   make demo               run SSTA inside a small video transformer; pictures and a report go to demo/
 #   make demo SIZE=720p     the same on the full canvas (NVIDIA GPU)
 #   make test               the tests that need no GPU
+#   make bench              speed, memory and exactness on this machine, within a minute without a GPU
 #
 # Others: make gpu-test, make lint, make wheel, make check-wheel, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
@@ -26,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test gpu-test lint wheel check-wheel clean
+.PHONY: help demo test gpu-test bench lint wheel check-wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +43,11 @@ test: $(STAMP)
 
 gpu-test: $(STAMP)
 	cd tests && ../$(BIN)/python -m pytest -m gpu
+
+bench: $(STAMP)
+	$(BIN)/python benchmark/bench_kernels.py
+	$(BIN)/python benchmark/bench_layer.py
+	$(BIN)/python benchmark/bench_errors.py
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import random
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,7 +31,7 @@ def interleaved(calls: dict[str, Callable[[], object]], rounds: int = 7, warm: i
             elapsed = _milliseconds(calls[name])
             if turn >= warm:
                 times[name].append(elapsed)
-    return {name: dict(median_ms=sorted(t)[len(t) // 2], min_ms=min(t), max_ms=max(t)) for name, t in times.items()}
+    return {name: dict(median_ms=statistics.median(t), min_ms=min(t), max_ms=max(t)) for name, t in times.items()}
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
@@ -81,7 +83,8 @@ def machine() -> dict[str, str]:
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         torch=torch.__version__, triton=triton_version,
-        commit=_first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"),
+        # SSTA_COMMIT names it for a copy that has left its git folder behind.
+        commit=os.environ.get("SSTA_COMMIT") or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"),
         date=datetime.date.today().isoformat())
 
 

@@ -43,6 +43,22 @@ class LayerShape:
         return t * h * w + self.text
 
 
+@dataclass(frozen=True)
+class ErrorShape:
+    """Query and key blocks of ``lengths`` tokens, of which the first ``real`` count (None: all)."""
+
+    pattern: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    real: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
 KERNELS = (KernelShape(46_080, 48), KernelShape(46_080, 24), KernelShape(138_240, 56))
 KERNELS_CPU = (KernelShape(3_072, 4, heads=2),)
 
@@ -50,3 +66,9 @@ KERNELS_CPU = (KernelShape(3_072, 4, heads=2),)
 LAYERS = (LayerShape("hunyuan-video-1.5 720p", (31, 45, 80), 1985, 900, 16),
           LayerShape("hunyuan-video-1.5 480p", (31, 30, 53), 1985, 900, 16))
 LAYERS_CPU = (LayerShape("small", (7, 12, 20), 96, 50, 2),)
+
+ERRORS = (ErrorShape("uniform", (384,) * 8, 4, 2, 128),
+          ErrorShape("ragged", (384, 336, 7, 0, 384, 320, 250, 384), 4, 2, 128, real=(384, 336, 7, 0, 300, 320, 1, 0)))
+# Small enough for Triton's interpreter.
+ERRORS_CPU = (ErrorShape("uniform", (48,) * 5, 2, 1, 64),
+              ErrorShape("ragged", (48, 40, 7, 0, 48, 33), 2, 1, 64, real=(48, 40, 7, 0, 20, 0)))

@@ -3,7 +3,7 @@
 # From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
 # look for. Under that name it stays empty: a second import would register the operators twice.
 if __name__ == "ssta.kernels":
-    from .attention import IMPLEMENTATIONS, block_sparse_attention, resolve_impl
+    from .attention import IMPLEMENTATIONS, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
     from .blocks import BlockLists
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "block_sparse_attention", "resolve_impl"]
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "autocast_inputs", "block_sparse_attention", "resolve_impl", "resolve_scale"]

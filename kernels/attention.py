@@ -11,6 +11,7 @@ from torch import Tensor
 from .blocks import BlockLists
 
 IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 TRITON_HEAD_DIMS = range(16, 257)
 HOPPER_HEAD_DIMS = (64, 128)
@@ -26,7 +27,8 @@ def block_sparse_attention(
 
     Args:
         q: ``[B, Hq, Sq, D]``, any strides whose last is 1, so ``[B, S, H, D].transpose(1, 2)`` costs nothing.
-            float16 or bfloat16; on the gather and reference implementations float32 and float64 too.
+            float16 or bfloat16; on the gather and reference implementations float32 and float64 too. Under autocast q, k and v are
+            cast to its dtype, as by ``torch.nn.functional.scaled_dot_product_attention``.
         k: ``[B, Hkv, Skv, D]``, q's dtype and device. Hq must be a multiple of Hkv; query head h reads head h // (Hq / Hkv).
         v: ``[B, Hkv, Skv, D]``.
         blocks: the pattern, on q's device.
@@ -40,20 +42,19 @@ def block_sparse_attention(
         natural logarithm.
         A row that attends to nothing gives out = 0, lse = -inf and zero gradients.
 
-    Differentiable in q, k and v, also through lse; not twice. Same inputs, same bits, forward and backward. Never waits for the
-    device (the gather implementation on a CPU reads the counts, where there is nothing to wait for). The values in
+    Differentiable in q, k and v, also through lse; not twice, and not under torch.func. Same inputs, same bits, forward and backward.
+    Never waits for the device (the gather implementation on a CPU reads the counts, where there is nothing to wait for). The values in
     ``blocks`` are not read here: ``BlockLists.check_values`` checks them. Ids out of range are treated as absent.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    q, k, v = autocast_inputs(q=q, k=k, v=v)
     _check(q, k, v, blocks)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    elif not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    scale = resolve_scale(scale, q.shape[-1])
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # A compiled graph asks the GPU when it runs, in the operator.
@@ -78,9 +79,10 @@ def resolve_impl(
 ) -> str:
     """The implementation that ``impl`` stands for: a function of its arguments and of the kind of GPU alone.
 
-    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, query blocks of up to ``q_block``
-    >= 128 tokens and no causal mask; else "triton" with head_dim 16 to 256. "gather" for everything else. "hopper" has its own forward;
-    its backward is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1) an explicit "triton" also runs on a CPU.
+    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, no causal mask, and a longest
+    query block (``q_block``, in tokens) of at least 128; else "triton" with head_dim 16 to 256. "gather" for everything else. "hopper" has
+    its own forward; its backward is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an
+    explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -98,6 +100,9 @@ def resolve_impl(
             raise ValueError(f"impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got {dtype} and {head_dim}")
         if device.type != "cuda" and not _interpreting():
             raise ValueError(f"impl='triton' requires a GPU, got tensors on {device}")
+        # The interpreter computes with numpy, which has no bfloat16.
+        if device.type != "cuda" and dtype != torch.float16:
+            raise ValueError(f"impl='triton' requires float16 in Triton's interpreter, got {dtype}")
     if impl == "hopper":
         if not fits_hopper:
             raise ValueError(f"impl='hopper' requires float16 or bfloat16, a head_dim of 64 or 128 and causal=False, "
@@ -105,6 +110,44 @@ def resolve_impl(
         if not _is_hopper(device):
             raise ValueError(f"impl='hopper' requires a Hopper GPU (sm_90), got {_describe(device)}")
     return impl
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not positive and finite, or no head_dim of at least 1.
+    """
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    if scale is None:
+        return head_dim ** -0.5
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return float(scale)
+
+
+def autocast_inputs(**inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs in autocast's dtype where autocast is on for their device, float64 left alone; checked to be floating-point tensors.
+
+    Raises:
+        TypeError: the input's name, and what came.
+    """
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    device = next(iter(inputs.values())).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tuple(inputs.values())
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs.values())
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -122,12 +165,8 @@ def _interpreting() -> bool:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
@@ -210,7 +249,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
     impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
-    return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+    # What is summed in float32 must stay so under autocast.
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
 
 
 @_forward.register_fake
@@ -230,7 +271,8 @@ def _backward(
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
     impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
-    return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
 
 
 @_backward.register_fake

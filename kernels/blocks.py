@@ -26,8 +26,8 @@ class BlockLists:
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
             real; the rows of the others give out = 0 and lse = -inf.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
-        num_kv_blocks: number of key blocks. Needed only with a uniform ``kv_offsets``, and there only for ``to_mask``
-            and what is built on it, and for a backward pass.
+        num_kv_blocks: number of key blocks. With a uniform ``kv_offsets`` it may be left out; ``to_mask`` and what is built on it then
+            refuse, and a backward pass transposes the lists anew for every call.
         max_q_length: an upper bound on the tokens of a query block, known on the host. Taken from the size when uniform.
             For ragged offsets on a GPU, leaving it out makes the constructor read them back, which synchronises.
         max_kv_length: the same for key blocks.
@@ -56,7 +56,11 @@ class BlockLists:
         if self.indices.device != self.counts.device:
             raise ValueError(f"indices must be on counts' device {self.counts.device}, got {self.indices.device}")
         nk = self.num_kv_blocks
+        for name, least in (("num_kv_blocks", 0), ("max_q_length", 1), ("max_kv_length", 1)):
+            _require_int(name, getattr(self, name), least, optional=True)
         if isinstance(self.kv_offsets, Tensor):
+            if self.kv_offsets.dim() == 0 or self.kv_offsets.shape[-1] == 0:
+                raise ValueError(f"kv_offsets must hold at least one entry, got shape {tuple(self.kv_offsets.shape)}")
             implied = self.kv_offsets.shape[-1] - 1
             if nk is not None and nk != implied:
                 raise ValueError(f"num_kv_blocks must be {implied} for these kv_offsets, got {nk}")
@@ -72,7 +76,7 @@ class BlockLists:
         if isinstance(offsets, Tensor):
             offsets = self._settle_tensor(f"{axis}_offsets", offsets, blocks + 1)
             if longest is None:
-                longest = max(int(offsets.diff(dim=-1).max()), 1)
+                longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks else 1
         elif isinstance(offsets, bool) or not isinstance(offsets, int):
             raise TypeError(f"{axis}_offsets must be an int (a uniform block size) or an int32 tensor, got {type(offsets).__name__}")
         elif offsets < 1:
@@ -83,6 +87,9 @@ class BlockLists:
             if blocks is None:
                 raise ValueError(f"num_{axis}_blocks must be given with {axis}_lengths and a uniform block size")
             lengths = self._settle_tensor(f"{axis}_lengths", lengths, blocks)
+            if isinstance(offsets, Tensor) and any(a != b and 1 not in (a, b) for a, b in zip(offsets.shape[:2], lengths.shape[:2])):
+                raise ValueError(f"{axis}_lengths must have {axis}_offsets' batch and heads {tuple(offsets.shape[:2])} or 1, "
+                                 f"got {tuple(lengths.shape[:2])}")
         object.__setattr__(self, f"{axis}_offsets", offsets)
         object.__setattr__(self, f"{axis}_lengths", lengths)
         object.__setattr__(self, f"max_{axis}_length", longest)
@@ -114,7 +121,8 @@ class BlockLists:
 
     def density(self) -> Tensor:
         """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
-        return self.counts.sum(dtype=torch.float32) / (self.counts.numel() * self._known_kv_blocks("density"))
+        blocks = self._known_kv_blocks("density")
+        return _in_range(self.indices, self._used(), blocks).sum(dtype=torch.float32) / (self.counts.numel() * blocks)
 
     def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each."""
@@ -144,8 +152,8 @@ class BlockLists:
         kept = _scatter_mask(self.indices, used, nk).sum(-1)
         if not torch.equal(kept, self.counts.to(kept.dtype)):
             raise ValueError("indices must name each key block at most once in a list, got a repeated id")
-        _check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len)
-        _check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len)
+        _check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        _check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
         return self
 
     @classmethod
@@ -169,9 +177,8 @@ class BlockLists:
             raise ValueError(f"mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got {tuple(mask.shape)}")
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         nk = mask.shape[-1]
+        _require_int("capacity", capacity, 0, optional=True)
         capacity = nk if capacity is None else capacity
-        if capacity < 0:
-            raise ValueError(f"capacity must be at least 0, got {capacity}")
         position = mask.cumsum(-1, dtype=torch.int32)
         counts = position[..., -1] if nk else position.sum(-1, dtype=torch.int32)
         # Entries that are not kept all land in one slot past the end, which is cut off.
@@ -223,6 +230,8 @@ class BlockLists:
                 raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
         if len(indptr) < 1:
             raise ValueError("indptr must hold at least one entry, got none")
+        _require_int("num_kv_blocks", num_kv_blocks, 0)
+        _require_int("capacity", capacity, 0, optional=True)
         capacity = num_kv_blocks if capacity is None else capacity
         counts = indptr.diff().int().clamp(max=capacity)
         slots = torch.arange(capacity, device=indptr.device)
@@ -241,19 +250,26 @@ class BlockLists:
 
     @classmethod
     def from_block_mask(cls, block_mask) -> BlockLists:
-        """From ``torch.nn.attention.flex_attention.BlockMask``. Synchronises where it holds partial blocks.
+        """From ``torch.nn.attention.flex_attention.BlockMask``.
+
+        Where it holds partial blocks under a ``mask_mod``, this synchronises and evaluates the ``mask_mod`` for every pair of tokens: torch
+        calls a block partial also where just the sequence ends inside it.
 
         Raises:
-            ValueError: it holds partial blocks whose ``mask_mod`` masks inside the block, which lists of blocks cannot say.
+            TypeError: not a BlockMask.
+            ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
         """
-        from torch.nn.attention.flex_attention import noop_mask
+        from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
         nk = block_mask.kv_indices.shape[-1]
-        partial = _prefix_mask(block_mask.kv_num_blocks, nk)
-        if block_mask.mask_mod is not noop_mask and bool(partial.any()):
-            raise ValueError(f"block_mask must not mask inside a block, got {int(block_mask.kv_num_blocks.sum())} partial blocks under "
-                             f"mask_mod {getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
-        mask = _scatter_mask(block_mask.kv_indices, partial, nk)
+        mask = _scatter_mask(block_mask.kv_indices, _prefix_mask(block_mask.kv_num_blocks, nk), nk)
+        if block_mask.mask_mod is not noop_mask and bool(mask.any()):
+            masked = int((mask & ~_whole_blocks(block_mask)).sum())
+            if masked:
+                raise ValueError(f"block_mask must not mask inside a block, got {masked} such blocks under mask_mod "
+                                 f"{getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
         if block_mask.full_kv_num_blocks is not None:
             mask |= _scatter_mask(block_mask.full_kv_indices, _prefix_mask(block_mask.full_kv_num_blocks, nk), nk)
         q_size, kv_size = block_mask.BLOCK_SIZE
@@ -261,6 +277,8 @@ class BlockLists:
 
     def to_block_mask(self, q_len: int, kv_len: int):
         """A FlexAttention ``BlockMask`` of full blocks for sequences of ``q_len`` and ``kv_len`` tokens.
+
+        Lists per key/value head stay so; FlexAttention itself takes one head or all query heads.
 
         Raises:
             ValueError: the blocks are ragged or have valid lengths; FlexAttention's blocks are uniform.
@@ -275,7 +293,14 @@ class BlockLists:
         width = min(nk, self.capacity)
         full[..., :width] = self.indices.masked_fill(~self._used(), 0)[..., :width]
         none = torch.zeros_like(self.counts)
-        return BlockMask.from_kv_blocks(none, torch.zeros_like(full), self.counts, full, BLOCK_SIZE=(self.q_offsets, self.kv_offsets),
+        kept = _scatter_mask(self.indices, self._used(), nk)
+        (batch, heads), q_size, kv_size = kept.shape[:2], self.q_offsets, self.kv_offsets
+
+        def mask_mod(b, h, i, j):
+            # Compiled kernels skip it in full blocks; FlexAttention without torch.compile masks by nothing else.
+            return kept[b % batch, h % heads, i // q_size, j // kv_size]
+
+        return BlockMask.from_kv_blocks(none, torch.zeros_like(full), self.counts, full, BLOCK_SIZE=(q_size, kv_size), mask_mod=mask_mod,
                                         seq_lengths=(q_len, kv_len))
 
     # The other direction
@@ -308,6 +333,16 @@ def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
 
 
+def _require_int(name: str, value: int | None, least: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    # Under torch.compile a size may be symbolic.
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
@@ -325,7 +360,23 @@ def _prefix_mask(counts: Tensor, width: int) -> Tensor:
 def _scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
     """bool [..., blocks], True at the ids of the used entries; the others land in one extra column, which is cut off."""
     mask = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter(-1, torch.where(used, indices, blocks).long(), True)[..., :blocks]
+    return mask.scatter(-1, torch.where(_in_range(indices, used, blocks), indices, blocks).long(), True)[..., :blocks]
+
+
+def _in_range(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
+    """The used entries that name a block; ids out of range count as absent."""
+    return used & (indices >= 0) & (indices < blocks)
+
+
+def _whole_blocks(block_mask) -> Tensor:
+    """bool [B, H, Nq, Nk] of a FlexAttention BlockMask: its mask_mod keeps every pair of real tokens in the block."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads, nq, nk = (*block_mask.kv_indices.shape[:3], block_mask.kv_indices.shape[-1])
+    (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    seen = create_mask(block_mask.mask_mod, batch, heads, q_len, kv_len, device=block_mask.kv_indices.device)
+    seen = torch.nn.functional.pad(seen, (0, nk * kv_size - kv_len, 0, nq * q_size - q_len), value=True)
+    return seen.unflatten(3, (nk, kv_size)).unflatten(2, (nq, q_size)).all(5).all(3)
 
 
 def _bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -342,7 +393,7 @@ def _bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: 
     return starts.contiguous(), sizes.contiguous()
 
 
-def _check_axis_values(axis: str, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int) -> None:
+def _check_axis_values(axis: str, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> None:
     if isinstance(offsets, int):
         if blocks != -(-tokens // offsets):
             raise ValueError(f"{axis}_offsets = {offsets} cuts {tokens} tokens into {-(-tokens // offsets)} blocks, got {blocks}")
@@ -351,5 +402,7 @@ def _check_axis_values(axis: str, offsets: int | Tensor, lengths: Tensor | None,
         sizes = offsets.diff(dim=-1)
         if bool((sizes < 0).any()) or bool((offsets[..., 0] != 0).any()) or bool((offsets[..., -1] != tokens).any()):
             raise ValueError(f"{axis}_offsets must ascend from 0 to {tokens}, got {offsets.tolist()}")
+        if sizes.numel() and int(sizes.max()) > longest:
+            raise ValueError(f"max_{axis}_length must be at least the longest block's {int(sizes.max())} tokens, got {longest}")
     if lengths is not None and (bool((lengths < 0).any()) or bool((lengths > sizes).any())):
         raise ValueError(f"{axis}_lengths must lie between 0 and the block's tokens, got {lengths.tolist()}")

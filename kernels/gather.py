@@ -49,7 +49,7 @@ def gather_backward(
     # The delta of Dao et al. 2022 (FlashAttention, appendix B.2), less the gradient that arrives through lse.
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
-        delta = delta - dlse.to(dtype)
+        delta = delta - dlse.to(dtype).masked_fill(lse == float("-inf"), 0.0)
     # Empty rows: their weights are exp(score - inf) = 0.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dq, dk, dv = (torch.zeros(*x.shape[:2], x.shape[2] + 1, x.shape[3], dtype=dtype, device=x.device) for x in (q, k, v))
@@ -60,6 +60,11 @@ def gather_backward(
         step_dout = step.read(dout).to(dtype)
         step.add_to_keys(dv, weights.mT @ step_dout)
         dscores = (step_dout @ step.v.mT).sub_(step.read(delta)[..., None]).mul_(weights).mul_(scale)
-        step.write(dq, dscores @ step.k)
-        step.add_to_keys(dk, dscores.mT @ step.q)
+        query, key = step.q, step.k
+        if causal:
+            # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
+            dscores.masked_fill_(~step.visible, 0.0)
+            query, key = (x.masked_fill(~x.isfinite(), 0.0) for x in (query, key))
+        step.write(dq, dscores @ key)
+        step.add_to_keys(dk, dscores.mT @ query)
     return tuple(torch.empty_like(x).copy_(grad[:, :, :-1]) for x, grad in ((q, dq), (k, dk), (v, dv)))

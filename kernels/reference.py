@@ -12,8 +12,14 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, sca
     """(out, lse) by the definition, differentiable through plain autograd. Time and memory grow with Sq * Skv.
 
     Arguments and results as in ``block_sparse_attention``. Computes in float64 for float64 inputs and in float32 for all
-    others; out comes back in q's dtype and lse in float32 (float64 for float64 inputs).
+    others, autocast or not; out comes back in q's dtype and lse in float32 (float64 for float64 inputs). That a NaN reaches just the
+    rows that see it holds for out and lse; autograd spreads it in the gradients.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _attention(q, k, v, blocks, scale, causal)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
     visible = token_mask(q, k, blocks, causal)
@@ -45,6 +51,7 @@ def token_mask(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool = False) -
     kv_block, kv_real = _block_of(*blocks.kv_bounds(kv_len), batch, heads, kv_len)
     kept = torch.zeros(batch, heads, blocks.num_q_blocks, blocks.kv_bounds(kv_len)[0].shape[-1] + 1, dtype=torch.bool, device=q.device)
     used = torch.arange(blocks.capacity, device=q.device) < blocks.counts[..., None]
+    used = used & (blocks.indices >= 0) & (blocks.indices < kept.shape[-1] - 1)
     kept.scatter_(-1, per_query_head(blocks.indices.where(used, kept.shape[-1] - 1), batch, heads).long(), True)
     rows = kept.gather(2, q_block[..., None].expand(-1, -1, -1, kept.shape[-1]))
     visible = rows.gather(3, kv_block[:, :, None].expand(-1, -1, q_len, -1))

@@ -14,7 +14,7 @@ from torch import Tensor
 from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, dkv_config, dq_config
 from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
-from .triton_primitives import LOG2E, block_bounds, load_chunk, load_rows, store_rows, visible_keys
+from .triton_primitives import LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, store_rows, visible_keys
 
 DELTA_ROWS = 64
 
@@ -31,10 +31,12 @@ def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_ro
     offsets = row + tl.arange(0, M)
     mask = offsets < q_len
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        row_delta -= tl.load(dlse + batch * dlse_batch + head * dlse_head + offsets.to(tl.int64) * dlse_row, mask=mask, other=0.0)
     at = (batch * heads + head) * q_len + offsets
     row_lse = tl.load(lse + at, mask=mask, other=0.0)
+    if HAS_DLSE:
+        row_dlse = tl.load(dlse + batch * dlse_batch + head * dlse_head + offsets.to(tl.int64) * dlse_row, mask=mask, other=0.0)
+        # An empty row has no gradient, whatever arrives for its lse of -inf.
+        row_delta -= tl.where(row_lse == float("-inf"), 0.0, row_dlse)
     tl.store(delta + at, row_delta, mask=mask)
     tl.store(lse2 + at, tl.where(row_lse == float("-inf"), float("inf"), row_lse * 1.4426950408889634), mask=mask)
 
@@ -51,9 +53,14 @@ def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, s
     scores = tl.dot(q, tl.trans(keys))
     weights = tl.exp2(scores * scale_log2 - lse2[:, None])
     if CUT:
-        weights = tl.where(visible_keys(query, start, size, shift, M, N, CAUSAL), weights, 0.0)
+        visible = visible_keys(query, start, size, shift, M, N, CAUSAL)
+        weights = tl.where(visible, weights, 0.0)
     dweights = tl.dot(do, tl.trans(values))
     dscores = weights * (dweights - delta[:, None])
+    if CUT and CAUSAL:
+        # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
+        dscores = tl.where(visible, dscores, 0.0)
+        keys = finite_or_zero(keys)
     return tl.dot(dscores.to(keys.dtype), keys, dq)
 
 
@@ -120,13 +127,17 @@ def _dkv_step(dk, dv, keys, values, q, dout, q_chunks, do_chunks, batch, head, l
         row_lse2 = tl.load(lse2 + start + offsets)
     weights = tl.exp2(scores * scale_log2 - row_lse2[None, :])
     if CUT and CAUSAL:
-        weights = tl.where(tl.trans(visible_keys(start, key, N, shift, M, N, CAUSAL)), weights, 0.0)
+        visible = tl.trans(visible_keys(start, key, N, shift, M, N, CAUSAL))
+        weights = tl.where(visible, weights, 0.0)
     dv = tl.dot(weights.to(do.dtype), do, dv)
     if CUT:
         row_delta = tl.load(delta + start + offsets, mask=offsets < size, other=0.0)
     else:
         row_delta = tl.load(delta + start + offsets)
     dscores = weights * (dweights - row_delta[None, :])
+    if CUT and CAUSAL:
+        dscores = tl.where(visible, dscores, 0.0)
+        queries = finite_or_zero(queries)
     dk = tl.dot(dscores.to(queries.dtype), queries, dk)
     return dk, dv
 

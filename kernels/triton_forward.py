@@ -9,7 +9,7 @@ from torch import Tensor
 from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, forward_config
 from .triton_chunks import chunk_lists, descriptor, empty_outputs, kv_cut, q_cut, readable, shared_strides
-from .triton_primitives import LN2, LOG2E, block_bounds, load_chunk, load_rows, softmax_step, store_rows, visible_keys
+from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, softmax_step, store_rows, visible_keys
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _attend(state, q, k, v, k_chunks, v_chunks, batch, kv_head, start, size, que
         bad = (values != values) | (tl.abs(values) == float("inf"))
         seen = tl.dot(visible.to(values.dtype), bad.to(values.dtype)) > 0
         acc = tl.where(seen, float("nan"), acc)
-        values = tl.where(bad, 0.0, values)
+        values = finite_or_zero(values)
     acc = tl.dot(weights.to(values.dtype), values, acc)
     return acc, top, total
 

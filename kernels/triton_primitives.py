@@ -63,6 +63,11 @@ def visible_keys(query, key, size, shift, M: tl.constexpr, N: tl.constexpr, CAUS
 
 
 @triton.jit
+def finite_or_zero(x):
+    return tl.where((x != x) | (tl.abs(x) == float("inf")), 0.0, x).to(x.dtype)
+
+
+@triton.jit
 def softmax_step(scores, top, total, scale_log2):
     """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, factor on what was summed so far, top, total)."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)

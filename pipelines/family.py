@@ -101,6 +101,8 @@ def family_of(model: nn.Module) -> Family:
     for base in type(model).__mro__:
         if base.__name__ in _FAMILIES:
             return _FAMILIES[base.__name__]
+    if hasattr(model, "_orig_mod") or hasattr(model, "module"):
+        raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others")
 
 
@@ -176,7 +178,7 @@ class SSTAProcessor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, impl=impl, return_blocks=True)
         # The density stays on the device until somebody asks for the report.
-        ran = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length)
+        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
         self._last = (ran, self.context.thw, layout.length, blocks.num_q_blocks, blocks.density())
         return out.transpose(1, 2)
 

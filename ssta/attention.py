@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, block_sparse_attention
+from .kernels import BlockLists, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
 from .layout import TokenLayout, tile_layout
 from .selection import check_text_mask, select_tiles
 
@@ -58,7 +59,7 @@ def ssta_attention(
     """Selective and sliding tile attention over any sequence of video grids and dense runs.
 
     Args:
-        query: ``[B, H, S, D]``, S = ``layout.length``; any strides whose last is 1.
+        query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
@@ -76,10 +77,15 @@ def ssta_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    query, key, value = autocast_inputs(query=query, key=key, value=value)
     check_inputs(query, key, value, layout, config, text_mask)
     if layout.video:
         config = config.for_canvas(max(grid.thw for grid in layout.video))
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, query.device)
+    scale = resolve_scale(scale, query.shape[-1])
+    # A compiled graph asks the GPU when it runs.
+    if not torch.compiler.is_compiling():
+        impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
     q, k = tiles.tile(query), tiles.tile(key)
     blocks = select_tiles(q, k, tiles, config, text_mask)
     out = block_sparse_attention(q, k, tiles.tile(value), blocks, scale=scale, impl=impl)

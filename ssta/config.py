@@ -69,13 +69,16 @@ class SSTAConfig:
             raise ValueError(f"threshold must be 0 with sampling_type 'importance', whose scores are no logits, got {self.threshold}")
         require_choice("pad_type", self.pad_type, PAD_TYPES)
         if not isinstance(self.mask_share_within_head, bool):
-            raise TypeError(f"mask_share_within_head must be a bool, got {self.mask_share_within_head!r}")
+            raise TypeError(f"mask_share_within_head must be a bool, got {self.mask_share_within_head!r} "
+                            f"({type(self.mask_share_within_head).__name__})")
         if self.adaptive_pool is not None:
             self._settle("adaptive_pool", require_triple("adaptive_pool", self.adaptive_pool))
         if self.budget is not None and not callable(self.budget):
             raise TypeError(f"budget must be None or a function of the scores, got {self.budget!r}")
         if self.budget is not None and self.threshold > 0:
             raise ValueError(f"threshold must be 0 with a budget of your own, which replaces it, got {self.threshold}")
+        if not isinstance(self.variants, (tuple, list)):
+            raise TypeError(f"variants must be a tuple of (max_frames, overrides), got {self.variants!r}")
         self._settle("variants", tuple(self._check_variant(i, variant) for i, variant in enumerate(self.variants)))
 
     def _settle(self, name: str, value: object) -> None:
@@ -83,7 +86,11 @@ class SSTAConfig:
 
     def _check_variant(self, i: int, variant: tuple) -> tuple[int, tuple[tuple[str, object], ...]]:
         """The variant with its overrides as sorted pairs, which can be hashed."""
+        if not isinstance(variant, (tuple, list)) or len(variant) != 2:
+            raise TypeError(f"variants[{i}] must be (max_frames, overrides), got {variant!r}")
         max_frames, overrides = variant
+        if not isinstance(overrides, (dict, tuple, list)):
+            raise TypeError(f"variants[{i}] overrides must map fields of SSTAConfig to values, got {overrides!r}")
         require_int(f"variants[{i}] max_frames", max_frames, 1)
         if i and max_frames <= self.variants[i - 1][0]:
             raise ValueError(f"variants must ascend in max_frames, got {max_frames} after {self.variants[i - 1][0]}")
@@ -91,7 +98,10 @@ class SSTAConfig:
         unknown = sorted(set(overrides) - {field.name for field in fields(self) if field.name != "variants"})
         if unknown:
             raise ValueError(f"variants[{i}] must override fields of SSTAConfig other than variants, got {unknown}")
-        varied = replace(self, variants=(), **overrides)
+        try:
+            varied = replace(self, variants=(), **overrides)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"variants[{i}]: {error}") from None
         return max_frames, tuple((name, getattr(varied, name)) for name in sorted(overrides))
 
     @property

@@ -57,6 +57,8 @@ class TokenLayout:
     segments: tuple[VideoGrid | DenseRun, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.segments, (tuple, list)):
+            raise TypeError(f"segments must be a tuple of VideoGrid and DenseRun, got {self.segments!r}")
         object.__setattr__(self, "segments", tuple(self.segments))
         if not self.segments:
             raise ValueError("segments must hold at least one VideoGrid or DenseRun, got none")
@@ -136,8 +138,8 @@ class TileLayout:
 
     Tiles follow the segments; inside a video grid they go t-major, then h, then w, and so do the tokens inside a tile. The last tile
     along an axis may be partial: with padding "none" it has fewer slots, with "zero" and "repeat" it is filled up with zero tokens
-    or with repetitions of the grid's last frame, row and column. Dense tiles are always filled up by repeating the run's last token.
-    Made by ``tile_layout``. Its tensors are shared between calls: do not write to them.
+    or with repetitions of the grid's last frame, row and column; with these two, dense tiles are filled up by repeating the run's last
+    token. Made by ``tile_layout``. Its tensors are shared between calls: do not write to them.
 
     Args:
         tokens: the sequence.
@@ -207,6 +209,8 @@ class TileLayout:
         return _Untile.apply(x, self)
 
     def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() != 4 or x.shape[2] != length:
             raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")
 
@@ -276,6 +280,8 @@ def tile_layout(
 ) -> TileLayout:
     """``tokens`` cut into tiles. The 64 layouts used last are remembered; everything is computed on ``device``, without waiting for it.
 
+    Inside torch.compile the layout becomes part of the graph instead: computed again in every call, and compiled anew for a new canvas.
+
     Args:
         tokens: the sequence.
         tile_thw: tokens of a video tile along (t, h, w).
@@ -287,7 +293,10 @@ def tile_layout(
     """
     if not isinstance(tokens, TokenLayout):
         raise TypeError(f"tokens must be a TokenLayout, got {type(tokens).__name__}")
-    return _tile_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _tile_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
 
 
 @remember(64)

@@ -25,7 +25,7 @@ def remember(capacity: int) -> Callable:
 
         @wraps(make)
         def remembered(*key):
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _is_fake():
                 return make(*key)
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             with lock:
@@ -39,7 +39,7 @@ def remember(capacity: int) -> Callable:
             # A tensor made in inference mode could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
                 result = make(*key)
-            if not capturing and not _is_fake():
+            if not capturing:
                 with lock:
                     kept[key] = result
                     while len(kept) > capacity:

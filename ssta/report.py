@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
-from .kernels import BlockLists, resolve_impl
+from .kernels import BlockLists, resolve_impl, resolve_scale
 from .layout import TiledSegment, TileLayout, TokenLayout, tile_layout
 from .selection import budget_mask, select_tiles
 from .window import near
@@ -149,6 +149,7 @@ def explain(
     if tokens.video:
         config = config.for_canvas(max(grid.thw for grid in tokens.video))
     batch, heads, length, head_dim = query.shape
+    scale = resolve_scale(scale, head_dim)
     layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
     implementation = resolve_impl(impl, query.device, query.dtype, head_dim, layout.max_tile_length)
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
@@ -229,7 +230,7 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, length, head_dim = query.shape
     groups = (batch, key.shape[1], heads // key.shape[1], len(rows), -1)  # query heads grouped by the key head that they read
-    scores = query[:, :, rows].to(wide).reshape(groups) @ key.to(wide).mT[:, :, None] * (head_dim**-0.5 if scale is None else scale)
+    scores = query[:, :, rows].to(wide).reshape(groups) @ key.to(wide).mT[:, :, None] * scale
     if text_mask is not None:
         invalid = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
         at = 0

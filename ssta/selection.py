@@ -16,6 +16,7 @@ from .memo import remember
 from .scoring import descriptors, importance, score_tiles, similarity
 from .window import near
 
+# Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
 TEMPERATURE = 0.01
 LEAST_TILES = 8
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
-CONTRACT = {"BlockLists", "block_sparse_attention"}
+CONTRACT = {"BlockLists", "autocast_inputs", "block_sparse_attention", "resolve_impl", "resolve_scale"}
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,8 @@ def violations(path: str, source: str) -> list[str]:
         if floor == "ssta" and is_in(target, "ssta.pipelines"):
             found.append("ssta knows nothing of pipelines")
         if floor == "ssta" and is_in(target, "ssta.kernels"):
-            allowed = CONTRACT | ({"resolve_impl"} if path == "ssta/report.py" else set())
-            if target != "ssta.kernels" or imported.name not in allowed:
-                found.append(f"ssta uses {sorted(allowed)} of ssta.kernels, not {target} {imported.name or ''}".rstrip())
+            if target != "ssta.kernels" or imported.name not in CONTRACT:
+                found.append(f"ssta uses {sorted(CONTRACT)} of ssta.kernels, not {target} {imported.name or ''}".rstrip())
         other = implementation(target)
         # Both GPU implementations walk the chunks that this module makes of lists; it computes no attention.
         if own and other and own != other and target != "ssta.kernels.triton_chunks":
@@ -138,7 +137,7 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/triton_forward.py", "import importlib\nimportlib.import_module('.gather', __package__)"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
     ("kernels/launch.py", "import diffusers"),
-    ("ssta/selection.py", "from .kernels import resolve_impl"),
+    ("ssta/selection.py", "from .kernels import IMPLEMENTATIONS"),
     ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
     ("ssta/selection.py", "import ssta.kernels"),
     ("ssta/attention.py", "def f():\n    from .pipelines import apply_ssta"),
