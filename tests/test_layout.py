@@ -167,3 +167,21 @@ def test_memory_is_shared_by_threads():
     for thread in threads:
         thread.join()
     assert len(layouts) == 8 and all(torch.equal(layout.source, layouts[0].source) for layout in layouts)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_projections_seen_through_a_transpose_give_the_same_and_keep_their_memory_order(padding):
+    layout = tile_layout(TokenLayout((VideoGrid(3, 5, 4), DenseRun(7), VideoGrid(2, 3, 3))), (2, 2, 3), padding)
+    projected = torch.randn(2, layout.tokens.length, 3, 8, dtype=torch.float64)
+    weight = torch.randn(2, 3, layout.num_slots, 8, dtype=torch.float64)
+    results = []
+    for x in (projected.transpose(1, 2), projected.transpose(1, 2).contiguous()):
+        x = x.detach().requires_grad_()
+        tiled = layout.tile(x)
+        back = layout.untile(tiled * weight)
+        results.append((tiled, back, *torch.autograd.grad((back * back).sum(), x)))
+    for view, plain in zip(*results):
+        torch.testing.assert_close(view, plain, rtol=0, atol=1e-12)
+    tiled, back, _ = results[0]
+    assert tiled.transpose(1, 2).is_contiguous()
+    assert layout.untile(tiled).transpose(1, 2).is_contiguous() and torch.equal(layout.untile(tiled), projected.transpose(1, 2))
