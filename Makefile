@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU
 #
-# Others: make gpu-test, make lint, make wheel, make check-wheel, make clean.
+# Others: make compat (every supported Triton), make gpu-test, make lint, make wheel, make check-wheel, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test gpu-test bench lint wheel check-wheel clean
+.PHONY: help demo test gpu-test bench lint wheel check-wheel clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,14 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
 	$(BIN)/python benchmark/bench_layer.py
 	$(BIN)/python benchmark/bench_errors.py
+
+# The kernels under every Triton they support: the Hopper ones compiled, the portable ones interpreted.
+compat: $(STAMP)
+	for version in 3.6 3.7 3.8 3.9; do \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version "triton==$$version.*" && \
+		(cd tests && export PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 && \
+			../$(BIN)/python -m pytest -q -n auto test_hopper_compile.py test_kernels.py) || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

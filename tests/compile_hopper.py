@@ -13,9 +13,9 @@ import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.knobs import nvidia
 
 from ssta.kernels import hopper_forward
 
@@ -44,7 +44,7 @@ def compile_forward(dim: int, chunk: int, name: str, uniform: bool) -> tuple[int
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        command = [nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
         return compiled.metadata.shared, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
