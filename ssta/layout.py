@@ -217,14 +217,11 @@ class TileLayout:
     # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.
 
     def _spread(self, x: Tensor) -> Tensor:
-        """Each token to all of its slots."""
+        """Each token to all of its slots, zeros to the others."""
         if self.padding != "zero" or self.num_slots == self.tokens.length:
             return _take(x, self.source)
-        out = self._place(x)
-        for run in self.dense:
-            end = run.first_slot + run.extent[2]
-            out[:, :, end:run.first_slot + run.num_slots] = x[:, :, run.first_token + run.extent[2] - 1, None]
-        return out
+        # Faster than writing each token into zeros: a gather and one pass over what it made.
+        return _take(x, self.source.clamp(min=0)).masked_fill_((self.source < 0)[:, None], 0)
 
     def _collect(self, x: Tensor) -> Tensor:
         """The transpose of ``_spread``: for each token the sum over its slots."""
