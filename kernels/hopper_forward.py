@@ -20,11 +20,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blocks import BlockLists
 from .hopper_names import aggregate, barrier, copy_in, copy_out
-from .triton_chunks import chunk_lists, empty_outputs, kv_cut, q_cut, shared_strides
+from .triton_chunks import aligned, chunk_lists, empty_outputs, kv_cut, q_cut, readable, shared_strides
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 WARPGROUPS = 2
-CHUNK = 128        # keys of a step
+CHUNK = 128        # keys of a step, where blocks are long enough
 # 168 registers at entry for 4 + 4 + 1 warps; warp_specialize then gives the multiplying ones 240 and the loading one 24.
 OPTIONS = dict(num_warps=4, maxnreg=168)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -288,8 +288,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     out, lse = empty_outputs(q, rows.uniform)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    # Blocks of 64 keys would fill half a chunk of 128.
-    chunk = 64 if blocks.max_kv_length <= 64 else 128
+    # Blocks of up to 64 keys would fill at most half a chunk.
+    chunk = 64 if blocks.max_kv_length <= 64 else CHUNK
     chunks = chunk_lists(blocks, rows, kv_cut(blocks, k.shape[2]), chunk)
     parts = triton.cdiv(rows.length, ROWS * WARPGROUPS)
     _forward_kernel[(rows.number * parts, batch * heads)](
@@ -306,10 +306,9 @@ def constants(dim: int, chunk: int) -> dict[str, int]:
 
 
 def _reachable(x: Tensor) -> Tensor:
-    """x, or a copy where the copy engine cannot walk it: it wants addresses and strides in positive multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and not any(stride % step or stride == 0 for stride in x.stride()[:3])
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()
+    """x, or a copy where the kernel or the copy engine cannot walk it."""
+    x = readable(x)
+    return x if aligned(x) else x.contiguous()
 
 
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:

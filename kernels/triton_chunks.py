@@ -144,12 +144,16 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(-2) < 1 << 23 else x.contiguous()
 
 
-def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
-    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through Hopper's copy engine; None where it cannot: an older GPU, or an x
-    whose address or strides are not positive multiples of 16 bytes."""
+def aligned(x: Tensor) -> bool:
+    """Whether the copy engine can walk x [B, H, tokens, dim]: its address and strides are positive multiples of 16 bytes."""
     step = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and not any(stride % step or stride == 0 for stride in x.stride()[:3])
-    if not aligned or not device_limits(x.device).copy_engine:
+    return x.data_ptr() % 16 == 0 and not any(stride % step or stride == 0 for stride in x.stride()[:3])
+
+
+def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
+    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through Hopper's copy engine; None where x is not ``aligned`` or the
+    GPU is older."""
+    if not (aligned(x) and device_limits(x.device).copy_engine):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])
 
