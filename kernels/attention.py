@@ -230,12 +230,12 @@ def _implementation(impl: str):
         import triton  # noqa: F401
     except ImportError as error:
         raise ImportError(f"impl={impl!r} requires triton: pip install triton, or choose impl='gather'") from error
-    from .triton_backward import triton_backward
-
     if impl == "hopper":
+        from .hopper_backward import hopper_backward
         from .hopper_forward import hopper_forward
 
-        return hopper_forward, triton_backward
+        return hopper_forward, hopper_backward
+    from .triton_backward import triton_backward
     from .triton_forward import triton_forward
 
     return triton_forward, triton_backward

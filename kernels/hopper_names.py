@@ -1,6 +1,9 @@
 """The Gluon names that drift between Triton releases, under one spelling; the Hopper kernels take them from here."""
 
+from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 try:
@@ -15,4 +18,19 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-__all__ = ["aggregate", "barrier", "copy_in", "copy_out"]
+
+
+@builtin
+def copy_add(tiles, coordinates, source, _semantic=None):
+    """Shared to global through the copy engine, added to what is there. Gluon has the operation, but no name for it on Hopper."""
+    at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tiles.handle, at, source.handle)
+
+
+@gluon.jit
+def copies_done():
+    """Waits until all that the partition made the copy engine write is written; ``store_wait`` waits until it is read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+
+
+__all__ = ["aggregate", "barrier", "copies_done", "copy_add", "copy_in", "copy_out"]
