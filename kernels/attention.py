@@ -271,6 +271,9 @@ def _backward(
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
     impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
+    # The Hopper backward knows no causal mask; both forwards save the same.
+    if impl == "hopper" and causal:
+        impl = "triton"
     with torch.autocast(q.device.type, enabled=False):
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
 

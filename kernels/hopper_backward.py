@@ -13,11 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .backward_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits
+from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits
 from .blocks import BlockLists
 from .hopper_backward_steps import Work, add_dq, load, multiply, pick_columns
 from .hopper_forward import LOG2E, _reachable, _tiles
-from .triton_backward import triton_backward
 from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
 
 WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
@@ -111,10 +110,8 @@ def hopper_backward(
     """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``.
 
     With ``deterministic`` the programs take turns in adding to dQ, else they add when they come, and dQ's last bits differ from run to run.
-    A causal mask goes to the portable kernels.
     """
-    if causal:
-        return triton_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal)
+    assert not causal, "the portable backward takes causal attention"
     q, k, v, dout = map(_reachable, (q, k, v, dout))
     out = readable(out)
     batch, heads, q_len, dim = q.shape

@@ -21,7 +21,7 @@ class Work:
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor         # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
-    side: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see backward_slots.Slots
+    side: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see hopper_slots.Slots
     ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of it
     ds: gl.shared_memory_descriptor        # [2, KEYS * WARPGROUPS, QUERIES]
     dq: gl.shared_memory_descriptor        # [D / 64, 1, QUERIES, 64]
@@ -33,7 +33,7 @@ class Work:
     ds_full: gl.shared_memory_descriptor   # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor  # the dQ warpgroup has read it
     clean: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
-    chunks: gl.tensor                      # pointer to the visits of the key block, see backward_slots.Visits
+    chunks: gl.tensor                      # pointer to the visits of the key block, see hopper_slots.Visits
     slots: gl.tensor
     ranks: gl.tensor
     number: gl.tensor                      # of visits

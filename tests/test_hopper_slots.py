@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from ssta.kernels import BlockLists  # noqa: E402
-from ssta.kernels.backward_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits  # noqa: E402
+from ssta.kernels.hopper_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits  # noqa: E402
 from ssta.kernels.triton_chunks import kv_cut, q_cut  # noqa: E402
 
 DEVICES = ["cpu"] if not torch.cuda.is_available() else [pytest.param("cuda", marks=pytest.mark.gpu)]
