@@ -117,7 +117,7 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
         exact = truth(tensors.q, tensors.k, tensors.v, blocks, tensors.dout)
         inputs = Inputs(tensors, mask, pattern.kept, problem.block)
         for impl in impls:
-            add(f"{OURS} {impl}", "", pattern, partial(ours, inputs, impl), exact, 4, fatal=True)
+            add(f"{OURS} {impl}", "", pattern, partial(ours, inputs, impl, impl == impls[0]), exact, 4, fatal=True)
         for peer in peers:
             if not peer.dense:
                 add(peer.name, peer.version, pattern, partial(peer.prepare, inputs), exact, peer.roundings, fatal=False)
@@ -156,14 +156,15 @@ def rate(flops, problem: Problem, pattern: Pattern, ms: float | str) -> float | 
     return "" if flops is None or ms == "" else 1e-9 * flops(pairs(problem, pattern.kept), problem.head_dim) / ms
 
 
-def ours(inputs: Inputs, impl: str) -> Calls:
+def ours(inputs: Inputs, impl: str, times_lists: bool) -> Calls:
+    """The lists are the same for all implementations, so only one of them times them."""
     x = inputs.tensors
 
     def build():
         return BlockLists.from_mask(inputs.mask, inputs.block, inputs.block)
 
     attend = partial(block_sparse_attention, blocks=build(), impl=impl)
-    return Calls(build, lambda: attend(x.q, x.k, x.v), by_autograd(attend, x.leaves, x.dout))
+    return Calls(build if times_lists else None, lambda: attend(x.q, x.k, x.v), by_autograd(attend, x.leaves, x.dout))
 
 
 def checked_calls(name: str, prepare, exact: Truth, roundings: float, fatal: bool) -> dict[str, tuple]:

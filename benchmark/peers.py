@@ -127,7 +127,7 @@ class Peer:
 
 def ascending_ids(mask: Tensor, kept: int) -> Tensor:
     """int32 ``[..., kept]``: where a bool mask with ``kept`` True in every row is True."""
-    return mask.to(torch.uint8).sort(-1, descending=True, stable=True).indices[..., :kept].to(torch.int32)
+    return mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :kept].to(torch.int32)
 
 
 def counts_of(ids: Tensor) -> Tensor:

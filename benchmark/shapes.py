@@ -130,13 +130,13 @@ KERNELS_FULL |= {Problem(46_080, head_dim=64): EVERY_PATTERN, Problem(138_240): 
 KERNELS_CPU = {Problem(1_536, heads=2, head_dim=64, block=96): (full, window, partial(kept, number=0.4))}
 
 # HunyuanVideo 1.5 at 121 frames: 31 latent frames, 16 x smaller in space; 729 image + 1000 LLM + 256 byT5 condition tokens.
-# Wan 2.1 at 81 frames and LTX-Video (VAE 32 x 32 x 8) attend to their text elsewhere, and have no published SSTA setting: a tenth of the
-# tiles besides the window.
+# Wan 2.1 at 81 frames and LTX-Video at 121 (VAE 8 x 32 x 32) attend to their text elsewhere and have no published SSTA setting: here a
+# tenth and a fifth of the tiles besides a window.
 HUNYUAN = SSTAConfig.hunyuan_video_15()
 LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("HunyuanVideo 1.5, 480p", (31, 30, 53), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("Wan 2.1, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=24)),
-          LayerShape("LTX-Video, 1216 x 704", (16, 22, 38), 0, 0, 32, 64, SSTAConfig(topk=5)))
+          LayerShape("LTX-Video, 1216 x 704", (16, 22, 38), 0, 0, 32, 64, SSTAConfig(kernel_thw=(1, 3, 3), topk=9)))
 LAYERS_CPU = (LayerShape("small", (7, 12, 20), 40, 25, 2, 64, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
               LayerShape("small, no text", (5, 12, 20), 0, 0, 2, 64, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
 
