@@ -11,6 +11,7 @@ library that is absent, fails or is wrong gets a row that says so, and no time; 
 from __future__ import annotations
 
 import gc
+import warnings
 from functools import partial
 
 import torch
@@ -106,7 +107,11 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
 
     def add(name: str, release: str, pattern: Pattern, prepare, exact: Truth, roundings: float, fatal: bool) -> None:
         providers.append((name, release, pattern))
-        for direction, (call, fact) in checked_calls(name, prepare, exact, roundings, fatal).items():
+        with warnings.catch_warnings():
+            if not fatal:  # what libraries say as they compile
+                warnings.simplefilter("ignore")
+            checked = checked_calls(name, prepare, exact, roundings, fatal)
+        for direction, (call, fact) in checked.items():
             facts[direction, name, pattern] = fact
             if call:
                 calls[direction][name, pattern] = call

@@ -16,34 +16,37 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-# The GPU idles for about four milliseconds, in which the host prepares the call that is timed: kernels queue up in a model too.
-HEAD_START = 8_000_000  # clock cycles
+# The longest that the GPU waits for the host to prepare a call, and its highest clock.
+LONGEST_WAIT = 8.0  # ms
+CYCLES_PER_MS = 2_000_000
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1) -> dict[Hashable, dict[str, object]]:
     """Times of each call, in rounds of one call each, so that a card that throttles slows all alike.
 
     The order changes from round to round (seeded): the call after the hottest one finds lower clocks than the others. The inputs are far
-    larger than any L2 cache here, so it is not flushed in between. Returns for each name
+    larger than any L2 cache here, so it is not flushed in between. Before every call the GPU waits as long as the slowest host among them
+    needs, because kernels queue up in a model too; longer, and it would cool down. Returns for each name
 
-        median_ms, q1_ms, q3_ms     the device's time and its quartiles; what the host needs is hidden up to about 4 ms
+        median_ms, q1_ms, q3_ms     the device's time and its quartiles
         host_ms                     median time until the call returns to the host
         note                        empty, or why there are no times: a call that raises is left out from then on
     """
     times: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in calls}
     notes = dict.fromkeys(calls, "")
     order = random.Random(0)
+    wait = LONGEST_WAIT
     for turn in range(warm + rounds):
         for name in order.sample(list(calls), len(calls)):
             if notes[name]:
                 continue
             try:
-                elapsed = _milliseconds(calls[name])
+                times[name].append(_milliseconds(calls[name], wait))
             except Exception as error:
                 notes[name] = failure(error)
-                continue
-            if turn >= warm:
-                times[name].append(elapsed)
+        if turn == warm - 1:
+            wait = min(LONGEST_WAIT, 1.2 * max((of[-1][1] for name, of in times.items() if not notes[name]), default=0))
+            times = {name: [] for name in calls}
     return {name: {**(_summary(times[name]) if not notes[name] else NO_TIMES), "note": notes[name]} for name in calls}
 
 
@@ -66,11 +69,11 @@ def quartiles(times: Sequence[float]) -> dict[str, float]:
     return dict(median_ms=middle, q1_ms=low, q3_ms=high)
 
 
-def _milliseconds(call: Callable[[], object]) -> tuple[float, float]:
-    """(on the device, until the call returns); without a GPU they are the same."""
+def _milliseconds(call: Callable[[], object], wait: float) -> tuple[float, float]:
+    """(on the device, which first waits so many ms; until the call returns); without a GPU they are the same."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START)
+        torch.cuda._sleep(int(wait * CYCLES_PER_MS))
     first = now()
     start = time.perf_counter()
     call()

@@ -15,7 +15,7 @@ def plot_kernels(rows: list[Row]) -> Figure:
     """TFLOP/s of the kept blocks, forward above backward: a group of bars for every problem and pattern, a colour for every library."""
     rows = [row for row in rows if row["what"] in ("forward", "backward")]
     providers = with_times(rows)
-    places = list(grouped(rows, lambda row: (problem_of(row), row["pattern"], row["kept"])))
+    places = list(grouped([row for row in rows if not is_dense(row)], lambda row: (problem_of(row), row["pattern"], row["kept"])))
     figure = Figure((max(7, 1.6 * len(places)), 7), layout="constrained")
     for axes, what in zip(figure.subplots(2, 1), ("forward", "backward")):
         dense = {(problem_of(row), row["provider"]): row for row in rows if row["what"] == what and is_dense(row)}
@@ -74,7 +74,7 @@ def plot_layer(rows: list[Row]) -> Figure:
             if stage in of:
                 axes.barh(y, of[stage], left=left, color=COLOURS[i], label=stage)
                 left += of[stage]
-        axes.barh(y, max(of["total"] - left, 0), left=left, color="#bbbbbb", label="gaps" if left else "dense")
+        axes.barh(y, max(of["total"] - left, 0), left=left, color="#bbbbbb", label="rest" if left else "dense")
         axes.text(max(of["total"], left), y, f" {of['total']:.3g}", va="center", fontsize="small")
     axes.set_yticks(range(len(bars)), [f"{layer}: {PADDINGS[padding].replace('`', '')}" for (layer, padding), _ in bars], fontsize="small")
     axes.invert_yaxis()

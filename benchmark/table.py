@@ -97,7 +97,7 @@ def times_table(rows: list[Row]) -> list[list[str]]:
     for problem, of_problem in grouped(measured, problem_of).items():
         # What knows no patterns computes everything once for all patterns of the problem.
         everything = {(row["what"], row["provider"]): row for row in of_problem if is_dense(row)}
-        for (_, kept, what), found in grouped(of_problem, lambda row: (row["pattern"], row["kept"], row["what"])).items():
+        for (*_, what), found in grouped(of_problem, lambda row: (row["pattern"], row["kept"], row["what"])).items():
             cells = {row["provider"]: row for row in found} | {name: row for (of, name), row in everything.items() if of == what}
             if any(cells.get(name, {}).get("median_ms") for name in providers if (what, name) not in everything):
                 lines.append([*shape_cells(problem), kept_cell(found[0]), what, figures(cells[providers[0]]["tflops"]),
