@@ -4,15 +4,21 @@
 
 Patterns: "full" (all blocks), "window" (the 3 x 3 x 3 neighbours of a video's tile) and "random" (so many blocks of every row). All calls
 of one problem are interleaved. Before any time is taken, out, dq, dk and dv are checked at sampled blocks against float64; column error is
-the largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks. A
-library that is absent, fails or is wrong gets a row that says so, and no time; where ours is wrong, the program ends.
+the largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks.
+
+A library that is absent, fails or is wrong gets a row that says so, and no time; after one that leaves the GPU unusable the program starts
+again without it. Where ours is wrong, the program ends.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import os
+import sys
 import warnings
 from functools import partial
+from typing import NoReturn
 
 import torch
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
@@ -54,16 +60,18 @@ def main(argv: list[str] | None = None) -> None:
                              "block, a share such as 0.4, full or window (default 384 tokens, 16 heads, head_dim 128); may be given "
                              "several times")
     add_rounds(parser, 7 if gpu else 3)
+    parser.add_argument("--lost", nargs=2, action="append", default=[], help=argparse.SUPPRESS)  # NAME REASON, see start_again
     options = parser.parse_args(argv)
     sweep: dict[Problem, list[Pattern]] = {}
     for problem, pattern in options.shape or usual_shapes(gpu, options.full):
         sweep.setdefault(problem, []).append(pattern)
     peers = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     print_machine()
-    rows = [row_of_absent(peer, reason) for peer in peers if (reason := peer.absent())]
+    reasons = {peer.name: peer.absent() for peer in peers} | dict(options.lost)
+    rows = [row_of_absent(name, reason) for name, reason in reasons.items() if reason]
     for row in rows:
-        print(f"{row['provider']} is left out: {row['note']}")
-    peers = [peer for peer in peers if not peer.absent()]
+        print(f"{row['provider']} is left out: {row['note']}", flush=True)
+    peers = [peer for peer in peers if not reasons[peer.name]]
     for problem, patterns in sweep.items():
         try:
             impls = options.impl or runnable(device, dtype, problem)
@@ -71,7 +79,10 @@ def main(argv: list[str] | None = None) -> None:
                 resolve_impl(impl, device, dtype, problem.head_dim, problem.block)
         except ValueError as error:
             parser.error(str(error))
-        found = measure_problem(problem, list(dict.fromkeys(patterns)), impls, peers, options.rounds, device, dtype)
+        try:
+            found = measure_problem(problem, list(dict.fromkeys(patterns)), impls, peers, options.rounds, device, dtype)
+        except Lost as lost:
+            start_again(lost, sys.argv[1:] if argv is None else argv)
         print_rows(found)
         rows += found
         if options.csv:
@@ -152,8 +163,8 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
     return rows
 
 
-def row_of_absent(peer: Peer, reason: str) -> dict:
-    return dict(dict.fromkeys(COLUMNS, ""), what="absent", provider=peer.name, note=reason)
+def row_of_absent(name: str, reason: str) -> dict:
+    return dict(dict.fromkeys(COLUMNS, ""), what="absent", provider=name, note=reason)
 
 
 def rate(flops, problem: Problem, pattern: Pattern, ms: float | str) -> float | str:
@@ -210,13 +221,24 @@ def checked_calls(name: str, prepare, exact: Truth, roundings: float, fatal: boo
     return found
 
 
+class Lost(Exception):
+    """A library has left the GPU unusable for this process: (its name, what was seen)."""
+
+
 def still_alive(name: str) -> None:
-    """Ends the program where a failure has taken the GPU's context with it: nothing could be measured any more."""
+    """Raises Lost where a failure has taken the GPU's context with it: nothing could be measured any more."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except RuntimeError as error:
-        raise SystemExit(f"{name} left the GPU unusable ({failure(error)}); leave it out with --peers") from None
+        raise Lost(name, f"left the GPU unusable: {failure(error)}") from None
+
+
+def start_again(lost: Lost, argv: list[str]) -> NoReturn:
+    """Runs the same in a new process without the library that was lost; only a new process gets a working GPU."""
+    name, reason = lost.args
+    print(f"{name} {reason}; starting again without it", flush=True)
+    os.execv(sys.executable, [sys.executable, __file__, *argv, "--lost", name, reason])
 
 
 if __name__ == "__main__":

@@ -260,7 +260,10 @@ def cudnn_frontend(inputs: Inputs) -> Calls:
 
 
 def fastvideo(inputs: Inputs) -> Calls:
-    """fastvideo_kernel's block_sparse_attn_from_indices, with blocks of 64 tokens; batch 1."""
+    """fastvideo_kernel's block_sparse_attn_from_indices, with blocks of 64 tokens; batch 1.
+
+    The wheel of 0.3.2 brings a libcuda of its own; on the H200, with another driver, its kernels failed and left the GPU unusable.
+    """
     from fastvideo_kernel.block_sparse_attn import block_sparse_attn_from_indices
 
     x = inputs.tensors
@@ -307,7 +310,7 @@ def flash_infer(inputs: Inputs) -> Calls:
 
 
 def sage_attention(inputs: Inputs) -> Calls:
-    """sageattention.sageattn: dense, q and k in int8, forward only. Version 1 writes into k, so it gets its own."""
+    """sageattention.sageattn: dense, q and k in int8, forward only. Version 1 writes into k, so it gets its own. Not run here."""
     from sageattention import sageattn
 
     x = inputs.tensors

@@ -203,6 +203,33 @@ def test_a_library_that_fails_is_named_and_ends_nothing(script, monkeypatch, tmp
     assert len(theirs) == 1 and theirs[0]["note"].startswith(note) and not theirs[0]["median_ms"] and not theirs[0]["error"]
 
 
+def test_a_library_that_takes_the_gpu_with_it_is_left_out_in_a_new_process(script, monkeypatch, capsys, tmp_path):
+    bench = script("bench_kernels")
+    monkeypatch.setattr(bench, "PEERS", (failing("raises"),))
+    started = []
+
+    class Gone(Exception):
+        """What stands here for the end of the process."""
+
+    def execv(program, command):
+        started.append(command)
+        raise Gone
+
+    def dead(name):
+        raise bench.Lost(name, "left the GPU unusable: illegal instruction")
+
+    monkeypatch.setattr(bench.os, "execv", execv)
+    monkeypatch.setattr(bench, "still_alive", dead)
+    arguments = ["--shape", TINY, "--rounds", "1", "--csv", "mine"]
+    with pytest.raises(Gone):
+        bench.main(arguments)
+    assert started[0][:2] == [sys.executable, bench.__file__]
+    bench.main(started[0][2:])
+    lost, *rest = read(tmp_path / "mine.csv")
+    assert (lost["provider"], lost["what"], lost["note"]) == ("SDPA flash", "absent", "left the GPU unusable: illegal instruction")
+    assert {row["provider"].split()[0] for row in rest} == {"ssta"}
+
+
 def tiny_layer(script, monkeypatch):
     bench = script("bench_layer")
     from shapes import HUNYUAN, LayerShape
@@ -383,66 +410,3 @@ def test_the_commit_may_come_from_the_environment(monkeypatch):
 
     monkeypatch.setenv("SSTA_COMMIT", "0123abc")
     assert machine()["commit"] == "0123abc"
-
-
-# Launch configurations
-
-
-def test_tune_end_to_end(script, capsys, tmp_path):
-    """On tiny shapes; in the interpreter where there is no GPU."""
-    tune = script("tune")
-    tune.main(["--shape", "64,1,32,1,16", "--kernel", "forward", "dq", "dkv", "--rounds", "1", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
-    for kernel in ("forward", "dq", "dkv"):
-        of = [row for row in rows if row["kernel"] == kernel]
-        assert len(of) >= 4 and [row["present"] for row in of].count("True") == 1
-        assert len({row["config"] for row in of}) == len(of)
-        assert next(float(row["ratio"]) for row in of if row["present"] == "True") == 1
-        times = [float(row["median_ms"]) for row in of]
-        assert times == sorted(times) and all(float(row["error"]) < 0.01 for row in of)
-    said = capsys.readouterr().out
-    assert "forward" in said and ("kernels/launch.py, dq_config" in said or "no advice" in said)
-
-
-def test_a_configuration_that_is_wrong_or_does_not_fit_gets_no_time(script, monkeypatch):
-    import shapes
-
-    tune = script("tune")
-    problem = shapes.Problem(64, 1, 16, 32)
-    setting = tune.Setting(problem, shapes.kept(problem, 1), torch.device("cpu"), torch.float32)
-    good = block_sparse_attention(setting.q, setting.k, setting.v, setting.blocks, impl="gather")
-
-    def out_of_memory():
-        raise RuntimeError("out of resource: shared memory")
-
-    monkeypatch.setattr(tune, "candidates", lambda *_: [tune.Candidate("present", lambda: good, True),
-                                                       tune.Candidate("wrong", lambda: good * 1.1, False),
-                                                       tune.Candidate("large", out_of_memory, False)])
-    rows = {row["config"]: row for row in tune.measure_kernel("forward", setting, False, 1)}
-    assert rows["present"]["ratio"] == 1 and rows["present"]["note"] == ""
-    assert rows["wrong"]["median_ms"] == "" and "wrong, forward, is wrong" in rows["wrong"]["note"]
-    assert rows["large"]["median_ms"] == "" and rows["large"]["note"] == "failed: RuntimeError: out of resource: shared memory"
-
-
-def tuned(config, ms, present=False, spread=0.1):
-    return dict(config=config, present=present, median_ms=ms, q1_ms=ms - spread, q3_ms=ms + spread, ratio=ms / 10.0)
-
-
-@pytest.mark.parametrize("best, said", [
-    (tuned("B", 9.0), "kernels/launch.py, dq_config: B takes 9 ms, A 10: change it"), (tuned("B", 9.9), "dq_config: keep A, 10 ms"),
-    (tuned("B", 9.7, spread=0.3), "dq_config: keep A, 10 ms")])
-def test_what_tune_advises(best, said):
-    import tune
-
-    assert said in tune.advise("dq", [best, tuned("A", 10.0, present=True)])
-
-
-def test_dkv_is_written_as_its_line_in_the_launch_table():
-    import tune
-
-    from ssta.kernels.launch import DeviceLimits, dkv_config
-
-    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without a copy engine.
-    config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, copy_engine=False))
-    assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
-    assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"
