@@ -145,7 +145,7 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
 
     rows = []
     for direction, flops in zip(DIRECTIONS, (None, forward_flops, backward_flops)):
-        times = interleaved(calls[direction], rounds)
+        times = interleaved(calls[direction], rounds, failed=failed_in_time)
         for name, release, pattern in providers:
             fact = facts.get((direction, name, pattern))
             if fact is None:
@@ -232,6 +232,13 @@ def still_alive(name: str) -> None:
             torch.cuda.synchronize()
     except RuntimeError as error:
         raise Lost(name, f"left the GPU unusable: {failure(error)}") from None
+
+
+def failed_in_time(key: tuple[str, Pattern], note: str) -> None:
+    """Ends the program for a kernel of ours; goes on without a library, if the GPU has survived."""
+    if key[0].startswith(OURS):
+        raise SystemExit(f"{key[0]}, {key[1].name}, while it was timed: {note}")
+    still_alive(key[0])
 
 
 def start_again(lost: Lost, argv: list[str]) -> NoReturn:

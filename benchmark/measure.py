@@ -21,7 +21,8 @@ LONGEST_WAIT = 8.0  # ms
 CYCLES_PER_MS = 2_000_000
 
 
-def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1) -> dict[Hashable, dict[str, object]]:
+def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1,
+                failed: Callable[[Hashable, str], None] = lambda name, note: None) -> dict[Hashable, dict[str, object]]:
     """Times of each call, in rounds of one call each, so that a card that throttles slows all alike.
 
     The order changes from round to round (seeded): the call after the hottest one finds lower clocks than the others. The inputs are far
@@ -31,6 +32,8 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, wa
         median_ms, q1_ms, q3_ms     the device's time and its quartiles
         host_ms                     median time until the call returns to the host
         note                        empty, or why there are no times: a call that raises is left out from then on
+
+    ``failed`` is told at once which call raised, and may raise itself.
     """
     times: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in calls}
     notes = dict.fromkeys(calls, "")
@@ -44,6 +47,7 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, wa
                 times[name].append(_milliseconds(calls[name], wait))
             except Exception as error:
                 notes[name] = failure(error)
+                failed(name, notes[name])
         if turn == warm - 1:
             wait = min(LONGEST_WAIT, 1.2 * max((of[-1][1] for name, of in times.items() if not notes[name]), default=0))
             times = {name: [] for name in calls}

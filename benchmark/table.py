@@ -106,15 +106,16 @@ def times_table(rows: list[Row]) -> list[list[str]]:
 
 
 def around_table(rows: list[Row]) -> list[list[str]]:
-    """What the kernels cost besides their time: making the lists, extra memory, and what the host needs to call them."""
-    lines = [["tokens", "heads", "dim", "blocks kept", "library", "lists, ms", "forward, MiB", "backward, MiB", "forward, host ms",
-              "error, forward", "error, backward"]]
+    """What stands around the times: making the lists, spread, extra memory, what the host needs for a call, errors."""
+    lines = [["tokens", "heads", "dim", "blocks kept", "library", "lists, ms", "forward, spread", "backward, spread", "forward, MiB",
+              "backward, MiB", "forward, host ms", "forward, error", "backward, error"]]
     measured = [row for row in rows if row["what"] != "absent"]
     for (problem, _, _, provider), found in grouped(measured, lambda row: (problem_of(row), row["pattern"], row["kept"],
                                                                            row["provider"])).items():
         of = {row["what"]: row for row in found}
         if any(row["median_ms"] for row in found):
             lines.append([*shape_cells(problem), kept_cell(found[0]), title(provider), milliseconds(of.get("lists")),
+                          *(spread(of.get(what)) for what in ("forward", "backward")),
                           *(figures(of.get(what, {}).get("extra_mib")) for what in ("forward", "backward")),
                           figures(of.get("forward", {}).get("host_ms")),
                           *(figures(of.get(what, {}).get("error")) for what in ("forward", "backward"))])
@@ -226,6 +227,13 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
 
 def milliseconds(row: Row | None) -> str:
     return figures(row["median_ms"] if row else None)
+
+
+def spread(row: Row | None) -> str:
+    """Half the distance between the quartiles, as a share of the median."""
+    if not row or not row["median_ms"]:
+        return "–"
+    return f"{(float(row['q3_ms']) - float(row['q1_ms'])) / 2 / float(row['median_ms']):.1%}"
 
 
 def figures(number: float | str | None) -> str:

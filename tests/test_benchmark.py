@@ -230,6 +230,22 @@ def test_a_library_that_takes_the_gpu_with_it_is_left_out_in_a_new_process(scrip
     assert {row["provider"].split()[0] for row in rest} == {"ssta"}
 
 
+def test_what_fails_while_it_is_timed(script, monkeypatch):
+    bench = script("bench_kernels")
+    pattern = bench.full(bench.Problem(64, block=16))
+    with pytest.raises(SystemExit, match="ssta triton, full, while it was timed: failed: x"):
+        bench.failed_in_time(("ssta triton", pattern), "failed: x")
+    bench.failed_in_time(("flash-attn-4", pattern), "failed: x")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def dead():
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    with pytest.raises(bench.Lost, match="flash-attn-4.*left the GPU unusable: failed: RuntimeError: illegal instruction"):
+        bench.failed_in_time(("flash-attn-4", pattern), "failed: x")
+
+
 def tiny_layer(script, monkeypatch):
     bench = script("bench_layer")
     from shapes import HUNYUAN, LayerShape
@@ -375,7 +391,9 @@ def test_a_call_that_fails_while_it_is_timed_is_left_out():
         if len(calls) == 3:
             raise RuntimeError("out of luck\nand more")
 
-    times = interleaved({"good": lambda: None, "bad": fails}, rounds=4, warm=1)
+    told = []
+    times = interleaved({"good": lambda: None, "bad": fails}, rounds=4, warm=1, failed=lambda *what: told.append(what))
+    assert told == [("bad", "failed: RuntimeError: out of luck")]
     assert times["bad"] == {**NO_TIMES, "note": "failed: RuntimeError: out of luck"} and len(calls) == 3
     assert times["good"]["median_ms"] >= 0 and times["good"]["note"] == ""
 

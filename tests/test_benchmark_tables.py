@@ -21,7 +21,8 @@ def test_readme_shows_what_was_measured():
 
 
 def kernel_row(what, provider, ms, pattern="random", kept=48, **more):
-    known = dict(version="", host_ms=0.5, tflops=400.4, extra_mib=180.0, error=0.003, note="")
+    spread = dict(q1_ms=0.99 * ms, q3_ms=1.03 * ms) if ms else dict(q1_ms="", q3_ms="")
+    known = dict(version="", **spread, host_ms=0.5, tflops=400.4, extra_mib=180.0, error=0.003, note="")
     return dict(what=what, provider=provider, pattern=pattern, tokens=46080, heads=16, head_dim=128, block=384, kept=kept, blocks=120,
                 median_ms=ms, **known | more)
 
@@ -72,7 +73,7 @@ kept
 <!-- /table -->
 """
     around, missing = other.read_text().split("<!-- /table -->\n")[:2]
-    assert "| 46,080 | 16 | 128 | 48 of 120 | SSTA triton | 0.0500 | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
+    assert "| 46,080 | 16 | 128 | 48 of 120 | SSTA triton | 0.0500 | 2.0% | 2.0% | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
     assert "Other" not in around and around.count("\n| 46,080") == 5
     assert "| flashinfer |  | not installed |\n| Other | forward | failed / badly |\n" in missing
     table.main(["--check"])
