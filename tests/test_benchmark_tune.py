@@ -31,7 +31,7 @@ def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
         assert len({row["config"] for row in of}) == len(of)
         assert next(float(row["ratio"]) for row in of if row["present"] == "True") == 1
         times = [float(row["median_ms"]) for row in of]
-        assert times == sorted(times) and all(float(row["error"]) < 0.01 for row in of)
+        assert times == sorted(times) and all(float(row["error"]) < 0.05 for row in of)
     said = capsys.readouterr().out
     assert "forward" in said and ("kernels/launch.py, dq_config" in said or "no advice" in said)
 
