@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
     parser = new_parser(__doc__)
-    parser.add_argument("--full", action="store_true", help="the whole sweep: 11,520 to 138,240 tokens, 16 heads and 1; about 15 minutes")
+    parser.add_argument("--full", action="store_true", help="the whole sweep: 11,520 to 138,240 tokens, 16 heads and 1, five patterns")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS,
                         help="implementations of ours, side by side (default: all kernels that run here)")
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], metavar="NAME",
