@@ -3,7 +3,7 @@
 #   make demo               run SSTA inside a small video transformer; pictures and a report go to demo/
 #   make demo SIZE=720p     the same on the full canvas (NVIDIA GPU)
 #   make test               the tests that need no GPU
-#   make bench              speed, memory and exactness on this machine, within a minute without a GPU
+#   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
 # Others: make compat (every supported Triton), make gpu-test, make lint, make wheel, make check-wheel, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
@@ -48,6 +48,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
 	$(BIN)/python benchmark/bench_layer.py
 	$(BIN)/python benchmark/bench_errors.py
+	$(BIN)/python benchmark/tune.py
+	$(BIN)/python benchmark/table.py --check
 
 # The kernels under every Triton they support: the Hopper ones compiled, the portable ones interpreted.
 compat: $(STAMP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from shapes import KernelShape
+from shapes import Pattern, Problem, full, kept, window
 
 SHAPE = "TOKENS,KEPT[,BLOCK[,HEADS[,HEAD_DIM]]]"
 
@@ -31,17 +31,27 @@ def rounds(text: str) -> int:
     return _at_least_one("a number of rounds", text)
 
 
-def kernel_shape(text: str) -> KernelShape:
-    """The ``KernelShape`` that a text in the form of ``SHAPE`` stands for."""
-    names, parts = ("TOKENS", "KEPT", "BLOCK", "HEADS", "HEAD_DIM"), text.split(",")
-    if not 2 <= len(parts) <= len(names):
+def kernel_shape(text: str) -> tuple[Problem, Pattern]:
+    """The problem and the pattern that a text in the form of ``SHAPE`` stands for; KEPT is a number, a share, "full" or "window"."""
+    parts = text.split(",")
+    if not 2 <= len(parts) <= 5:
         raise argparse.ArgumentTypeError(f"a shape must be {SHAPE}, got {text!r}")
-    shape = KernelShape(*(_at_least_one(name, part) for name, part in zip(names, parts)))
-    if shape.tokens % shape.block:
-        raise argparse.ArgumentTypeError(f"TOKENS must be a multiple of BLOCK {shape.block}, got {shape.tokens}")
-    if shape.kept > shape.blocks:
-        raise argparse.ArgumentTypeError(f"KEPT must be at most the {shape.blocks} blocks of {shape.tokens} tokens, got {shape.kept}")
-    return shape
+    numbers = {name: _at_least_one(name, part) for name, part in zip(("TOKENS", "BLOCK", "HEADS", "HEAD_DIM"), (parts[0], *parts[2:]))}
+    problem = Problem(**{name.lower(): number for name, number in numbers.items()})
+    if problem.tokens % problem.block:
+        raise argparse.ArgumentTypeError(f"TOKENS must be a multiple of BLOCK {problem.block}, got {problem.tokens}")
+    return problem, _pattern(parts[1], problem)
+
+
+def _pattern(text: str, problem: Problem) -> Pattern:
+    if text in ("full", "window"):
+        return {"full": full, "window": window}[text](problem)
+    if re.fullmatch(r"0?\.\d+", text) and float(text) > 0:
+        return kept(problem, float(text))
+    pattern = kept(problem, _at_least_one("KEPT", text))
+    if pattern.kept > problem.blocks:
+        raise argparse.ArgumentTypeError(f"KEPT must be at most the {problem.blocks} blocks of {problem.tokens} tokens, got {text}")
+    return pattern
 
 
 def _at_least_one(name: str, text: str) -> int:

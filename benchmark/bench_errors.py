@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from arguments import new_parser
-from measure import RESULTS, print_rows, write_rows
+from measure import RESULTS, print_machine, print_rows, write_rows
 from shapes import ERRORS, ERRORS_CPU, ErrorShape
 from torch import Tensor
 
@@ -26,6 +26,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 def main(argv: list[str] | None = None) -> None:
     options = new_parser(__doc__).parse_args(argv)
     gpu = torch.cuda.is_available()
+    print_machine()
     rows = []
     for shape in ERRORS if gpu else ERRORS_CPU:
         rows += measure_errors(shape, "cuda" if gpu else "cpu")

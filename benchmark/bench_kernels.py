@@ -1,115 +1,251 @@
-"""How fast is the kernel? Forward and backward of block_sparse_attention beside dense SDPA and, on a GPU, FlexAttention.
+"""How fast is the kernel? Lists, forward and backward of block_sparse_attention beside other libraries, on one and the same pattern.
 
-    python benchmark/bench_kernels.py [--impl hopper triton] [--shape 46080,48 ...] [--rounds 7] [--csv NAME]
+    python benchmark/bench_kernels.py [--full] [--impl hopper triton] [--peers NAME ...] [--shape 46080,48 ...] [--rounds 7] [--csv NAME]
 
-Before any time is printed, out and dq of one query block are checked against float64; column error is the largest error found
-there, over the largest value. Ours and FlexAttention get one and the same pattern. Building it is outside the times; mask_ms is
-that of BlockLists.
+Patterns: "full" (all blocks), "window" (the 3 x 3 x 3 neighbours of a video's tile) and "random" (so many blocks of every row). All calls
+of one problem are interleaved. Before any time is taken, out, dq, dk and dv are checked at sampled blocks against float64; column error is
+the largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks.
+
+A library that is absent, fails or is wrong gets a row that says so, and no time; after one that leaves the GPU unusable the program starts
+again without it. Where ours is wrong, the program ends.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import os
+import sys
+import warnings
 from functools import partial
+from typing import NoReturn
 
 import torch
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
-from measure import RESULTS, backward_flops, forward_flops, interleaved, print_rows, write_rows
-from shapes import KERNELS, KERNELS_CPU, KernelShape
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from truth import check, exact_first_block, first_block
+from measure import (
+    NO_TIMES,
+    RESULTS,
+    backward_flops,
+    failure,
+    forward_flops,
+    interleaved,
+    peak_extra_mib,
+    print_machine,
+    print_rows,
+    write_rows,
+)
+from peers import PEERS, Calls, Inputs, Peer, Tensors, Unsupported, by_autograd
+from shapes import KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, full, pairs
+from truth import Truth, Wrong, truth
 
 from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, resolve_impl
 
-DENSE, FLEX = "dense SDPA", "FlexAttention"
-# FlexAttention's kernel refuses blocks that its own tiles, of up to 128 tokens, do not divide.
-FLEX_BLOCK = 128
+OURS = "ssta"
+DIRECTIONS = ("lists", "forward", "backward")
+COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
+           "extra_mib", "error", "note")
 
 
 def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
     parser = new_parser(__doc__)
-    parser.add_argument("--impl", nargs="+", default=["auto"], choices=IMPLEMENTATIONS,
-                        help="implementations of ours, side by side (default auto)")
+    parser.add_argument("--full", action="store_true", help="the whole sweep: 11,520 to 138,240 tokens, 16 heads and 1, five patterns")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS,
+                        help="implementations of ours, side by side (default: all kernels that run here)")
+    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], metavar="NAME",
+                        help=f"other libraries (default: all that are installed); of {', '.join(peer.name for peer in PEERS)}")
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, action="append",
-                        help="measure this shape instead of the usual ones; KEPT key blocks of BLOCK tokens for every query block "
-                             "(default 384 tokens, 16 heads, head_dim 128); may be given several times")
+                        help="measure this shape instead of the usual ones; KEPT is a number of blocks of BLOCK tokens for every query "
+                             "block, a share such as 0.4, full or window (default 384 tokens, 16 heads, head_dim 128); may be given "
+                             "several times")
     add_rounds(parser, 7 if gpu else 3)
+    parser.add_argument("--lost", nargs=2, action="append", default=[], help=argparse.SUPPRESS)  # NAME REASON, see start_again
     options = parser.parse_args(argv)
-    shapes = options.shape or (KERNELS if gpu else KERNELS_CPU)
-    for shape in shapes:
+    sweep: dict[Problem, list[Pattern]] = {}
+    for problem, pattern in options.shape or usual_shapes(gpu, options.full):
+        sweep.setdefault(problem, []).append(pattern)
+    peers = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
+    print_machine()
+    reasons = {peer.name: peer.absent() for peer in peers} | dict(options.lost)
+    rows = [row_of_absent(name, reason) for name, reason in reasons.items() if reason]
+    for row in rows:
+        print(f"{row['provider']} is left out: {row['note']}", flush=True)
+    peers = [peer for peer in peers if not reasons[peer.name]]
+    for problem, patterns in sweep.items():
         try:
-            for impl in options.impl:
-                resolve_impl(impl, torch.device(device), dtype, shape.head_dim, shape.block)
+            impls = options.impl or runnable(device, dtype, problem)
+            for impl in impls:
+                resolve_impl(impl, device, dtype, problem.head_dim, problem.block)
         except ValueError as error:
             parser.error(str(error))
-    rows = [row for shape in shapes for row in measure_shape(shape, options.impl, options.rounds, device, dtype)]
-    print_rows(rows)
-    if options.csv:
-        write_rows(RESULTS / f"{options.csv}.csv", rows)
+        try:
+            found = measure_problem(problem, list(dict.fromkeys(patterns)), impls, peers, options.rounds, device, dtype)
+        except Lost as lost:
+            start_again(lost, sys.argv[1:] if argv is None else argv)
+        print_rows(found)
+        rows += found
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", rows)
 
 
-def measure_shape(shape: KernelShape, impls: list[str], rounds: int, device: str, dtype: torch.dtype) -> list[dict]:
+def usual_shapes(gpu: bool, everything: bool) -> list[tuple[Problem, Pattern]]:
+    sweep = KERNELS_CPU if not gpu else KERNELS_FULL if everything else KERNELS
+    return [(problem, pattern(problem)) for problem, patterns in sweep.items() for pattern in patterns]
+
+
+def runnable(device: torch.device, dtype: torch.dtype, problem: Problem) -> list[str]:
+    """Our kernels that take such tensors here; what "auto" stands for where none does."""
+    found = []
+    for impl in ("hopper", "triton"):
+        try:
+            found.append(resolve_impl(impl, device, dtype, problem.head_dim, problem.block))
+        except ValueError:
+            pass
+    return found or [resolve_impl("auto", device, dtype, problem.head_dim, problem.block)]
+
+
+def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str], peers: list[Peer], rounds: int, device: torch.device,
+                    dtype: torch.dtype) -> list[dict]:
+    """Rows of every direction, pattern and provider; all calls of one direction take turns."""
     torch.manual_seed(0)
-    impls = [resolve_impl(impl, torch.device(device), dtype, shape.head_dim, shape.block) for impl in impls]
-    size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
-    q, k, v, dout = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
-    scores = torch.rand(shape.batch, shape.heads, shape.blocks, shape.blocks, device=device)
-    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(shape.kept).indices, True)
-    blocks = BlockLists.from_mask(mask, shape.block, shape.block)
+    size = (problem.batch, problem.heads, problem.tokens, problem.head_dim)
+    tensors = Tensors(*(torch.randn(size, device=device, dtype=dtype) for _ in range(4)))
+    dense = full(problem)
+    providers: list[tuple[str, str, Pattern]] = []
+    calls: dict[str, dict] = {direction: {} for direction in DIRECTIONS}
+    facts: dict[tuple, dict] = {}
 
-    providers = {f"ssta {impl}": partial(block_sparse_attention, blocks=blocks, impl=impl) for impl in impls}
-    if device == "cuda" and shape.block % FLEX_BLOCK == 0:
-        providers[FLEX] = flex_attention(blocks, shape.tokens)
-    elif device == "cuda":
-        print(f"{FLEX} is left out: its blocks must be multiples of {FLEX_BLOCK} tokens, these have {shape.block}")
-    providers[DENSE] = dense
-    forward = {name: partial(attend, q, k, v) for name, attend in providers.items()}
-    backward = {name: backward_of(attend, q, k, v, dout) for name, attend in providers.items()}
+    def add(name: str, release: str, pattern: Pattern, prepare, exact: Truth, roundings: float, fatal: bool) -> None:
+        providers.append((name, release, pattern))
+        with warnings.catch_warnings():
+            if not fatal:  # what libraries say as they compile
+                warnings.simplefilter("ignore")
+            checked = checked_calls(name, prepare, exact, roundings, fatal)
+        for direction, (call, fact) in checked.items():
+            facts[direction, name, pattern] = fact
+            if call:
+                calls[direction][name, pattern] = call
 
-    everything = BlockLists.from_mask(torch.ones_like(mask[:1, :1]), shape.block, shape.block)
-    exact = {sparse: exact_first_block(q, k, v, pattern, dout) for sparse, pattern in ((True, blocks), (False, everything))}
-    errors = {}
-    for name in providers:
-        out, dq = exact[name != DENSE]
-        errors["forward", name] = check(f"{name}, forward,", first_block(forward[name](), shape.block), out)
-        errors["backward", name] = check(f"{name}, backward,", first_block(backward[name]()[0], shape.block), dq)
+    for pattern in patterns:
+        mask = pattern.mask(problem, device)
+        blocks = BlockLists.from_mask(mask, problem.block, problem.block)
+        exact = truth(tensors.q, tensors.k, tensors.v, blocks, tensors.dout)
+        inputs = Inputs(tensors, mask, pattern.kept, problem.block)
+        for impl in impls:
+            add(f"{OURS} {impl}", "", pattern, partial(ours, inputs, impl, impl == impls[0]), exact, 4, fatal=True)
+        for peer in peers:
+            if not peer.dense:
+                add(peer.name, peer.version, pattern, partial(peer.prepare, inputs), exact, peer.roundings, fatal=False)
+    if any(peer.dense for peer in peers):
+        inputs = Inputs(tensors, dense.mask(problem, device), dense.kept, problem.block)
+        exact = truth(tensors.q, tensors.k, tensors.v, BlockLists.from_mask(inputs.mask, problem.block, problem.block), tensors.dout)
+        for peer in (peer for peer in peers if peer.dense):
+            add(peer.name, peer.version, dense, partial(peer.prepare, inputs), exact, peer.roundings, fatal=False)
 
-    mask_ms = interleaved({"mask": lambda: BlockLists.from_mask(mask, shape.block, shape.block)}, rounds)["mask"]["median_ms"]
     rows = []
-    for what, calls, flops in (("forward", forward, forward_flops), ("backward", backward, backward_flops)):
-        for name, times in interleaved(calls, rounds).items():
-            sparse = name != DENSE
-            pairs = shape.pairs if sparse else shape.batch * shape.heads * shape.tokens**2
-            rows.append(dict(what=what, provider=name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, block=shape.block,
-                             kept=shape.kept if sparse else shape.blocks, blocks=shape.blocks, **times,
-                             tflops=1e-9 * flops(pairs, shape.head_dim) / times["median_ms"],
-                             mask_ms=mask_ms if name.startswith("ssta") else "", error=errors[what, name]))
+    for direction, flops in zip(DIRECTIONS, (None, forward_flops, backward_flops)):
+        times = interleaved(calls[direction], rounds, failed=failed_in_time)
+        for name, release, pattern in providers:
+            fact = facts.get((direction, name, pattern))
+            if fact is None:
+                continue
+            measured = times.get((name, pattern), {**NO_TIMES, "note": fact["note"]})
+            rows.append(dict(
+                what=direction, provider=name, version=release, pattern=pattern.name, tokens=problem.tokens, heads=problem.heads,
+                head_dim=problem.head_dim, block=problem.block, kept=pattern.kept, blocks=problem.blocks,
+                **{column: measured[column] for column in NO_TIMES}, tflops=rate(flops, problem, pattern, measured["median_ms"]),
+                extra_mib=fact["extra_mib"], error=fact["error"], note=measured["note"]))
+    calls.clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return rows
 
 
-def flex_attention(blocks: BlockLists, tokens: int):
-    from torch.nn.attention.flex_attention import flex_attention as flex
-    from torch.nn.attention.flex_attention import noop_mask
-
-    compiled = torch.compile(flex, dynamic=False)
-    block_mask = blocks.to_block_mask(tokens, tokens)
-    # All blocks are full, so the compiled kernel need not know how to mask: FlexAttention at its best.
-    block_mask.mask_mod = noop_mask
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+def row_of_absent(name: str, reason: str) -> dict:
+    return dict(dict.fromkeys(COLUMNS, ""), what="absent", provider=name, note=reason)
 
 
-def dense(q, k, v):
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v)
+def rate(flops, problem: Problem, pattern: Pattern, ms: float | str) -> float | str:
+    """TFLOP/s of the blocks that are kept."""
+    return "" if flops is None or ms == "" else 1e-9 * flops(pairs(problem, pattern.kept), problem.head_dim) / ms
 
 
-def backward_of(attend, q, k, v, dout):
-    """A call that runs the backward alone, again and again over one saved forward."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+def ours(inputs: Inputs, impl: str, times_lists: bool) -> Calls:
+    """The lists are the same for all implementations, so only one of them times them."""
+    x = inputs.tensors
+
+    def build():
+        return BlockLists.from_mask(inputs.mask, inputs.block, inputs.block)
+
+    attend = partial(block_sparse_attention, blocks=build(), impl=impl)
+    return Calls(build if times_lists else None, lambda: attend(x.q, x.k, x.v), by_autograd(attend, x.leaves, x.dout))
+
+
+def checked_calls(name: str, prepare, exact: Truth, roundings: float, fatal: bool) -> dict[str, tuple]:
+    """direction -> (what to time, or None; its error, memory and note). Ends the program where ``fatal`` and something is wrong.
+
+    A provider whose forward gives nothing has one row only, which says why.
+    """
+    found = {}
+
+    def record(direction, call=None, error="", extra="", note=""):
+        found[direction] = (call, dict(error=error, extra_mib=extra, note=note))
+
+    direction = "forward"
+    try:
+        calls = prepare()
+        error = exact.forward_error(name, calls.forward(), roundings)
+        record(direction, calls.forward, error, peak_extra_mib(calls.forward))
+        if calls.build:
+            record("lists", calls.build)
+        direction = "backward"
+        if calls.start_backward:
+            backward = calls.start_backward()
+            error = exact.backward_error(name, backward(), roundings)
+            record(direction, backward, error, peak_extra_mib(backward))
+        else:
+            record(direction, note=calls.no_backward)
+    except Unsupported as error:
+        record(direction, note=str(error))
+    except Wrong as error:
+        if fatal:
+            raise SystemExit(f"{error}; no time is printed") from None
+        record(direction, note=str(error))
+    except Exception as error:  # a library may raise anything
+        if fatal:
+            raise
+        record(direction, note=failure(error))
+        still_alive(name)
+    return found
+
+
+class Lost(Exception):
+    """A library has left the GPU unusable for this process: (its name, what was seen)."""
+
+
+def still_alive(name: str) -> None:
+    """Raises Lost where a failure has taken the GPU's context with it: nothing could be measured any more."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise Lost(name, f"left the GPU unusable: {failure(error)}") from None
+
+
+def failed_in_time(key: tuple[str, Pattern], note: str) -> None:
+    """Ends the program for a kernel of ours; goes on without a library, if the GPU has survived."""
+    if key[0].startswith(OURS):
+        raise SystemExit(f"{key[0]}, {key[1].name}, while it was timed: {note}")
+    still_alive(key[0])
+
+
+def start_again(lost: Lost, argv: list[str]) -> NoReturn:
+    """Runs the same in a new process without the library that was lost; only a new process gets a working GPU."""
+    name, reason = lost.args
+    print(f"{name} {reason}; starting again without it", flush=True)
+    os.execv(sys.executable, [sys.executable, __file__, *argv, "--lost", name, reason])
 
 
 if __name__ == "__main__":

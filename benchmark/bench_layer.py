@@ -1,10 +1,10 @@
-"""What does a whole SSTA layer cost? Its stages tile, select, attend and untile, its sum, and its peak memory, beside dense SDPA.
+"""What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
 
-    python benchmark/bench_layer.py [--pad none zero] [--rounds 7] [--csv NAME]
+    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--rounds 7] [--csv NAME]
 
-Preset HunyuanVideo 1.5 (top-k 32 on these canvases, importance, window 3 x 3 x 3, text mask), random inputs, bfloat16 on a GPU.
-Before any time is printed, one query tile is checked against float64 over the same selection (column error), and the layer
-must give the bits of its stages run one after the other.
+The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
+therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own. Before any time is taken, sampled tiles
+of the layer's output are checked against float64 over the same selection (column error).
 """
 
 from __future__ import annotations
@@ -13,28 +13,38 @@ from dataclasses import replace
 
 import torch
 from arguments import add_rounds, new_parser
-from bench_kernels import dense
-from measure import RESULTS, interleaved, peak_extra_bytes, print_rows, write_rows
+from measure import NO_TIMES, RESULTS, forward_flops, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from shapes import LAYERS, LAYERS_CPU, LayerShape
-from truth import check, exact_first_block, first_block
+from stages import STAGES, Stopwatch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from truth import Wrong, check, exact_query_block
 
 from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
-from ssta.kernels import block_sparse_attention
-from ssta.selection import select_tiles
+from ssta.kernels import BlockLists
 
 
 def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
+    layers = LAYERS if gpu else LAYERS_CPU
     parser = new_parser(__doc__)
+    parser.add_argument("--layer", nargs="+", metavar="TEXT", help="only the layers whose name contains one of these, in small letters: "
+                        + ", ".join(shape.name for shape in layers))
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
     add_rounds(parser, 7 if gpu else 3)
     options = parser.parse_args(argv)
+    chosen = [shape for shape in layers if not options.layer or any(text.lower() in shape.name.lower() for text in options.layer)]
+    if not chosen:
+        parser.error(f"--layer must be part of one of {', '.join(repr(shape.name) for shape in layers)}, got {options.layer}")
+    print_machine()
     rows = []
-    for shape in LAYERS if gpu else LAYERS_CPU:
-        rows += measure_layer(shape, options.pad, options.rounds, "cuda" if gpu else "cpu")
-    print_rows(rows)
-    if options.csv:
-        write_rows(RESULTS / f"{options.csv}.csv", rows)
+    for shape in chosen:
+        found = measure_layer(shape, options.pad, options.rounds, "cuda" if gpu else "cpu")
+        print_rows(found)
+        rows += found
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", rows)
 
 
 def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: str) -> list[dict]:
@@ -42,43 +52,80 @@ def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: s
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # [B, S, H, D] as projections give it, seen as [B, H, S, D].
     q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
-    text_mask = torch.arange(shape.text, device=device)[None] < shape.valid
+    text_mask = torch.arange(shape.text, device=device)[None] < shape.valid if shape.text else None
     layout = TokenLayout.video_text(shape.thw, shape.text)
-    tensor_bytes = 4 * q.numel() * q.element_size()
+    tensors_mib = 4 * q.numel() * q.element_size() / 2**20
 
     calls = {("dense", "total"): lambda: dense(q, k, v)}
-    memory = {("dense", "total"): peak_extra_bytes(lambda: dense(q, k, v))}
-    errors = {}
+    facts = {("dense", "total"): dict(density=1.0, error="")}
+    watches = {}
     for padding in paddings:
-        config = replace(SSTAConfig.hunyuan_video_15(), pad_type=padding).for_canvas(shape.thw)
-        of_padding, errors[padding, "attend"] = stages(q, k, v, layout, config, text_mask)
-        calls |= {(padding, stage): call for stage, call in of_padding.items()}
-        memory[padding, "total"] = peak_extra_bytes(of_padding["total"])
+        config = replace(shape.config, pad_type=padding).for_canvas(shape.thw)
+
+        def layer(config=config, **options):
+            return ssta_attention(q, k, v, layout, config, text_mask=text_mask, **options)
+
+        _, blocks = layer(return_blocks=True)
+        facts[padding, "total"] = dict(error=sampled_error(shape, q, k, v, layer(), blocks, layout, config),
+                                       density=computed_share(blocks, layout, config, device, shape.tokens))
+        watches[padding] = Stopwatch(layer)
+        calls |= {(padding, "total"): layer, (padding, "stages"): watches[padding]}
+    memory = {}
+    for key, call in calls.items():
+        if key[1] == "total":
+            call()
+            memory[key] = peak_extra_mib(call)
     rows = []
-    for call, times in interleaved(calls, rounds).items():
-        extra = memory.get(call, "")
-        rows.append(dict(layer=shape.name, tokens=shape.tokens, heads=shape.heads, padding=call[0], stage=call[1], **times,
-                         extra_mib=extra and extra / 2**20, extra_over_qkvo=extra and extra / tensor_bytes, error=errors.get(call, "")))
-    return rows
+    pairs = shape.heads * shape.tokens**2
+    for (padding, what), times in interleaved(calls, rounds).items():
+        if what == "stages":
+            parts = watches[padding].summary(rounds)
+        else:
+            parts = {"total": times}
+        for stage, measured in parts.items():
+            key = padding, stage
+            extra, fact = memory.get(key, ""), facts.get(key, dict(density="", error=""))
+            # The rate of the kernel alone: of stage attend, and of dense attention.
+            flops = forward_flops(facts[padding, "total"]["density"] * pairs, shape.head_dim)
+            tflops = 1e-9 * flops / measured["median_ms"] if "dense" == padding or stage == "attend" else ""
+            rows.append(dict(
+                layer=shape.name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, padding=padding, stage=stage,
+                **{column: measured[column] for column in NO_TIMES}, tflops=tflops, density=fact["density"], extra_mib=extra,
+                extra_over_qkvo=extra and extra / tensors_mib, error=fact["error"], note=measured["note"]))
+    order = (*STAGES, "total")
+    return sorted(rows, key=lambda row: (["dense", *paddings].index(row["padding"]), order.index(row["stage"])))
 
 
-def stages(q, k, v, layout, config, text_mask):
-    """(callables for each stage and for the whole layer, attend's error); a stage starts from what the one before it made."""
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact attention over everything: the fastest of SDPA that takes such inputs."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return scaled_dot_product_attention(q, k, v)
+
+
+def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tensor, blocks: BlockLists, layout: TokenLayout,
+                  config: SSTAConfig) -> float:
+    """The largest error at the real tokens of the first, a middle and the last video tile. Ends the program where it is no rounding."""
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, q.device)
     tiled = [tiles.tile(x) for x in (q, k, v)]
-    blocks = select_tiles(*tiled[:2], tiles, config, text_mask)
-    out = block_sparse_attention(*tiled, blocks)
-    exact, _ = exact_first_block(*tiled, blocks)
-    error = check(f"SSTA with padding {config.pad_type!r}", first_block(out, exact.shape[2]), exact)
-    calls = dict(
-        tile=lambda: [tiles.tile(x) for x in (q, k, v)],
-        select=lambda: select_tiles(*tiled[:2], tiles, config, text_mask),
-        attend=lambda: block_sparse_attention(*tiled, blocks),
-        untile=lambda: tiles.untile(out),
-        total=lambda: ssta_attention(q, k, v, layout, config, text_mask=text_mask))
-    if not torch.equal(calls["total"](), tiles.untile(out)):
-        raise SystemExit(f"the layer with padding {config.pad_type!r} differs from its stages run one after the other; no time is printed")
-    return calls, error
+    last = tiles.num_video_tiles - 1
+    errors = []
+    for head, row in ((0, 0), (shape.heads // 2, last // 2), (shape.heads - 1, last)):
+        spot = exact_query_block(*tiled, blocks, 0, head, row)
+        tokens = tiles.source[spot.rows]
+        real = tokens >= 0
+        try:
+            errors.append(check(f"SSTA with padding {config.pad_type!r}", out[0, head, tokens[real]], spot.values[0][real]))
+        except Wrong as error:
+            raise SystemExit(f"{error}; no time is printed") from None
+    return max(errors)
+
+
+def computed_share(blocks: BlockLists, layout: TokenLayout, config: SSTAConfig, device: str, tokens: int) -> float:
+    """(query, key) pairs that are computed over tokens * tokens, padding included in the first."""
+    tiles = tile_layout(layout, config.tile_thw, config.pad_type, torch.device(device))
+    q_sizes, kv_sizes = blocks.q_bounds(tiles.num_slots)[1].double(), blocks.kv_bounds(tiles.num_slots)[1].double()
+    computed = blocks.to_mask().double() * q_sizes[..., :, None] * kv_sizes[..., None, :]
+    return float(computed.sum((-1, -2)).mean()) / tokens**2
 
 
 if __name__ == "__main__":

@@ -10,54 +10,112 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+# The longest that the GPU waits for the host to prepare a call, and its highest clock.
+LONGEST_WAIT = 8.0  # ms
+CYCLES_PER_MS = 2_000_000
 
 
-def interleaved(calls: dict[str, Callable[[], object]], rounds: int = 7, warm: int = 2) -> dict[str, dict[str, float]]:
-    """Milliseconds of each call, in rounds of one call each, so that a card that throttles slows all alike.
+def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1,
+                failed: Callable[[Hashable, str], None] = lambda name, note: None) -> dict[Hashable, dict[str, object]]:
+    """Times of each call, in rounds of one call each, so that a card that throttles slows all alike.
 
-    The order changes from round to round (seeded): the call after the hottest one finds lower clocks than the others.
-    Returns name -> {"median_ms", "min_ms", "max_ms"}. The inputs are far larger than any L2 cache here, so it is not flushed in between.
+    The order changes from round to round (seeded): the call after the hottest one finds lower clocks than the others. The inputs are far
+    larger than any L2 cache here, so it is not flushed in between. Before every call the GPU waits as long as the slowest host among them
+    needs, because kernels queue up in a model too; longer, and it would cool down. Returns for each name
+
+        median_ms, q1_ms, q3_ms     the device's time and its quartiles
+        host_ms                     median time until the call returns to the host
+        note                        empty, or why there are no times: a call that raises is left out from then on
+
+    ``failed`` is told at once which call raised, and may raise itself.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in calls}
+    notes = dict.fromkeys(calls, "")
     order = random.Random(0)
+    wait = LONGEST_WAIT
     for turn in range(warm + rounds):
         for name in order.sample(list(calls), len(calls)):
-            elapsed = _milliseconds(calls[name])
-            if turn >= warm:
-                times[name].append(elapsed)
-    return {name: dict(median_ms=statistics.median(t), min_ms=min(t), max_ms=max(t)) for name, t in times.items()}
+            if notes[name]:
+                continue
+            try:
+                times[name].append(_milliseconds(calls[name], wait))
+            except Exception as error:
+                notes[name] = failure(error)
+                failed(name, notes[name])
+        if turn == warm - 1:
+            wait = min(LONGEST_WAIT, 1.2 * max((of[-1][1] for name, of in times.items() if not notes[name]), default=0))
+            times = {name: [] for name in calls}
+    return {name: {**(_summary(times[name]) if not notes[name] else NO_TIMES), "note": notes[name]} for name in calls}
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+NO_TIMES = dict(median_ms="", q1_ms="", q3_ms="", host_ms="")
+
+
+def failure(error: BaseException) -> str:
+    """One line of what went wrong, for a table."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"failed: {type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
+
+
+def _summary(times: list[tuple[float, float]]) -> dict[str, float]:
+    device, host = zip(*times)
+    return dict(quartiles(device), host_ms=statistics.median(host))
+
+
+def quartiles(times: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
+    return dict(median_ms=middle, q1_ms=low, q3_ms=high)
+
+
+def _milliseconds(call: Callable[[], object], wait: float) -> tuple[float, float]:
+    """(on the device, which first waits so many ms; until the call returns); without a GPU they are the same."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(wait * CYCLES_PER_MS))
+    first = now()
+    start = time.perf_counter()
     call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    host = 1e3 * (time.perf_counter() - start)
+    last = now()
+    return elapsed_ms(first, last), host
 
 
-def peak_extra_bytes(call: Callable[[], object]) -> int:
-    """Device memory that ``call`` needs at its peak on top of what is held when it starts; 0 without a GPU."""
+def now() -> torch.cuda.Event | float:
+    """A point in the device's work."""
     if not torch.cuda.is_available():
-        return 0
-    call()
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(first: torch.cuda.Event | float, last: torch.cuda.Event | float) -> float:
+    """Milliseconds between two points of ``now``; waits for the second."""
+    if isinstance(first, float):
+        return 1e3 * (last - first)
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+def peak_extra_mib(call: Callable[[], object]) -> float | str:
+    """MiB of device memory that ``call`` needs at its peak on top of what is held when it starts, its results included.
+
+    Call it once before: the first call may compile. Without a GPU nothing is known: "".
+    """
+    if not torch.cuda.is_available():
+        return ""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def forward_flops(pairs: float, head_dim: int) -> float:
@@ -103,13 +161,18 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, fieldnames=[*rows[0], *where])
         writer.writeheader()
         writer.writerows({**row, **where} for row in rows)
-    print(f"wrote {path}")
+    print(f"wrote {path}", flush=True)
+
+
+def print_machine() -> None:
+    print(" | ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
 
 
 def print_rows(rows: list[dict]) -> None:
-    """An aligned table of ``rows`` with the machine on the first line."""
-    print(" | ".join(f"{key} {value}" for key, value in machine().items()))
-    cells = [list(rows[0])] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    """An aligned table of ``rows``, without the columns that are empty throughout."""
+    shown = [name for name in rows[0] if any(row[name] != "" for row in rows)]
+    cells = [shown] + [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row[name] for name in shown)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for line in cells:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    print(flush=True)

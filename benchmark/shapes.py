@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ssta import SSTAConfig
+from ssta.window import near
+
+WINDOW = (3, 3, 3)
 
 
 @dataclass(frozen=True)
-class KernelShape:
-    """Uniform blocks of ``block`` tokens, ``kept`` of them at random for every query block."""
+class Problem:
+    """Attention over ``tokens`` in blocks of ``block``, as many heads for keys as for queries."""
 
     tokens: int
-    kept: int
-    block: int = 384
     heads: int = 16
     head_dim: int = 128
+    block: int = 384
     batch: int = 1
 
     @property
     def blocks(self) -> int:
         return self.tokens // self.block
 
-    @property
-    def pairs(self) -> int:
-        """(query token, key token) pairs over batch and heads."""
-        return self.batch * self.heads * self.tokens * self.kept * self.block
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which blocks every query block attends to, the same number ``kept`` for each.
+
+    "full": all. "window": the 3 x 3 x 3 neighbours, as ``ssta`` takes them, where the blocks are the tiles of a video.
+    "random": ``kept`` at random, other ones for every head.
+    """
+
+    name: str
+    kept: int
+
+    def mask(self, problem: Problem, device: str) -> Tensor:
+        """bool ``[1, 1, N, N]``, or ``[B, H, N, N]`` where heads differ; True keeps the block."""
+        if self.name == "full":
+            return torch.ones(1, 1, problem.blocks, problem.blocks, dtype=torch.bool, device=device)
+        if self.name == "window":
+            return near([tile_grid(problem.blocks)], WINDOW, device)[None, None]
+        scores = torch.rand(problem.batch, problem.heads, problem.blocks, problem.blocks, device=device)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(self.kept).indices, True)
+
+
+def full(problem: Problem) -> Pattern:
+    return Pattern("full", problem.blocks)
+
+
+def window(problem: Problem) -> Pattern:
+    kept = 1
+    for n, k in zip(tile_grid(problem.blocks), WINDOW):
+        kept *= min(n, k)
+    return Pattern("window", kept)
+
+
+def kept(problem: Problem, number: int | float) -> Pattern:
+    """A random pattern of ``number`` blocks; below 1 a share of all of them."""
+    return Pattern("random", number if isinstance(number, int) else max(1, round(number * problem.blocks)))
+
+
+def tile_grid(tiles: int) -> tuple[int, int, int]:
+    """(t, h, w) of the video that so many tiles could be: of all boxes the one with the least surface, t <= h <= w.
+
+    360 tiles give (6, 6, 10), the 720p canvas of HunyuanVideo 1.5 at 121 frames.
+    """
+    boxes = [(t, h, tiles // (t * h)) for t in range(1, tiles + 1) if tiles % t == 0
+             for h in range(t, tiles // t + 1) if tiles // t % h == 0 and h <= tiles // (t * h)]
+    return min(boxes, key=lambda box: box[0] * box[1] + box[1] * box[2] + box[0] * box[2])
+
+
+def pairs(problem: Problem, kept_blocks: int) -> int:
+    """(query token, key token) pairs over batch and heads."""
+    return problem.batch * problem.heads * problem.tokens * kept_blocks * problem.block
 
 
 @dataclass(frozen=True)
@@ -35,7 +90,8 @@ class LayerShape:
     text: int
     valid: int
     heads: int
-    head_dim: int = 128
+    head_dim: int
+    config: SSTAConfig
 
     @property
     def tokens(self) -> int:
@@ -59,13 +115,30 @@ class ErrorShape:
         return sum(self.lengths)
 
 
-KERNELS = (KernelShape(46_080, 48), KernelShape(46_080, 24), KernelShape(138_240, 56))
-KERNELS_CPU = (KernelShape(3_072, 4, heads=2),)
+# What bench_kernels.py measures: problems, and the patterns on each.
+SHARES = (0.6, 0.4, 0.2)
+KERNELS = {
+    Problem(46_080): (full, window, partial(kept, number=0.4), partial(kept, number=0.2)),
+    Problem(46_080, head_dim=64): (partial(kept, number=0.4),),
+    Problem(138_240): (partial(kept, number=56),),
+    # What 16 heads over 8 GPUs leave to one.
+    Problem(138_240, heads=2): (partial(kept, number=56),)}
+EVERY_PATTERN = (full, window, *(partial(kept, number=share) for share in SHARES))
+KERNELS_FULL = {Problem(tokens, heads): EVERY_PATTERN for heads in (16, 1) for tokens in (11_520, 23_040, 46_080, 92_160, 138_240)}
+KERNELS_FULL |= {Problem(46_080, head_dim=64): EVERY_PATTERN, Problem(138_240): (*EVERY_PATTERN, partial(kept, number=56)),
+                 Problem(138_240, heads=2): (partial(kept, number=56),)}
+KERNELS_CPU = {Problem(1_536, heads=2, head_dim=64, block=96): (full, window, partial(kept, number=0.4))}
 
 # HunyuanVideo 1.5 at 121 frames: 31 latent frames, 16 x smaller in space; 729 image + 1000 LLM + 256 byT5 condition tokens.
-LAYERS = (LayerShape("hunyuan-video-1.5 720p", (31, 45, 80), 1985, 900, 16),
-          LayerShape("hunyuan-video-1.5 480p", (31, 30, 53), 1985, 900, 16))
-LAYERS_CPU = (LayerShape("small", (7, 12, 20), 96, 50, 2),)
+# Wan 2.1 at 81 frames and LTX-Video at 121 (VAE 8 x 32 x 32) attend to their text elsewhere and have no published SSTA setting: here a
+# tenth and a fifth of the tiles besides a window.
+HUNYUAN = SSTAConfig.hunyuan_video_15()
+LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128, HUNYUAN),
+          LayerShape("HunyuanVideo 1.5, 480p", (31, 30, 53), 1985, 900, 16, 128, HUNYUAN),
+          LayerShape("Wan 2.1, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=24)),
+          LayerShape("LTX-Video, 1216 x 704", (16, 22, 38), 0, 0, 32, 64, SSTAConfig(kernel_thw=(1, 3, 3), topk=9)))
+LAYERS_CPU = (LayerShape("small", (7, 12, 20), 40, 25, 2, 64, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
+              LayerShape("small, no text", (5, 12, 20), 0, 0, 2, 64, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
 
 ERRORS = (ErrorShape("uniform", (384,) * 8, 4, 2, 128),
           ErrorShape("ragged", (384, 336, 7, 0, 384, 320, 250, 384), 4, 2, 128, real=(384, 336, 7, 0, 300, 320, 1, 0)))

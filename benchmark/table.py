@@ -1,9 +1,10 @@
-"""README's measured tables, made from benchmark/results/*.csv: NAME_*.csv fill the place that README marks `table:NAME`.
+"""The measured tables of README.md and benchmark/README.md, and the plots, made from benchmark/results/*.csv.
 
-    python benchmark/table.py            rewrites the tables
-    python benchmark/table.py --check    changes nothing; fails when README does not show what the CSVs hold
+    python benchmark/table.py            rewrites the tables and, where matplotlib is installed, the plots
+    python benchmark/table.py --check    changes nothing; fails when a document does not show what the CSVs hold
 
-Every CSV gives one table, with the machine that it was measured on below it. A place without a CSV is left as it is.
+NAME_*.csv fill the place that a document marks `table:NAME`. Every CSV gives one table, with the machine that it was measured on below it.
+A place without a CSV is left as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from measure import RESULTS
 from shapes import LAYERS
+from stages import STAGES
 
-README = Path(__file__).parent.parent / "README.md"
+DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md")
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
 PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
 
@@ -25,16 +27,37 @@ Row = dict[str, str]
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail when README does not show what the CSVs hold, and change nothing")
+    parser.add_argument("--check", action="store_true", help="fail when a document does not show what the CSVs hold, and change nothing")
     options = parser.parse_args(argv)
-    before = README.read_text()
-    after = filled(before, RESULTS)
-    stale = [old["name"] for old, new in zip(PLACE.finditer(before), PLACE.finditer(after)) if old[0] != new[0]]
-    if options.check and stale:
-        raise SystemExit(f"README.md does not show what benchmark/results holds for {', '.join(stale)}: run python benchmark/table.py")
-    if stale:
-        README.write_text(after)
-    print(f"README.md: {'rewrote ' + ', '.join(stale) if stale else 'every table shows what benchmark/results holds'}")
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    renewed = {path: filled(text, RESULTS) for path, text in texts.items()}
+    stale = {path: [old["name"] for old, new in zip(PLACE.finditer(texts[path]), PLACE.finditer(renewed[path])) if old[0] != new[0]]
+             for path in DOCUMENTS}
+    if options.check:
+        for path, names in stale.items():
+            if names:
+                raise SystemExit(f"{path.name} in {path.parent} does not show what benchmark/results holds for {', '.join(names)}: "
+                                 f"run python benchmark/table.py")
+    for path, names in stale.items():
+        if names:
+            path.write_text(renewed[path])
+        print(f"{path}: {'rewrote ' + ', '.join(names) if names else 'every table shows what benchmark/results holds'}")
+    if not options.check:
+        draw(RESULTS)
+
+
+def draw(results: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        print("matplotlib is not installed, so there are no plots: pip install '.[plot]'")
+        return
+    from plots import PLOTS
+
+    for source, plot in PLOTS.items():
+        for path in sorted(results.glob(f"{source}_*.csv")):
+            plot(read_rows(path)).savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
+            print(f"drew {path.with_suffix('.png')}")
 
 
 def filled(text: str, results: Path) -> str:
@@ -62,23 +85,88 @@ def read_rows(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def kernels_table(rows: list[Row]) -> list[list[str]]:
-    """One line a shape, direction and implementation of ours. In the CSV each shape and direction begins with ours and ends with dense."""
-    lines = [["tokens", "blocks kept", "direction", "kernel", "SSTA, ms", "FlexAttention, ms", "FlexAttention / SSTA", "dense SDPA, ms"]]
-    ours, flex = [], None
-    for row in rows:
-        if row["provider"].startswith("ssta"):
-            ours.append(row)
-        elif row["provider"] == "FlexAttention":
-            flex = row
-        else:
-            for mine in ours:
-                ratio = float(flex["median_ms"]) / float(mine["median_ms"]) if flex else None
-                lines.append([f"{int(mine['tokens']):,}", f"{mine['kept']} of {mine['blocks']}", mine["what"],
-                              mine["provider"].removeprefix("ssta "), milliseconds(mine), milliseconds(flex), figures(ratio),
-                              milliseconds(row)])
-            ours, flex = [], None
+# The kernel
+
+
+def times_table(rows: list[Row]) -> list[list[str]]:
+    """One line a problem, pattern and direction; milliseconds of every provider, and the rate of the first."""
+    measured = [row for row in rows if row["what"] in ("forward", "backward")]
+    providers = with_times(measured)
+    lines = [["tokens", "heads", "dim", "blocks kept", "direction", f"{title(providers[0])}, TFLOP/s",
+              *(f"{title(name)}, ms" for name in providers)]]
+    for problem, of_problem in grouped(measured, problem_of).items():
+        # What knows no patterns computes everything once for all patterns of the problem.
+        everything = {(row["what"], row["provider"]): row for row in of_problem if is_dense(row)}
+        for (*_, what), found in grouped(of_problem, lambda row: (row["pattern"], row["kept"], row["what"])).items():
+            cells = {row["provider"]: row for row in found} | {name: row for (of, name), row in everything.items() if of == what}
+            if any(cells.get(name, {}).get("median_ms") for name in providers if (what, name) not in everything):
+                lines.append([*shape_cells(problem), kept_cell(found[0]), what, figures(cells[providers[0]]["tflops"]),
+                              *(milliseconds(cells.get(name)) for name in providers)])
     return lines
+
+
+def around_table(rows: list[Row]) -> list[list[str]]:
+    """What stands around the times: making the lists, spread, extra memory, what the host needs for a call, errors."""
+    lines = [["tokens", "heads", "dim", "blocks kept", "library", "lists, ms", "forward, spread", "backward, spread", "forward, MiB",
+              "backward, MiB", "forward, host ms", "forward, error", "backward, error"]]
+    measured = [row for row in rows if row["what"] != "absent"]
+    for (problem, _, _, provider), found in grouped(measured, lambda row: (problem_of(row), row["pattern"], row["kept"],
+                                                                           row["provider"])).items():
+        of = {row["what"]: row for row in found}
+        if any(row["median_ms"] for row in found):
+            lines.append([*shape_cells(problem), kept_cell(found[0]), title(provider), milliseconds(of.get("lists")),
+                          *(spread(of.get(what)) for what in ("forward", "backward")),
+                          *(figures(of.get(what, {}).get("extra_mib")) for what in ("forward", "backward")),
+                          figures(of.get("forward", {}).get("host_ms")),
+                          *(figures(of.get(what, {}).get("error")) for what in ("forward", "backward"))])
+    return lines
+
+
+def missing_table(rows: list[Row]) -> list[list[str]]:
+    """Which library could not be measured, and why; each reason once."""
+    lines = [["library", "what", "why not"]]
+    seen = dict.fromkeys((row["provider"], row["what"], row["note"]) for row in rows if row["note"])
+    return lines + [[name, "" if what == "absent" else what, note.replace("|", "/")] for name, what, note in seen]
+
+
+def grouped(rows: list[Row], key) -> dict:
+    found: dict = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def problem_of(row: Row) -> tuple[str, ...]:
+    return row["tokens"], row["heads"], row["head_dim"], row["block"]
+
+
+def shape_cells(problem: tuple[str, ...]) -> list[str]:
+    tokens, heads, head_dim, _ = problem
+    return [f"{int(tokens):,}", heads, head_dim]
+
+
+def kept_cell(row: Row) -> str:
+    pattern = {"random": "", "full": ", all", "window": ", window"}[row["pattern"]]
+    return f"{row['kept']} of {row['blocks']}{pattern}"
+
+
+def is_dense(row: Row) -> bool:
+    return row["provider"].startswith(("SDPA", "sageattention"))
+
+
+def with_times(rows: list[Row]) -> list[str]:
+    """The providers that were measured, ours first, then by appearance, those that know no patterns last."""
+    names = dict.fromkeys(row["provider"] for row in rows if row["median_ms"])
+    dense = {row["provider"] for row in rows if is_dense(row)}
+    return sorted(names, key=lambda name: (name in dense, not name.startswith("ssta")))
+
+
+def title(provider: str) -> str:
+    """The names of SSTA's own implementations in its own spelling."""
+    return provider.replace("ssta ", "SSTA ")
+
+
+# The layer
 
 
 def layer_table(rows: list[Row]) -> list[list[str]]:
@@ -95,14 +183,16 @@ def layer_table(rows: list[Row]) -> list[list[str]]:
 
 
 def stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer and padding, with what each stage takes by itself."""
-    stages = ("tile", "select", "attend", "untile", "total")
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["layer"], row["padding"]), {})[row["stage"]] = row
-    lines = [["layer", "", *(f"{stage}, ms" for stage in stages[:-1]), "whole layer, ms"]]
-    return lines + [[layer, PADDINGS[padding], *(milliseconds(of.get(stage)) for stage in stages)]
-                    for (layer, padding), of in found.items()]
+    """One line a layer and padding, with what each stage takes inside it."""
+    lines = [["layer", "", *(f"{stage}, ms" for stage in STAGES), "whole layer, ms", "computed"]]
+    for (layer, padding), found in grouped(rows, lambda row: (row["layer"], row["padding"])).items():
+        of = {row["stage"]: row for row in found}
+        lines.append([layer, PADDINGS[padding], *(milliseconds(of.get(stage)) for stage in (*STAGES, "total")),
+                      f"{float(of['total']['density']):.0%}"])
+    return lines
+
+
+# Exactness
 
 
 def errors_table(rows: list[Row]) -> list[list[str]]:
@@ -116,8 +206,9 @@ def errors_table(rows: list[Row]) -> list[list[str]]:
     return lines + [[*key, *(of[tensor] for tensor in tensors)] for key, of in found.items()]
 
 
-# README's name of a table -> the CSVs that it is made from, and how.
-TABLES = {"kernels": ("kernels", kernels_table), "layer": ("layer", layer_table), "stages": ("layer", stages_table),
+# A document's name of a table -> the CSVs that it is made from, and how.
+TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table), "missing": ("kernels", missing_table),
+          "sweep": ("sweep", times_table), "layer": ("layer", layer_table), "stages": ("layer", stages_table),
           "errors": ("errors", errors_table)}
 
 
@@ -127,12 +218,22 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
     numeric = [all(re.match(r"[\d–]", line[column]) for line in lines[1:]) for column in range(len(lines[0]))]
     rule = f"|{'|'.join('---:' if right else '---' for right in numeric)}|"
     where = rows[0]
-    machine = f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}"
+    versions = ", ".join(dict.fromkeys(f"{row['provider']} {row['version']}" for row in rows
+                                       if row.get("version") not in (None, "", where["torch"]) and row["median_ms"]))
+    machine = (f"{where['device']}, driver {where['driver']}, torch {where['torch']}, triton {where['triton']}"
+               f"{versions and ', ' + versions}; commit {where['commit']}, {where['date']}")
     return "\n".join([head, rule, *body, "", machine, ""])
 
 
 def milliseconds(row: Row | None) -> str:
     return figures(row["median_ms"] if row else None)
+
+
+def spread(row: Row | None) -> str:
+    """Half the distance between the quartiles, as a share of the median."""
+    if not row or not row["median_ms"]:
+        return "–"
+    return f"{(float(row['q3_ms']) - float(row['q1_ms'])) / 2 / float(row['median_ms']):.1%}"
 
 
 def figures(number: float | str | None) -> str:

@@ -1,45 +1,130 @@
-"""The gate before every time: a sample of the result against float64."""
+"""The gate before every time: sampled blocks of a result against float64, computed without any of the code that is measured."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ssta.kernels import BlockLists
-from ssta.kernels.reference import reference_attention
 
 
-def first_block(x: Tensor, tokens: int) -> Tensor:
-    """The sample: the first ``tokens`` rows of the last head, ``[B, 1, tokens, D]``."""
-    return x[:, -1:, :tokens]
+class Wrong(Exception):
+    """A result is off by more than rounding."""
 
 
-def exact_first_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, dout: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(out, dq) of the last head's first query block in float64, each ``[B, 1, tokens, D]``; dq is None without ``dout``.
+@dataclass(frozen=True)
+class Spot:
+    """Exact float64 values of some rows of one head; ``values`` has one tensor ``[rows, D]`` for each tensor that is compared."""
 
-    A query block's dq depends on no other query block, so both need this block's rows alone. Synchronises.
+    batch: int
+    head: int
+    rows: Tensor
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Exact out and dq of some query blocks, and exact dk and dv of one key block."""
+
+    queries: tuple[Spot, ...]
+    keys: Spot | None = None
+
+    def forward_error(self, name: str, out: Tensor, roundings: float = 4) -> float:
+        """The largest error of out over the largest exact value, see ``check``."""
+        return max(check(f"{name}, forward,", _rows(out, spot), spot.values[0], roundings) for spot in self.queries)
+
+    def backward_error(self, name: str, grads: tuple[Tensor, Tensor, Tensor], roundings: float = 4) -> float:
+        """The same of (dq, dk, dv)."""
+        errors = [check(f"{name}, dq,", _rows(grads[0], spot), spot.values[1], roundings) for spot in self.queries]
+        for label, grad, exact in zip(("dk", "dv"), grads[1:], self.keys.values):
+            errors.append(check(f"{name}, {label},", _rows(grad, self.keys), exact, roundings))
+        return max(errors)
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, dout: Tensor | None = None) -> Truth:
+    """Exact values at three places: the first query block of the last head, the last of the first, one in the middle. Synchronises.
+
+    With ``dout`` also the gradients: dq at the same places, dk and dv of the key block in the middle. As many heads in k as in q.
     """
-    tokens = int(blocks.q_bounds(q.shape[2])[1][0, -1, 0])
-    one = BlockLists(
-        blocks.counts[:, -1:, :1], blocks.indices[:, -1:, :1], tokens, _last_head(blocks.kv_offsets),
-        kv_lengths=_last_head(blocks.kv_lengths), num_kv_blocks=blocks.num_kv_blocks, max_kv_length=blocks.max_kv_length)
-    query, key, value = (x.detach().double() for x in (first_block(q, tokens), k[:, -1:], v[:, -1:]))
-    out, _ = reference_attention(query.requires_grad_(dout is not None), key, value, one, q.shape[-1] ** -0.5)
-    dq = None if dout is None else torch.autograd.grad(out, query, first_block(dout, tokens).double())[0]
-    return out.detach(), dq
+    batch, heads, last = q.shape[0] - 1, q.shape[1] - 1, blocks.num_q_blocks - 1
+    places = dict.fromkeys([(batch, heads, 0), (0, 0, last), (batch // 2, heads // 2, last // 2)])
+    queries = tuple(spot for spot in (exact_query_block(q, k, v, blocks, *place, dout) for place in places) if len(spot.rows))
+    middle = (batch // 2, heads // 2, blocks.kv_bounds(k.shape[2])[0].shape[-1] // 2)
+    return Truth(queries, None if dout is None else exact_key_block(q, k, v, blocks, *middle, dout))
 
 
-def check(name: str, got: Tensor, exact: Tensor) -> float:
-    """The largest error of ``got`` over the largest value of ``exact``; ends the program where it is no rounding error.
+def exact_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch: int, head: int, row: int,
+                      dout: Tensor | None = None) -> Spot:
+    """out, and with ``dout`` dq, of query block ``row``. Its dq depends on no other query block."""
+    rows = _tokens(blocks.q_bounds(q.shape[2]), batch, head, row)
+    keys = _listed_keys(blocks, k.shape[2], batch, head, row)
+    query, key, value = q[batch, head, rows].double(), k[batch, head, keys].double(), v[batch, head, keys].double()
+    scale = q.shape[-1] ** -0.5
+    weights = torch.softmax(query @ key.mT * scale, -1)
+    out = weights @ value
+    if dout is None:
+        return Spot(batch, head, rows, (out,))
+    slopes = _slopes(weights, out, value, dout[batch, head, rows].double())
+    return Spot(batch, head, rows, (out, slopes @ key * scale))
 
-    Allowed are four roundings of got's dtype and a long float32 sum.
+
+def exact_key_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch: int, head: int, column: int, dout: Tensor) -> Spot:
+    """dk and dv of key block ``column``: the sum over the query blocks that list it, one after the other."""
+    columns = _tokens(blocks.kv_bounds(k.shape[2]), batch, head, column)
+    scale = q.shape[-1] ** -0.5
+    dk, dv = torch.zeros(2, len(columns), q.shape[-1], dtype=torch.float64, device=q.device)
+    counts, indices = _of_head(blocks.counts, batch, head), _of_head(blocks.indices, batch, head)
+    listed = (indices == column) & (torch.arange(indices.shape[-1], device=indices.device) < counts[:, None])
+    for row in listed.any(-1).nonzero().flatten().tolist():
+        rows = _tokens(blocks.q_bounds(q.shape[2]), batch, head, row)
+        keys = _listed_keys(blocks, k.shape[2], batch, head, row)
+        query, key, value = q[batch, head, rows].double(), k[batch, head, keys].double(), v[batch, head, keys].double()
+        grad = dout[batch, head, rows].double()
+        weights = torch.softmax(query @ key.mT * scale, -1)
+        slopes = _slopes(weights, weights @ value, value, grad)
+        inside = torch.isin(keys, columns)
+        dk += slopes[:, inside].mT @ query * scale
+        dv += weights[:, inside].mT @ grad
+    return Spot(batch, head, columns, (dk, dv))
+
+
+def check(name: str, got: Tensor, exact: Tensor, roundings: float = 4) -> float:
+    """The largest error of ``got`` over the largest value of ``exact``.
+
+    Allowed are so many roundings of got's dtype and a long float32 sum.
+
+    Raises:
+        Wrong: it is larger, or not a number.
     """
     error = float((got.double() - exact).abs().max() / exact.abs().max())
-    allowed = 4 * torch.finfo(got.dtype).eps + 64 * torch.finfo(torch.float32).eps
+    allowed = roundings * torch.finfo(got.dtype).eps + 64 * torch.finfo(torch.float32).eps
     if not error <= allowed:  # NaN is not
-        raise SystemExit(f"{name} is wrong: off by {error:.3e} of the largest value, {allowed:.3e} is allowed; no time is printed")
+        raise Wrong(f"{name} is wrong: off by {error:.3e} of the largest value, {allowed:.3e} is allowed")
     return error
 
 
-def _last_head(x):
-    return x[:, -1:] if isinstance(x, Tensor) else x
+def _slopes(weights: Tensor, out: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the scores, where out = softmax(scores) @ value and ``grad`` is that of out."""
+    return weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))
+
+
+def _rows(x: Tensor, spot: Spot) -> Tensor:
+    return x[spot.batch, spot.head, spot.rows]
+
+
+def _of_head(x: Tensor, batch: int, head: int) -> Tensor:
+    """``[B or 1, H or 1, ...]`` at one batch element and head."""
+    return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+
+def _tokens(bounds: tuple[Tensor, Tensor], batch: int, head: int, block: int) -> Tensor:
+    start, size = (int(_of_head(x, batch, head)[block]) for x in bounds)
+    return torch.arange(start, start + size, device=bounds[0].device)
+
+
+def _listed_keys(blocks: BlockLists, kv_len: int, batch: int, head: int, row: int) -> Tensor:
+    starts, sizes = (_of_head(x, batch, head).tolist() for x in blocks.kv_bounds(kv_len))
+    ids = _of_head(blocks.indices, batch, head)[row, :int(_of_head(blocks.counts, batch, head)[row])].tolist()
+    return torch.cat([torch.arange(starts[i], starts[i] + sizes[i]) for i in ids] or [torch.arange(0)]).to(blocks.counts.device)

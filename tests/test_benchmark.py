@@ -2,7 +2,8 @@
 
 import csv
 import importlib
-import random
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -42,37 +43,44 @@ def read(path):
 
 
 def ragged_lists(heads=3):
-    offsets, real = torch.tensor([0, 7, 7, 40]).int(), torch.tensor([5, 0, 33]).int()
-    mask = torch.rand(2, heads, 3, 3) < 0.6
-    mask[..., 0, 2] = True
+    offsets, real = torch.tensor([0, 7, 7, 30, 40]).int(), torch.tensor([5, 0, 20, 10]).int()
+    mask = torch.rand(2, heads, 4, 4) < 0.6
+    mask[..., 2] = True
     return BlockLists.from_mask(mask, offsets, offsets, kv_lengths=real)
 
 
-@pytest.mark.parametrize("blocks, tokens", [(lambda: BlockLists.from_mask(torch.rand(2, 3, 3, 3) < 0.9, 16, 16), 16),
-                                            (lambda: BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16), 16),
-                                            (ragged_lists, 7)], ids=["uniform", "shared by heads", "ragged"])
-def test_the_sample_is_that_block_of_the_whole(blocks, tokens):
-    from truth import exact_first_block, first_block
+@pytest.mark.parametrize("blocks", [lambda: BlockLists.from_mask(torch.rand(2, 3, 3, 3) < 0.9, 16, 16),
+                                    lambda: BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16),
+                                    ragged_lists], ids=["uniform", "shared by heads", "ragged"])
+def test_the_samples_are_those_blocks_of_the_whole(blocks):
+    from truth import truth
 
     blocks = blocks()
     q, k, v, dout = (torch.randn(2, 3, 40, 8) for _ in range(4))
-    out, dq = exact_first_block(q, k, v, blocks, dout)
-    leaf = q.double().requires_grad_()
-    whole, _ = reference_attention(leaf, k.double(), v.double(), blocks, 8**-0.5)
-    torch.testing.assert_close(out, first_block(whole.detach(), tokens), rtol=0, atol=1e-14)
-    torch.testing.assert_close(dq, first_block(torch.autograd.grad(whole, leaf, dout.double())[0], tokens), rtol=0, atol=1e-14)
-    assert out.dtype == torch.float64 and out.shape == (2, 1, tokens, 8)
-    assert exact_first_block(q, k, v, blocks)[1] is None
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = reference_attention(*leaves, blocks, 8**-0.5)
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    exact = truth(q, k, v, blocks, dout)
+    assert len({(spot.batch, spot.head, int(spot.rows[0])) for spot in exact.queries}) >= 2
+    for spot in exact.queries:
+        for got, whole in zip(spot.values, (out.detach(), grads[0])):
+            assert got.dtype == torch.float64
+            torch.testing.assert_close(got, whole[spot.batch, spot.head, spot.rows], rtol=0, atol=1e-14)
+    for got, whole in zip(exact.keys.values, grads[1:]):
+        torch.testing.assert_close(got, whole[exact.keys.batch, exact.keys.head, exact.keys.rows], rtol=0, atol=1e-14)
+    assert exact.forward_error("whole", out.detach()) < 1e-14 and exact.backward_error("whole", grads) < 1e-13
+    assert truth(q, k, v, blocks).keys is None
 
 
 def test_the_gate_tells_rounding_from_wrong():
-    from truth import check
+    from truth import Wrong, check
 
     exact = torch.linspace(-2, 2, 65, dtype=torch.float64)
     assert check("exact", exact.float(), exact) == 0
     assert check("rounded", (exact + 0.004).bfloat16(), exact) == pytest.approx(0.003, abs=0.003)
+    assert check("coarse", exact.bfloat16() * 1.05, exact, roundings=32) == pytest.approx(0.05, abs=0.01)
     for wrong in (exact.float() + 1e-4, exact.bfloat16() * 1.05, exact.float().masked_fill(exact == 0, float("nan"))):
-        with pytest.raises(SystemExit, match="ours is wrong: off by .* no time is printed"):
+        with pytest.raises(Wrong, match="ours is wrong: off by .* is allowed"):
             check("ours", wrong, exact)
 
 
@@ -80,62 +88,220 @@ def wrong_forward(q, k, v, blocks, impl):
     return block_sparse_attention(q, k, v, blocks, impl=impl) * 1.1
 
 
-def wrong_backward(q, k, v, blocks, impl):
+def wrong_dq(q, k, v, blocks, impl):
     return block_sparse_attention(q * 0.9 + q.detach() * 0.1, k, v, blocks, impl=impl)
 
 
-@pytest.mark.parametrize("wrong, what", [(wrong_forward, "forward"), (wrong_backward, "backward")])
+def wrong_dv(q, k, v, blocks, impl):
+    return block_sparse_attention(q, k, v * 0.9 + v.detach() * 0.1, blocks, impl=impl)
+
+
+@pytest.mark.parametrize("wrong, what", [(wrong_forward, "forward"), (wrong_dq, "dq"), (wrong_dv, "dv")])
 def test_a_wrong_kernel_gets_no_time(script, monkeypatch, capsys, tmp_path, wrong, what):
     bench = script("bench_kernels")
     monkeypatch.setattr(bench, "block_sparse_attention", wrong)
-    with pytest.raises(SystemExit, match=f"ssta \\w+, {what}, is wrong"):
+    with pytest.raises(SystemExit, match=f"ssta \\w+, {what}, is wrong: .*; no time is printed"):
         bench.main(["--shape", TINY, "--rounds", "1", "--csv", "refused"])
     assert "_ms" not in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-def test_a_layer_that_differs_from_its_stages_gets_no_time(script, monkeypatch):
+def test_a_wrong_layer_gets_no_time(script, monkeypatch):
     bench = tiny_layer(script, monkeypatch)
+
     whole = bench.ssta_attention
-    monkeypatch.setattr(bench, "ssta_attention", lambda *args, **options: whole(*args, **options) * 1.0001)
-    with pytest.raises(SystemExit, match="padding 'none' differs from its stages"):
+
+    def wrong(*args, return_blocks=False, **options):
+        found = whole(*args, return_blocks=return_blocks, **options)
+        return found if return_blocks else found * 1.01
+
+    monkeypatch.setattr(bench, "ssta_attention", wrong)
+    with pytest.raises(SystemExit, match="SSTA with padding 'none' is wrong: .*; no time is printed"):
         bench.main(["--rounds", "1"])
+
+
+# Patterns
+
+
+def test_patterns_keep_the_same_number_in_every_row():
+    from shapes import Problem, full, kept, tile_grid, window
+
+    problem = Problem(46_080)
+    for pattern, number in ((full(problem), 120), (window(problem), 27), (kept(problem, 0.4), 48), (kept(problem, 24), 24),
+                            (window(Problem(11_520)), 18), (kept(Problem(384), 0.2), 1)):
+        whose = problem if pattern.kept != 18 and pattern.kept != 1 else Problem(11_520 if pattern.kept == 18 else 384)
+        mask = pattern.mask(whose, "cpu")
+        assert pattern.kept == number and mask.dtype == torch.bool and bool((mask.sum(-1) == number).all())
+    assert [tile_grid(n) for n in (1, 30, 120, 360, 7)] == [(1, 1, 1), (2, 3, 5), (4, 5, 6), (6, 6, 10), (1, 1, 7)]
+    heads = kept(problem, 0.2).mask(problem, "cpu")[0]
+    assert not torch.equal(heads[0], heads[1])
 
 
 # The scripts from their arguments to their CSVs
 
 
 def test_kernels_end_to_end(script, capsys, tmp_path):
-    script("bench_kernels").main(["--shape", TINY, "--shape", "32,1,16,1,16", "--rounds", "1", "--csv", "mine"])
+    shapes = ["--shape", TINY, "--shape", "64,full,16,2,32", "--shape", "32,1,16,1,16"]
+    script("bench_kernels").main([*shapes, "--rounds", "2", "--csv", "mine"])
     assert "median_ms" in capsys.readouterr().out
     rows = read(tmp_path / "mine.csv")
-    assert [row["what"] for row in rows] == ["forward", "forward", "backward", "backward"] * 2
-    assert [row["kept"] for row in rows if row["provider"] == "dense SDPA"] == ["4", "4", "2", "2"]
-    assert [(row["tokens"], row["kept"], row["blocks"]) for row in rows[::4]] == [("64", "2", "4"), ("32", "1", "2")]
-    assert all(float(row["median_ms"]) > 0 and float(row["error"]) < 0.05 and row["torch"] == torch.__version__ for row in rows)
+    timed = [row for row in rows if row["median_ms"]]
+    assert [(row["tokens"], row["pattern"], row["kept"], row["what"]) for row in timed if row["provider"].startswith("ssta")] == [
+        ("64", "random", "2", "lists"), ("64", "full", "4", "lists"), ("64", "random", "2", "forward"), ("64", "full", "4", "forward"),
+        ("64", "random", "2", "backward"), ("64", "full", "4", "backward"),
+        *(("32", "random", "1", what) for what in ("lists", "forward", "backward"))]
+    dense = [(row["tokens"], row["pattern"], row["kept"], row["what"]) for row in timed if row["provider"] == "SDPA flash"]
+    assert dense == [("64", "full", "4", "forward"), ("64", "full", "4", "backward"), ("32", "full", "2", "forward"),
+                     ("32", "full", "2", "backward")]
+    for row in timed:
+        assert 0 < float(row["q1_ms"]) <= float(row["median_ms"]) <= float(row["q3_ms"]) and float(row["host_ms"]) > 0
+        assert (row["what"] == "lists") == (row["error"] == "") == (row["tflops"] == "")
+    for row in rows:
+        assert row["torch"] == torch.__version__ and all(row[name] for name in ("device", "driver", "triton", "commit", "date"))
+    if not torch.cuda.is_available():
+        absent = [row for row in rows if row["what"] == "absent"]
+        assert len(absent) == 8 and {row["note"] for row in absent} == {"needs an NVIDIA GPU"}
+
+
+def test_only_the_libraries_that_were_asked_for(script, tmp_path):
+    script("bench_kernels").main(["--shape", TINY, "--rounds", "1", "--peers", "--csv", "mine"])
+    assert {row["provider"].split()[0] for row in read(tmp_path / "mine.csv")} == {"ssta"}
 
 
 @pytest.mark.gpu
-def test_kernels_beside_flex_attention(script, tmp_path):
-    script("bench_kernels").main(["--shape", "1536,2", "--rounds", "1", "--csv", "mine"])
-    assert [row["provider"] for row in read(tmp_path / "mine.csv")][1::3] == ["FlexAttention"] * 2
+def test_kernels_beside_every_library_that_is_installed(script, monkeypatch, tmp_path):
+    bench = script("bench_kernels")
+
+    def start_again(lost, argv):
+        raise lost
+
+    monkeypatch.setattr(bench, "start_again", start_again)  # which would take the place of the tests
+    bench.main(["--shape", "1536,2", "--shape", "1536,full", "--rounds", "1", "--csv", "mine"])
+    rows = read(tmp_path / "mine.csv")
+    measured = {row["provider"] for row in rows if row["median_ms"]}
+    assert {"ssta triton", "FlexAttention", "SDPA cuDNN", "SDPA flash"} <= measured
+    assert not [row for row in rows if row["note"] and row["what"] != "absent" and not row["note"].startswith("not supported")]
+    assert all(float(row["extra_mib"]) > 0 for row in rows if row["what"] in ("forward", "backward") and row["median_ms"])
+
+
+def failing(kind):
+    """A peer that is there, and goes wrong as ``kind`` says."""
+    from peers import Calls, Peer, Unsupported
+
+    def prepare(inputs):
+        x = inputs.tensors
+        forward = {"wrong": lambda: x.q * 2, "raises": lambda: 1 / 0}.get(kind)
+        if kind == "unsupported":
+            raise Unsupported("blocks must be round")
+        return Calls(None, forward, None, "not supported: inference only")
+
+    return Peer("SDPA flash", "torch", "torch", prepare, dense=False)
+
+
+@pytest.mark.parametrize("kind, note", [("wrong", "SDPA flash, forward, is wrong: off by"), ("unsupported", "blocks must be round"),
+                                        ("raises", "failed: ZeroDivisionError: division by")])
+def test_a_library_that_fails_is_named_and_ends_nothing(script, monkeypatch, tmp_path, kind, note):
+    bench = script("bench_kernels")
+    monkeypatch.setattr(bench, "PEERS", (failing(kind),))
+    bench.main(["--shape", TINY, "--rounds", "1", "--csv", "mine"])
+    rows = read(tmp_path / "mine.csv")
+    assert [row["what"] for row in rows if row["provider"].startswith("ssta")] == ["lists", "forward", "backward"]
+    theirs = [row for row in rows if row["provider"] == "SDPA flash"]
+    assert len(theirs) == 1 and theirs[0]["note"].startswith(note) and not theirs[0]["median_ms"] and not theirs[0]["error"]
+
+
+def test_a_library_that_takes_the_gpu_with_it_is_left_out_in_a_new_process(script, monkeypatch, capsys, tmp_path):
+    bench = script("bench_kernels")
+    monkeypatch.setattr(bench, "PEERS", (failing("raises"),))
+    started = []
+
+    class Gone(Exception):
+        """What stands here for the end of the process."""
+
+    def execv(program, command):
+        started.append(command)
+        raise Gone
+
+    def dead(name):
+        raise bench.Lost(name, "left the GPU unusable: illegal instruction")
+
+    monkeypatch.setattr(bench.os, "execv", execv)
+    monkeypatch.setattr(bench, "still_alive", dead)
+    arguments = ["--shape", TINY, "--rounds", "1", "--csv", "mine"]
+    with pytest.raises(Gone):
+        bench.main(arguments)
+    assert started[0][:2] == [sys.executable, bench.__file__]
+    bench.main(started[0][2:])
+    lost, *rest = read(tmp_path / "mine.csv")
+    assert (lost["provider"], lost["what"], lost["note"]) == ("SDPA flash", "absent", "left the GPU unusable: illegal instruction")
+    assert {row["provider"].split()[0] for row in rest} == {"ssta"}
+
+
+def test_what_fails_while_it_is_timed(script, monkeypatch):
+    bench = script("bench_kernels")
+    pattern = bench.full(bench.Problem(64, block=16))
+    with pytest.raises(SystemExit, match="ssta triton, full, while it was timed: failed: x"):
+        bench.failed_in_time(("ssta triton", pattern), "failed: x")
+    bench.failed_in_time(("flash-attn-4", pattern), "failed: x")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def dead():
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    with pytest.raises(bench.Lost, match="flash-attn-4.*left the GPU unusable: failed: RuntimeError: illegal instruction"):
+        bench.failed_in_time(("flash-attn-4", pattern), "failed: x")
 
 
 def tiny_layer(script, monkeypatch):
     bench = script("bench_layer")
-    from shapes import LayerShape
+    from shapes import HUNYUAN, LayerShape
 
     for name in ("LAYERS", "LAYERS_CPU"):
-        monkeypatch.setattr(bench, name, (LayerShape("tiny", (3, 9, 10), 20, 12, 1, 32),))
+        monkeypatch.setattr(bench, name, (LayerShape("tiny", (3, 9, 10), 20, 12, 1, 32, HUNYUAN),))
     return bench
 
 
 def test_layer_end_to_end(script, monkeypatch, tmp_path):
-    tiny_layer(script, monkeypatch).main(["--rounds", "1", "--csv", "mine"])
+    tiny_layer(script, monkeypatch).main(["--rounds", "2", "--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
-    stages = ["tile", "select", "attend", "untile", "total"]
+    stages = ["tile", "score", "select", "attend", "untile", "total"]
     assert [(row["padding"], row["stage"]) for row in rows] == [("dense", "total"), *((pad, s) for pad in ("none", "zero") for s in stages)]
-    assert [row["stage"] for row in rows if row["error"]] == ["attend", "attend"]
-    assert [row["stage"] for row in rows if row["extra_mib"]] == ["total"] * 3
+    assert [row["stage"] for row in rows if row["error"]] == ["total", "total"]
+    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 3
+    assert [row["stage"] for row in rows if row["tflops"]] == ["total", "attend", "attend"]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_stages_are_timed_inside_the_layer(monkeypatch):
+    import stages
+
+    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 9.0])  # select [0, 5] with score [1, 3] and [4, 4.5], then attend
+    monkeypatch.setattr(stages, "now", lambda: next(clock))
+    monkeypatch.setattr(stages, "elapsed_ms", lambda first, last: last - first)
+    monkeypatch.setattr(stages, "STAGES", {"score": (("here", "score"),), "select": (("here", "select"),)})
+    module = types.ModuleType("here")
+    module.score, module.select = lambda: None, lambda: module.score() or "selected"
+    monkeypatch.setitem(sys.modules, "here", module)
+    unpatched = module.select
+    watch = stages.Stopwatch(lambda: module.select())
+    watch()
+    assert module.select is unpatched, "the stages were not given back"
+    assert stages._alone(watch._runs[0]) == {"score": 2.0, "select": 2.0}
+    clock = iter([0.0, 5.0, 5.0, 6.0])
+    watch()
+    assert {name: times["median_ms"] for name, times in watch.summary(1).items()} == {"score": 0.0, "select": 6.0}
+    assert {name: times["median_ms"] for name, times in watch.summary(2).items()} == {"score": 1.0, "select": 4.0}
+
+
+def test_every_stage_is_a_part_of_the_layer():
+    from stages import STAGES
+
+    for functions in STAGES.values():
+        for module, name in functions:
+            owner = importlib.import_module(module)
+            for part in name.split("."):
+                owner = getattr(owner, part)
+            assert callable(owner)
 
 
 def test_errors_end_to_end(script, monkeypatch, tmp_path):
@@ -174,6 +340,10 @@ def test_the_yardstick_of_errors_is_attention():
 @pytest.mark.parametrize("name, arguments, message", [
     ("bench_kernels", ["--shape", "64"], "must be TOKENS,KEPT[,BLOCK[,HEADS[,HEAD_DIM]]], got '64'"),
     ("bench_kernels", ["--shape", "1,2,3,4,5,6"], "must be TOKENS,KEPT"),
+    ("bench_kernels", ["--shape", "768,0.0"], "KEPT must be a whole number, got '0.0'"),
+    ("bench_kernels", ["--peers", "flash"], "--peers: invalid choice: 'flash'"),
+    ("tune", ["--kernel", "softmax"], "--kernel: invalid choice: 'softmax'"),
+    ("bench_layer", ["--layer", "sora"], "--layer must be part of one of"),
     ("bench_kernels", ["--shape", "768,x"], "KEPT must be a whole number, got 'x'"),
     ("bench_kernels", ["--shape", "768,1,384,0"], "HEADS must be at least 1, got 0"),
     ("bench_kernels", ["--shape", "1000,1"], "TOKENS must be a multiple of BLOCK 384, got 1000"),
@@ -204,15 +374,34 @@ def test_interleaved_calls_each_the_same_number_of_times():
     assert len(rounds) == 7 and all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
     assert len(set(map(tuple, rounds))) > 1, "the order never changes"
     assert list(times) == ["a", "b", "c"]
-    assert all(0 <= t["min_ms"] <= t["median_ms"] <= t["max_ms"] for t in times.values())
+    assert all(0 <= t["q1_ms"] <= t["median_ms"] <= t["q3_ms"] and t["note"] == "" for t in times.values())
 
 
 def test_interleaved_reports_the_median_without_the_warm_rounds(monkeypatch):
     import measure
 
-    clock = iter([100.0, 3.0, 1.0, 2.0, 8.0])
-    monkeypatch.setattr(measure, "_milliseconds", lambda call: next(clock))
-    assert measure.interleaved({"a": None}, rounds=4, warm=1) == {"a": {"median_ms": 2.5, "min_ms": 1.0, "max_ms": 8.0}}
+    clock, waits = iter([(100.0, 0.5), (3.0, 1.0), (1.0, 1.0), (2.0, 3.0), (8.0, 9.0)]), []
+    monkeypatch.setattr(measure, "_milliseconds", lambda call, wait: waits.append(wait) or next(clock))
+    assert measure.interleaved({"a": None}, rounds=4, warm=1) == {
+        "a": {"median_ms": 2.5, "q1_ms": 1.75, "q3_ms": 4.25, "host_ms": 2.0, "note": ""}}
+    assert waits == [measure.LONGEST_WAIT, *[pytest.approx(0.6)] * 4]
+
+
+def test_a_call_that_fails_while_it_is_timed_is_left_out():
+    from measure import NO_TIMES, interleaved
+
+    calls = []
+
+    def fails():
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck\nand more")
+
+    told = []
+    times = interleaved({"good": lambda: None, "bad": fails}, rounds=4, warm=1, failed=lambda *what: told.append(what))
+    assert told == [("bad", "failed: RuntimeError: out of luck")]
+    assert times["bad"] == {**NO_TIMES, "note": "failed: RuntimeError: out of luck"} and len(calls) == 3
+    assert times["good"]["median_ms"] >= 0 and times["good"]["note"] == ""
 
 
 def test_flops_are_those_of_the_products():
@@ -231,99 +420,17 @@ def test_flops_are_those_of_the_products():
 
 def test_pairs_are_what_the_mask_keeps():
     from arguments import kernel_shape
+    from shapes import pairs
 
-    shape = kernel_shape(TINY)
-    q = torch.empty(shape.batch, shape.heads, shape.tokens, shape.head_dim)
-    lists = torch.stack([torch.tensor(random.Random(i).sample(range(shape.blocks), shape.kept)) for i in range(shape.blocks)])
-    assert shape.pairs == token_mask(q, q, BlockLists.from_topk(lists, shape.block, shape.block)).sum()
-
-
-# README's tables
-
-
-def test_readme_shows_what_was_measured():
-    import table
-
-    table.main(["--check"])
+    for text in (TINY, "128,window,16,2,32", "96,full,16", "160,0.4,16"):
+        problem, pattern = kernel_shape(text)
+        q = torch.empty(problem.batch, problem.heads, problem.tokens, 8)
+        blocks = BlockLists.from_mask(pattern.mask(problem, "cpu"), problem.block, problem.block)
+        assert pairs(problem, pattern.kept) == token_mask(q, q, blocks).expand(*q.shape[:2], -1, -1).sum()
 
 
-def kernel_row(what, provider, ms, kept):
-    return dict(what=what, provider=provider, tokens=46080, kept=kept, blocks=120, median_ms=ms)
+def test_the_commit_may_come_from_the_environment(monkeypatch):
+    from measure import machine
 
-
-@pytest.fixture
-def made_up(tmp_path, monkeypatch):
-    """A README with one place, and a CSV of another machine for it."""
-    import measure
-    import table
-
-    where = dict(device="Card", driver="1", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
-    monkeypatch.setattr(measure, "machine", lambda: where)
-    measure.write_rows(tmp_path / "kernels_card.csv", [
-        kernel_row("forward", "ssta triton", 7.9961, 48), kernel_row("forward", "FlexAttention", 10.0, 48),
-        kernel_row("forward", "dense SDPA", 1234.5, 120),
-        kernel_row("backward", "ssta triton", 20.0, 48), kernel_row("backward", "dense SDPA", 99.96, 120)])
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- table:kernels -->\nstale\n<!-- /table -->\nafter\n<!-- table:errors -->\nkept\n<!-- /table -->\n")
-    monkeypatch.setattr(table, "README", readme)
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
-    return table, readme
-
-
-def test_a_table_from_a_made_up_csv(made_up, capsys):
-    table, readme = made_up
-    before = readme.read_text()
-    with pytest.raises(SystemExit, match="benchmark/results holds for kernels: run python benchmark/table.py"):
-        table.main(["--check"])
-    assert readme.read_text() == before
-    table.main([])
-    assert readme.read_text() == """before
-<!-- table:kernels -->
-| tokens | blocks kept | direction | kernel | SSTA, ms | FlexAttention, ms | FlexAttention / SSTA | dense SDPA, ms |
-|---:|---:|---|---|---:|---:|---:|---:|
-| 46,080 | 48 of 120 | forward | triton | 8.00 | 10.0 | 1.25 | 1,230 |
-| 46,080 | 48 of 120 | backward | triton | 20.0 | – | – | 100 |
-
-Card, torch 2.9, triton 3.5, 2026-01-02
-<!-- /table -->
-after
-<!-- table:errors -->
-kept
-<!-- /table -->
-"""
-    table.main(["--check"])
-    table.main([])
-    assert "every table shows" in capsys.readouterr().out
-
-
-def test_the_other_tables(tmp_path):
-    import measure
-    import table
-    from shapes import LAYERS
-
-    measure.write_rows(tmp_path / "layer_a.csv", [
-        dict(layer=LAYERS[0].name, padding="dense", stage="total", median_ms=200.0, extra_mib=444.4, extra_over_qkvo=0.25),
-        dict(layer=LAYERS[0].name, padding="none", stage="attend", median_ms=44.0, extra_mib="", extra_over_qkvo=""),
-        dict(layer=LAYERS[0].name, padding="none", stage="total", median_ms=50.0, extra_mib=1889.3, extra_over_qkvo=1.0645)])
-    measure.write_rows(tmp_path / "layer_small.csv", [dict(layer="small", padding="dense", stage="total", median_ms=1.0)])
-    measure.write_rows(tmp_path / "errors_a.csv", [
-        dict(impl="gather", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
-        for name in ("out", "lse", "dq", "dk", "dv")])
-    filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("layer", "stages", "errors")), tmp_path)
-    layer, stages, errors = filled.split("<!-- /table -->\n")[:3]
-    assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
-    assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
-    assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
-    assert f'| {LAYERS[0].name} | `pad_type="none"` | – | – | 44.0 | – | 50.0 |\n' in stages and "| small |" in stages
-    assert f"| gather | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
-
-
-@pytest.mark.parametrize("text, message", [
-    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, layer, stages, errors, got 'speed'"),
-    ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
-    ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
-def test_places_that_cannot_be_filled(tmp_path, text, message):
-    import table
-
-    with pytest.raises(ValueError, match=message):
-        table.filled(text, tmp_path)
+    monkeypatch.setenv("SSTA_COMMIT", "0123abc")
+    assert machine()["commit"] == "0123abc"

@@ -1,0 +1,103 @@
+"""Pictures of what was measured, one for each CSV: rates of the kernels, and the layer by its stages. Needs matplotlib."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+from stages import STAGES
+from table import PADDINGS, grouped, is_dense, kept_cell, problem_of, title, with_times
+
+Row = dict[str, str]
+# Told apart also by readers who do not see all colours (Okabe and Ito's set).
+COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#000000", "#999999")
+
+
+def plot_kernels(rows: list[Row]) -> Figure:
+    """TFLOP/s of the kept blocks, forward above backward: a group of bars for every problem and pattern, a colour for every library."""
+    rows = [row for row in rows if row["what"] in ("forward", "backward")]
+    providers = with_times(rows)
+    places = list(grouped([row for row in rows if not is_dense(row)], lambda row: (problem_of(row), row["pattern"], row["kept"])))
+    figure = Figure((max(7, 1.6 * len(places)), 7), layout="constrained")
+    for axes, what in zip(figure.subplots(2, 1), ("forward", "backward")):
+        dense = {(problem_of(row), row["provider"]): row for row in rows if row["what"] == what and is_dense(row)}
+        found = {(problem_of(row), row["pattern"], row["kept"], row["provider"]): row for row in rows if row["what"] == what}
+        for i, provider in enumerate(providers):
+            bars = [(x, row) for x, place in enumerate(places)
+                    if (row := found.get((*place, provider)) or dense.get((place[0], provider))) and row["tflops"]]
+            axes.bar([x + (i + 0.5) * 0.8 / len(providers) - 0.4 for x, _ in bars], [float(row["tflops"]) for _, row in bars],
+                     0.8 / len(providers), color=COLOURS[i % len(COLOURS)], label=title(provider))
+        axes.set_ylabel(f"{what}, TFLOP/s")
+        axes.set_xticks(range(len(places)), [place_label(rows, place) for place in places], fontsize="small")
+    figure.axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), ncols=5, fontsize="small", frameon=False)
+    figure.supxlabel(caption(rows), fontsize="x-small")
+    return figure
+
+
+def plot_sweep(rows: list[Row]) -> Figure:
+    """TFLOP/s against the number of tokens: a column for every pattern, a row for every direction and number of heads."""
+    rows = [row for row in rows if row["what"] in ("forward", "backward") and row["tflops"] and row["head_dim"] == "128"]
+    providers = with_times(rows)
+
+    def share(row: Row) -> str:
+        return row["pattern"] if row["pattern"] != "random" else f"random, {int(row['kept']) / int(row['blocks']):.1f}"
+
+    patterns = list(dict.fromkeys(map(share, rows)))
+    lines = list(dict.fromkeys((row["heads"], row["what"]) for row in rows))
+    figure = Figure((2.6 * len(patterns) + 1, 2.2 * len(lines) + 1), layout="constrained")
+    table = figure.subplots(len(lines), len(patterns), sharex=True, sharey="row", squeeze=False)
+    for (heads, what), row_of_axes in zip(lines, table):
+        for pattern, axes in zip(patterns, row_of_axes):
+            for i, provider in enumerate(providers):
+                points = sorted((int(row["tokens"]), float(row["tflops"])) for row in rows
+                                if (row["heads"], row["what"], row["provider"]) == (heads, what, provider)
+                                and (is_dense(row) or share(row) == pattern))
+                if points:
+                    axes.plot(*zip(*points), marker="o", markersize=3, color=COLOURS[i % len(COLOURS)], label=title(provider))
+            axes.set_xscale("log")
+            axes.set_title(pattern, fontsize="small")
+            axes.set_ylim(bottom=0)
+        row_of_axes[0].set_ylabel(f"{what}, {heads} heads, TFLOP/s", fontsize="x-small")
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, fontsize="small", frameon=False)
+    figure.supxlabel(f"tokens\n{caption(rows)}", fontsize="x-small")
+    return figure
+
+
+def plot_layer(rows: list[Row]) -> Figure:
+    """Milliseconds of every layer: dense, and each padding as a pile of its stages."""
+    bars = list(grouped(rows, lambda row: (row["layer"], row["padding"])).items())
+    figure = Figure((8, 0.45 * len(bars) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    for y, (_, found) in enumerate(bars):
+        of = {row["stage"]: float(row["median_ms"]) for row in found}
+        left = 0.0
+        for i, stage in enumerate(STAGES):
+            if stage in of:
+                axes.barh(y, of[stage], left=left, color=COLOURS[i], label=stage)
+                left += of[stage]
+        axes.barh(y, max(of["total"] - left, 0), left=left, color="#bbbbbb", label="rest" if left else "dense")
+        axes.text(max(of["total"], left), y, f" {of['total']:.3g}", va="center", fontsize="small")
+    axes.set_yticks(range(len(bars)), [f"{layer}: {PADDINGS[padding].replace('`', '')}" for (layer, padding), _ in bars], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.margins(x=0.1)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    handles = {label: handle for label, handle in handles.items() if label != "dense"}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=6, fontsize="small", frameon=False)
+    figure.supxlabel(caption(rows), fontsize="x-small")
+    return figure
+
+
+def place_label(rows: list[Row], place: tuple) -> str:
+    problem, pattern, kept = place
+    tokens, heads, head_dim, _ = problem
+    row = next(row for row in rows if (problem_of(row), row["pattern"], row["kept"]) == place)
+    return f"{int(tokens):,} tokens\n{heads} heads of {head_dim}\n{kept_cell(row)}"
+
+
+def caption(rows: list[Row]) -> str:
+    where = rows[0]
+    return f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {where['commit']}, {where['date']}"
+
+
+# Which CSVs are drawn, and how.
+PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer}

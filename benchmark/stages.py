@@ -1,0 +1,81 @@
+"""The stages of an SSTA layer, and a stopwatch that times them inside a call of the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+from measure import NO_TIMES, elapsed_ms, now, quartiles
+
+# Stage -> the functions of the layer that it consists of, as module and name. What runs inside another stage's function counts for the
+# inner one alone, so that "select" is the selection without its scores.
+STAGES = {
+    "tile": (("ssta.layout", "TileLayout.tile"),),
+    "score": (("ssta.selection", "descriptors"), ("ssta.selection", "score_tiles")),
+    "select": (("ssta.attention", "select_tiles"),),
+    "attend": (("ssta.attention", "block_sparse_attention"),),
+    "untile": (("ssta.layout", "TileLayout.untile"),)}
+
+
+class Stopwatch:
+    """Called, it runs ``layer`` once and keeps what each stage took."""
+
+    def __init__(self, layer: Callable[[], object]):
+        self._layer = layer
+        self._runs: list[list] = []
+
+    def __call__(self) -> None:
+        marks: list = []
+        with timed_stages(marks):
+            self._layer()
+        self._runs.append(marks)
+
+    def summary(self, rounds: int) -> dict[str, dict[str, object]]:
+        """Stage -> the columns of ``measure.interleaved``, over the last ``rounds`` calls; what the host needs is not taken apart."""
+        found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        for marks in self._runs[-rounds:]:
+            for stage, ms in _alone(marks).items():
+                found[stage].append(ms)
+        return {stage: {**NO_TIMES, **quartiles(times), "note": ""} for stage, times in found.items() if times}
+
+
+@contextmanager
+def timed_stages(marks: list) -> Iterator[None]:
+    """Within it every stage's functions append (stage, depth, start, end) to ``marks``, inner ones first."""
+    depth = 0
+
+    def timed(stage: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            nonlocal depth
+            depth += 1
+            start = now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+                marks.append((stage, depth, start, now()))
+
+        return call
+
+    with ExitStack() as stack:
+        for stage, functions in STAGES.items():
+            for module, name in functions:
+                owner = import_module(module)
+                *outer, name = name.split(".")
+                for part in outer:
+                    owner = getattr(owner, part)
+                stack.enter_context(patch.object(owner, name, timed(stage, getattr(owner, name))))
+        yield
+
+
+def _alone(marks: list) -> dict[str, float]:
+    """Milliseconds of each stage without those of the stages inside it."""
+    total: dict[str, float] = {}
+    inside: dict[int, float] = {}
+    for stage, depth, start, end in marks:
+        ms = elapsed_ms(start, end)
+        total[stage] = total.get(stage, 0.0) + ms - inside.pop(depth + 1, 0.0)
+        inside[depth] = inside.get(depth, 0.0) + ms
+    return total

@@ -1,0 +1,191 @@
+"""Which launch configurations suit this GPU? Sweeps the candidates of kernels/launch.py and says which line to change.
+
+    python benchmark/tune.py [--kernel forward dq dkv hopper] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
+
+Each candidate is checked against float64 before it is timed, all of one kernel take turns, and what does not fit on the GPU says so. dq and
+dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
+(TRITON_INTERPRET=1), which shows that it works but says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+from unittest.mock import patch
+
+import torch
+from arguments import SHAPE, add_rounds, kernel_shape, new_parser
+from measure import NO_TIMES, RESULTS, failure, interleaved, print_machine, print_rows, write_rows
+from shapes import Pattern, Problem, kept
+from truth import Truth, Wrong, truth
+
+from ssta.kernels import BlockLists, resolve_impl
+from ssta.kernels.launch import LaunchConfig, device_limits, dkv_config, dq_config, forward_config
+
+PORTABLE = ("forward", "dq", "dkv")
+# The Hopper kernels' constants that more than one value compiles for: module, name, values.
+HOPPER = {"hopper": (("hopper_forward", "CHUNK", (64, 128)),)}
+# Less than this is not worth a change.
+GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A launch configuration, and a call that runs the kernel with it and returns what is checked."""
+
+    name: str
+    run: Callable[[], object]
+    present: bool
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float16
+    parser = new_parser(__doc__)
+    parser.add_argument("--kernel", nargs="+", choices=(*PORTABLE, *HOPPER), help="which kernels (default: all that run here)")
+    parser.add_argument("--wide", action="store_true", help="more candidates; several times as long")
+    usual = Problem(46_080) if gpu else Problem(64, heads=1, head_dim=16, block=32)
+    parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
+                        help="the problem to tune for (default 46080,0.4)")
+    add_rounds(parser, 7 if gpu else 1)
+    options = parser.parse_args(argv)
+    problem, pattern = options.shape
+    try:
+        resolve_impl("triton", device, dtype, problem.head_dim, problem.block)
+    except ValueError as error:
+        parser.error(f"{error}; set TRITON_INTERPRET=1 to run without a GPU" if not gpu else str(error))
+    setting = Setting(problem, pattern, device, dtype)
+    print_machine()
+    rows, advice = [], []
+    for kernel in options.kernel or (*PORTABLE, *(HOPPER if setting.hopper else ())):
+        found = measure_kernel(kernel, setting, options.wide, options.rounds)
+        print_rows(found)
+        rows += found
+        advice.append(advise(kernel, found) if gpu else f"{kernel}: no advice, times of the interpreter say nothing")
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", rows)
+    print("\n".join(advice))
+
+
+class Setting:
+    """One problem on one device, with the exact values at its sampled blocks."""
+
+    def __init__(self, problem: Problem, pattern: Pattern, device: torch.device, dtype: torch.dtype):
+        torch.manual_seed(0)
+        size = (problem.batch, problem.heads, problem.tokens, problem.head_dim)
+        self.problem, self.pattern, self.device = problem, pattern, device
+        self.q, self.k, self.v, self.dout = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
+        self.blocks = BlockLists.from_mask(pattern.mask(problem, device), problem.block, problem.block)
+        self.flipped = self.blocks.transpose()
+        self.scale = problem.head_dim ** -0.5
+        self.exact: Truth = truth(self.q, self.k, self.v, self.blocks, self.dout)
+
+    @property
+    def hopper(self) -> bool:
+        return self.device.type == "cuda" and resolve_impl("auto", self.device, self.q.dtype, self.problem.head_dim) == "hopper"
+
+
+def measure_kernel(kernel: str, setting: Setting, wide: bool, rounds: int) -> list[dict]:
+    """A row for every candidate: its times and how they compare with the present one's."""
+    calls, notes, errors = {}, {}, {}
+    found = candidates(kernel, setting, wide)
+    for candidate in found:
+        try:
+            result = candidate.run()
+            errors[candidate.name] = (setting.exact.forward_error(candidate.name, result) if isinstance(result, torch.Tensor)
+                                      else setting.exact.backward_error(candidate.name, result))
+            calls[candidate.name] = candidate.run
+        except Wrong as error:
+            notes[candidate.name] = str(error)
+        except Exception as error:  # too little shared memory or too few registers have many names
+            notes[candidate.name] = failure(error)
+    times = interleaved(calls, rounds)
+    present = next(candidate.name for candidate in found if candidate.present)
+    usual = times[present]["median_ms"] if present in times else ""
+    rows = []
+    for candidate in found:
+        measured = times.get(candidate.name, {**NO_TIMES, "note": notes.get(candidate.name, "")})
+        ms = measured["median_ms"]
+        rows.append(dict(kernel=kernel, config=candidate.name, present=candidate.present, tokens=setting.problem.tokens,
+                         heads=setting.problem.heads, head_dim=setting.problem.head_dim, block=setting.problem.block,
+                         kept=setting.pattern.kept, **{column: measured[column] for column in NO_TIMES},
+                         ratio="" if "" in (ms, usual) else ms / usual, error=errors.get(candidate.name, ""), note=measured["note"]))
+    return sorted(rows, key=lambda row: (row["median_ms"] == "", row["median_ms"]))
+
+
+def candidates(kernel: str, setting: Setting, wide: bool) -> list[Candidate]:
+    """The present configuration and those around it."""
+    if kernel in HOPPER:
+        return hopper_candidates(kernel, setting)
+    choose = {"forward": forward_config, "dq": dq_config, "dkv": dkv_config}
+    limits = device_limits(setting.device)
+    block = setting.problem.block
+    present = {name: config(setting.problem.head_dim, block, block, limits) for name, config in choose.items()}
+    every = dict.fromkeys([present[kernel], *launch_configs(block, wide)])
+    return [Candidate(written(kernel, config), run_of(kernel, config, present, setting), config == present[kernel]) for config in every]
+
+
+def launch_configs(block: int, wide: bool) -> list[LaunchConfig]:
+    """The candidates; none longer than the blocks, and eight warps only where they have 128 rows or keys to share."""
+    sizes = [size for size in (16, 32, 64, 128) if size <= block][-2 - wide:]
+    return [LaunchConfig(m, n, warps, stages) for m, n, warps, stages in product(sizes, sizes, (4, 8), (1, 2, 3, 4) if wide else (2, 3))
+            if max(m, n) >= 128 or warps == 4]
+
+
+def written(kernel: str, config: LaunchConfig) -> str:
+    """As the line in launch.py has it: dkv_config writes the keys, which stay, first."""
+    first, second = (config.block_n, config.block_m) if kernel == "dkv" else (config.block_m, config.block_n)
+    return f"LaunchConfig({first}, {second}, {config.num_warps}, {config.num_stages})"
+
+
+def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], setting: Setting) -> Callable[[], object]:
+    from ssta.kernels.triton_backward import triton_backward
+    from ssta.kernels.triton_forward import triton_forward
+
+    if kernel == "forward":
+        return lambda: triton_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False, config)[0]
+    out, lse = triton_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False)
+    configs = (config, present["dkv"]) if kernel == "dq" else (present["dq"], config)
+    return lambda: triton_backward(setting.dout, None, setting.q, setting.k, setting.v, out, lse, setting.blocks, setting.flipped,
+                                   setting.scale, False, configs)
+
+
+def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
+    from ssta.kernels.hopper_forward import hopper_forward
+
+    found = []
+    for module, name, values in HOPPER[kernel]:
+        home = import_module(f"ssta.kernels.{module}")
+        for value in values:
+
+            def run(home=home, name=name, value=value):
+                with patch.object(home, name, value):
+                    return hopper_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False)[0]
+
+            found.append(Candidate(f"{module}.{name} = {value}", run, value == getattr(home, name)))
+    return found
+
+
+def advise(kernel: str, rows: list[dict]) -> str:
+    """One sentence: keep the present configuration, or what to write in its place."""
+    present = next(row for row in rows if row["present"])
+    best = rows[0]
+    place = f"kernels/launch.py, {kernel}_config" if kernel in PORTABLE else "kernels/"
+    if best["median_ms"] == "":
+        return f"{place}: nothing could be measured"
+    if present["median_ms"] == "":
+        return f"{place}: {present['config']} does not run here; {best['config']} takes {best['median_ms']:.3g} ms"
+    if best["ratio"] > 1 - GAIN or best["q3_ms"] > present["q1_ms"]:
+        return f"{place}: keep {present['config']}, {present['median_ms']:.3g} ms; nothing is faster by {GAIN:.0%} and beyond the spread"
+    return (f"{place}: {best['config']} takes {best['median_ms']:.3g} ms, {present['config']} {present['median_ms']:.3g}: "
+            f"change it where it stands as best, and the times beside it")
+
+
+if __name__ == "__main__":
+    # The interpreter must be asked for before Triton is first imported.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    main()
