@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits
 from .blocks import BlockLists
 from .hopper_backward_steps import Work, add_dq, load, multiply, pick_columns
 from .hopper_forward import LOG2E, _reachable, _tiles
+from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits
 from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
 
 WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
