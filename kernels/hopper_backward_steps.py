@@ -75,6 +75,12 @@ class Work:
         self.rows = rows
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """The registers of a product of 64 rows by four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
 def _matrix(buffer):
     """A [1, 1, rows, D] tile as the matrix it is."""
@@ -127,8 +133,9 @@ def _store(tiles, pointer, stride, buffer, share: gl.constexpr, result, batch, h
         copy_out(tiles, [batch, head, row, 0], buffer.slice(share * ROWS, ROWS, 2))
         tma.store_wait(0)
     else:
-        lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, result.type.layout))
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, result.type.layout))
+        layout: gl.constexpr = product_layout(D)
+        lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
         gl.store(pointer + (lines[:, None] * stride + columns[None, :]), result, mask=(lines < rows)[:, None])
 
 
@@ -198,7 +205,8 @@ def _weighted(p, dp):
 def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.constexpr):
     """(dV with visit ``i`` added, dS of the visit in 16 bits)."""
     STAGES: gl.constexpr = work.q.shape[0]
-    s_layout: gl.constexpr = zero.type.layout
+    s_layout: gl.constexpr = product_layout(zero.shape[1])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
     dtype: gl.constexpr = work.q.dtype
     stage = i % STAGES
     do = _matrix(work.do.index(stage))
@@ -207,7 +215,7 @@ def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.cons
     # Kept in 16 bits: the registers of the float32 weights are those of dP.
     p = _narrow(gl.exp2(scores * scale_log2), dtype)
     mbarrier.wait(work.do_full.index(stage), (i // STAGES) & 1)
-    dv_token = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, dv_sum.type.layout, 2)), do, dv_sum, is_async=True)
+    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), do, dv_sum, is_async=True)
     token = _product(work, v, do, stage, 1, zero)
     dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
     return dv_sum, _weighted(p, dp)
@@ -233,8 +241,8 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_r
     QUERIES: gl.constexpr = work.q.shape[3]
     WARPGROUPS: gl.constexpr = 2
     KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(QUERIES)
+    o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
     k = _matrix(work.k).slice(group * KEYS, KEYS)
@@ -286,7 +294,7 @@ def add_dq(work, dq_tiles, turns, rank, D: gl.constexpr, ORDERED: gl.constexpr):
     QUERIES: gl.constexpr = work.q.shape[3]
     HALF: gl.constexpr = 64
     HALVES: gl.constexpr = D // HALF
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    layout: gl.constexpr = product_layout(HALF)
     zero = gl.zeros([QUERIES, HALF], gl.float32, layout)
     k = _matrix(work.k)
     slot = work.first_slot
