@@ -1,0 +1,40 @@
+"""Operators for torch.compile that cost nothing outside of it, and where Triton's small kernels run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def operator(name: str, fake: Callable) -> Callable:
+    """Decorates a function of tensors and numbers that launches kernels: torch.compile sees it as the operator ``ssta::name``.
+
+    A plain call runs the function itself, which spares the dispatcher's tens of microseconds. ``fake`` makes outputs of the right
+    shape, dtype and strides from the same arguments. The outputs are new tensors; gradients are the caller's business.
+    """
+
+    def decorate(run: Callable) -> Callable:
+        registered = torch.library.custom_op(f"ssta::{name}", run, mutates_args=())
+        registered.register_fake(fake)
+
+        def call(x: Tensor, *args):
+            plain = not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
+            return run(x, *args) if plain else registered(x, *args)
+
+        return call
+
+    return decorate
+
+
+def kernels_run(x: Tensor) -> bool:
+    """Whether Triton's kernels move and choose blocks for ``x``: on a GPU, but for float64, where Triton is installed. Else torch does."""
+    return x.device.type == "cuda" and x.dtype != torch.float64 and _has_triton()
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
