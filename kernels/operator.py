@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+# Looked for, not loaded: importing the package must stay light.
+TRITON = find_spec("triton") is not None
 
 
 def operator(name: str, fake: Callable) -> Callable:
@@ -32,9 +34,4 @@ def operator(name: str, fake: Callable) -> Callable:
 
 def kernels_run(x: Tensor) -> bool:
     """Whether Triton's kernels move and choose blocks for ``x``: on a GPU, but for float64, where Triton is installed. Else torch does."""
-    return x.device.type == "cuda" and x.dtype != torch.float64 and _has_triton()
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return x.device.type == "cuda" and x.dtype != torch.float64 and TRITON

@@ -13,32 +13,33 @@ def score_blocks(q: Tensor, k: Tensor, lambda_: float | None = None) -> Tensor:
     """Scores of key blocks for query blocks, by Triton's kernels on a GPU: float32 ``[B, Hq, N, N]``.
 
     Args:
-        q: float32 ``[B, Hq, N, C]``, contiguous.
-        k: float32 ``[B, Hkv, N, C]``, contiguous; query head h is compared with key head h // (Hq / Hkv).
+        q: float32 ``[B, Hq, N, C]``.
+        k: float32 ``[B, Hkv, N, C]``; query head h is compared with key head h // (Hq / Hkv).
         lambda_: None scores by the dot product. A number scores by lambda * cos(q_a, k_b) - (1 - lambda) * mean over c != b of
             cos(k_c, k_b), cosines mapped to [0, 1] by (x + 1) / 2; a zero descriptor has cosine 0 with everything.
 
     A descriptor that is not finite counts as zero; as a key block it scores -inf.
     """
-    return _score(q, k, 0.0 if lambda_ is None else lambda_, lambda_ is not None)
+    return _score(q.contiguous(), k.contiguous(), float(lambda_ or 0), lambda_ is not None)
 
 
 def pick_blocks(always: Tensor, scores: Tensor | None, limit: int | Tensor = 0, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Lists of the blocks that are always kept, united with the best-scored ones: (counts, indices) of BlockLists, ids ascending.
 
     Args:
-        always: bool ``[T, T]``, contiguous; True keeps the block for all batch elements and heads.
-        scores: float32 ``[B, H, N, N]``, contiguous, of the first N of T blocks; None = no more than ``always``, with H = 1.
-        limit: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``, contiguous. Of
+        always: bool ``[T, T]``; True keeps the block for all batch elements and heads.
+        scores: float32 ``[B, H, N, N]`` of the first N of T blocks; None = no more than ``always``, with H = 1.
+        limit: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``. Of
             equal scores the first is better; NaN counts as -inf.
-        used: bool ``[B, T]``, contiguous. A block that is not used attends only to itself, and no other to it. With scores None it is
+        used: bool ``[B, T]``. A block that is not used attends only to itself, and no other to it. With scores None it is
             required.
 
     Runs by Triton's kernel on a GPU, else in plain torch; the result is the same.
     """
     limits = limit if isinstance(limit, Tensor) else None
     if kernels_run(always):
-        return _pick(always, scores, used, limits, 0 if limits is not None else limit)
+        scores, used, limits = (None if x is None else x.contiguous() for x in (scores, used, limits))
+        return _pick(always.contiguous(), scores, used, limits, 0 if limits is not None else limit)
     return _pick_in_torch(always, scores, used, limit)
 
 

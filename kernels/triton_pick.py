@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
-SIDE = 32
+SIDE = 64
 PART = 32
-# Descriptor entries that the preparing kernel holds at once.
-HELD = 8192
+# Descriptor entries that the preparing kernel holds at once, 32 a thread. One program walks all blocks of a head, so it must be wide.
+HELD = 16384
+PREPARE_WARPS = 16
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     width_pad = triton.next_power_of_2(width)
     _prepare_kernel[(batch * (heads + kv_heads),)](
         q, k, q_ready, k_ready, bias, batch * heads, rows, lambda_,
-        COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad, num_warps=8)
+        COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad, num_warps=PREPARE_WARPS)
     _score_kernel[(triton.cdiv(rows, SIDE) ** 2, batch * heads)](
         q_ready, k_ready, bias, scores, rows, heads // kv_heads, lambda_ / 2 if cosine else 1.0, SIDE=SIDE, PART=PART, WIDTH=width)
     return scores

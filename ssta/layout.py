@@ -241,7 +241,10 @@ class TileLayout:
         """The transpose of ``tile``: for each token the sum over its slots."""
         if self.num_slots == self.tokens.length:
             return take_tokens(x, self.inverse)
-        return torch.cat([self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)], 2)
+        parts = [self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)]
+        if x.stride(1) < x.stride(2):
+            return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+        return torch.cat(parts, 2)
 
     def _fold(self, x: Tensor, segment: TiledSegment) -> Tensor:
         """One segment's part of ``_collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
@@ -296,7 +299,7 @@ def tile_layout(
 ) -> TileLayout:
     """``tokens`` cut into tiles. The 64 layouts used last are remembered; everything is computed on ``device``, without waiting for it.
 
-    Inside torch.compile the layout becomes part of the graph instead: computed again in every call, and compiled anew for a new canvas.
+    Inside torch.compile its tensors come from one operator, which copies those that are remembered.
 
     Args:
         tokens: the sequence.
@@ -312,7 +315,36 @@ def tile_layout(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _tile_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
+    make = _compiled_layout if torch.compiler.is_compiling() else _tile_layout
+    return make(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
+
+
+def _compiled_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
+    """``_tile_layout`` for a graph. Traced into it, the index arithmetic would be computed again in every call, and torch 2.11's compiler
+    fails on it."""
+    video, dense = _cut(tokens, tile_thw, padding)
+    cut = (*video, *dense)
+    segments = [n for segment in tokens.segments for n in (segment.thw if isinstance(segment, VideoGrid) else (0, 0, segment.length))]
+    sizes = [sum([segment.num_slots for segment in cut]), tokens.length, sum([segment.num_tiles for segment in cut])]
+    return TileLayout(tokens, tile_thw, padding, video, dense, *_layout_tensors(segments, list(tile_thw), padding, sizes, device))
+
+
+@torch.library.custom_op("ssta::layout_tensors", mutates_args=())
+def _layout_tensors(segments: list[int], tile_thw: list[int], padding: str, sizes: list[int], device: torch.device) -> list[Tensor]:
+    """The tensors of the TileLayout of ``segments``, three numbers each: t, h, w, or 0, 0 and a dense run's length. ``sizes``: slots,
+    tokens and tiles. Copies, because the graph owns what an operator returns."""
+    triples = zip(segments[0::3], segments[1::3], segments[2::3])
+    tokens = TokenLayout(tuple(VideoGrid(t, h, w) if t else DenseRun(w) for t, h, w in triples))
+    layout = _tile_layout(tokens, tuple(tile_thw), padding, device)
+    return [x.clone() for x in (layout.source, layout.inverse, layout.returned, layout.offsets, layout.lengths, layout.row_major)]
+
+
+@_layout_tensors.register_fake
+def _(segments, tile_thw, padding, sizes, device):
+    slots, tokens, tiles = sizes
+    long, short = dict(dtype=torch.int64, device=device), dict(dtype=torch.int32, device=device)
+    return [torch.empty(slots, **long), torch.empty(tokens, **long), torch.empty(slots, **long), torch.empty(tiles + 1, **short),
+            torch.empty(tiles, **short), torch.empty(slots, **long)]
 
 
 @remember(64)

@@ -44,13 +44,17 @@ def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, t
     scores, limit = None, 0
     if config.sparse_type != "sta" and layout.num_video_tiles:
         scores, limit = budget(q, k, layout, config, means)
-    valid = None if text_mask is None else _valid_tokens(layout, text_mask)
-    used = None if valid is None or layout.padding == "none" else _used_tiles(layout, valid)
-    if scores is None and used is None:
-        lists = _window_lists(layout, config.kernel_thw)
-    else:
-        lists = _lists(*pick_blocks(_always(layout, config.kernel_thw, config.sparse_type), scores, limit, used), layout)
-    return lists if valid is None or used is not None else _with_lengths(lists, layout, valid)
+    masked = text_mask is not None and layout.dense
+    lengths, used = None, None
+    if masked and layout.padding == "none":
+        # The invalid tokens of a dense tile are neither attended to nor computed.
+        lengths = _reach(layout, text_mask, least=0).minimum(layout.lengths).clamp(min=0)[:, None]
+    elif masked:
+        used = _reach(layout, text_mask, least=1) > 0
+    if scores is not None or used is not None:
+        return _lists(*pick_blocks(_always(layout, config.kernel_thw, config.sparse_type), scores, limit, used), layout, lengths)
+    lists = _window_lists(layout, config.kernel_thw)
+    return lists if lengths is None else replace(lists, q_lengths=lengths, kv_lengths=lengths)
 
 
 def check_text_mask(text_mask: Tensor, batch: int, dense_length: int, device: torch.device) -> None:
@@ -132,34 +136,29 @@ def _window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int]) -> Block
     return lists
 
 
-def _lists(counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
+def _lists(counts: Tensor, indices: Tensor, layout: TileLayout, lengths: Tensor | None = None) -> BlockLists:
     longest = layout.max_tile_length
-    return BlockLists(counts, indices, layout.offsets, layout.offsets, max_q_length=longest, max_kv_length=longest)
+    return BlockLists(counts, indices, layout.offsets, layout.offsets, lengths, lengths, max_q_length=longest, max_kv_length=longest)
 
 
-def _valid_tokens(layout: TileLayout, text_mask: Tensor) -> Tensor:
-    """int32 ``[B, M]``: the valid tokens of each dense tile, of which each run has its own first."""
-    counts, first = [], 0
-    for run in layout.dense:
-        tokens, size = run.extent[2], run.tile[2]
-        valid = text_mask[:, first:first + tokens] != 0
-        valid = torch.nn.functional.pad(valid, (0, run.num_tiles * size - tokens))
-        counts.append(valid.unflatten(1, (run.num_tiles, size)).sum(2, dtype=torch.int32))
-        first += tokens
-    return torch.cat(counts, 1) if counts else text_mask.int()
+@remember(64)
+def _places(layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """For each tile the number of its dense run, int64 ``[N + M]``, and the run's tokens before it, int32; a video tile counts as one that
+    stands far before the first run."""
+    options = dict(device=layout.device, dtype=torch.int32)
+    runs = [torch.zeros(layout.num_video_tiles, **options)]
+    starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
+    for number, run in enumerate(layout.dense):
+        runs.append(torch.full((run.num_tiles,), number, **options))
+        starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
+    return torch.cat(runs).long(), torch.cat(starts)
 
 
-def _with_lengths(lists: BlockLists, layout: TileLayout, valid: Tensor) -> BlockLists:
-    """``lists`` in which the invalid tokens of a dense tile are neither attended to nor computed."""
-    lengths = torch.cat([layout.lengths[:layout.num_video_tiles].expand(len(valid), -1), valid], 1)[:, None]
-    return replace(lists, q_lengths=lengths, kv_lengths=lengths)
-
-
-def _used_tiles(layout: TileLayout, valid: Tensor) -> Tensor:
-    """bool ``[B, N + M]``: the dense tiles that hold a valid token, the first one of each run, and every video tile."""
-    used = torch.nn.functional.pad(valid > 0, (layout.num_video_tiles, 0), value=True)
-    tile = layout.num_video_tiles
-    for run in layout.dense:
-        used[:, tile] = True
-        tile += run.num_tiles
-    return used
+def _reach(layout: TileLayout, text_mask: Tensor, least: int) -> Tensor:
+    """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile; far
+    beyond its length for a video tile. A run counts at least ``least`` valid tokens."""
+    runs, starts = _places(layout)
+    valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
+    counts = [part.sum(1, keepdim=True, dtype=torch.int32) for part in valid.split([run.extent[2] for run in layout.dense], 1)]
+    counts = torch.cat(counts, 1)[:, runs] if len(counts) > 1 else counts[0]
+    return (counts.clamp(min=least) if least else counts) - starts
