@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockLists
-from .operator import kernels_run, operator
+from .operators import kernels_run, operator
 
 
 def score_blocks(q: Tensor, k: Tensor, lambda_: float | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operator import kernels_run, operator
+from .operators import kernels_run, operator
 
 
 def take_tokens(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:

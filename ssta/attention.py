@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
+from .kernels import BlockLists, autocast_inputs, block_sparse_attention, new_tokens, resolve_impl, resolve_scale
 from .layout import TileLayout, TokenLayout, tile_layout
 from .selection import check_text_mask, select_tiles
 
@@ -85,22 +86,20 @@ def ssta_attention(
     query, key, value = autocast_inputs(query=query, key=key, value=value)
     check_inputs(query, key, value, layout, config, text_mask)
     if layout.video:
-        config = config.for_canvas(max(grid.thw for grid in layout.video))
+        config = config.for_canvas(max([grid.thw for grid in layout.video]))
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, query.device)
     scale = resolve_scale(scale, query.shape[-1])
     # A compiled graph asks the GPU when it runs.
     if not torch.compiler.is_compiling():
         impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
     step = partial(_attend, tiles=tiles, config=config, text_mask=text_mask, scale=scale, impl=impl)
-    if return_blocks:
-        return step(query, key, value)
     groups = _head_groups(query, key, value, config)
     if groups == 1:
-        return step(query, key, value)[0]
-    out = torch.empty_like(query)
-    for parts in zip(*[x.chunk(groups, 1) for x in (query, key, value, out)]):
-        step(*parts)
-    return out
+        out, blocks = step(query, key, value)
+        return (out, blocks) if return_blocks else out
+    out = new_tokens(query, query.shape[2])
+    selections = [step(*parts)[1] for parts in zip(*[x.chunk(groups, 1) for x in (query, key, value, out)])]
+    return (out, _of_all_heads(selections, tiles, config)) if return_blocks else out
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None = None, *, tiles: TileLayout, config: SSTAConfig,
@@ -114,6 +113,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None = None
     return tiles.untile(tiled_out, out), blocks
 
 
+def _of_all_heads(selections: list[BlockLists], tiles: TileLayout, config: SSTAConfig) -> BlockLists:
+    """The selections of groups of heads as one. Without scores they are the same for all heads."""
+    if config.sparse_type == "sta" or not tiles.video:
+        return selections[0]
+    counts, indices = (torch.cat([getattr(blocks, name) for blocks in selections], 1) for name in ("counts", "indices"))
+    return replace(selections[0], counts=counts, indices=indices)
+
+
 def _head_groups(query: Tensor, key: Tensor, value: Tensor, config: SSTAConfig) -> int:
     """How many groups of heads go one after the other, so that just one group's tiled copies are in memory at a time: 1 or 2.
 
@@ -122,8 +129,9 @@ def _head_groups(query: Tensor, key: Tensor, value: Tensor, config: SSTAConfig) 
     """
     differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     apart = not (config.mask_share_within_head or callable(config.sampling_type) or config.budget)
-    small = query.shape[0] * query.shape[1] * query.shape[2] < 2 * GROUP
-    return 1 if differentiable or torch.compiler.is_compiling() or not apart or small or key.shape[1] % 2 else 2
+    large = query.shape[0] * query.shape[1] * query.shape[2] >= 2 * GROUP
+    splits = apart and large and key.shape[1] % 2 == 0 and not differentiable and not torch.compiler.is_compiling()
+    return 2 if splits else 1
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:

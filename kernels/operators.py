@@ -24,12 +24,16 @@ def operator(name: str, fake: Callable) -> Callable:
         registered.register_fake(fake)
 
         def call(x: Tensor, *args):
-            plain = not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
-            return run(x, *args) if plain else registered(x, *args)
+            return registered(x, *args) if _watched(x) else run(x, *args)
 
         return call
 
     return decorate
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether someone wants to see the operator: a compiler, a dispatch mode, or a tensor of their own kind."""
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
 
 
 def kernels_run(x: Tensor) -> bool:
