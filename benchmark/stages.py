@@ -10,10 +10,10 @@ from unittest.mock import patch
 from measure import NO_TIMES, elapsed_ms, now, quartiles
 
 # Stage -> the functions of the layer that it consists of, as module and name. What runs inside another stage's function counts for the
-# inner one alone, so that "select" is the selection without its scores.
+# inner one alone, so that "select" is the selection without its scores. On a GPU the means that are scored are made while tiling.
 STAGES = {
-    "tile": (("ssta.layout", "TileLayout.tile"),),
-    "score": (("ssta.selection", "descriptors"), ("ssta.selection", "score_tiles")),
+    "tile": (("ssta.layout", "TileLayout.tile_qkv"),),
+    "score": (("ssta.selection", "descriptors"), ("ssta.selection", "tile_scores")),
     "select": (("ssta.attention", "select_tiles"),),
     "attend": (("ssta.attention", "block_sparse_attention"),),
     "untile": (("ssta.layout", "TileLayout.untile"),)}

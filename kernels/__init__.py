@@ -5,5 +5,9 @@
 if __name__ == "ssta.kernels":
     from .attention import IMPLEMENTATIONS, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
     from .blocks import BlockLists
+    from .operators import kernels_run
+    from .pick import best_blocks, pick_blocks, score_blocks
+    from .reorder import gather_blocks, new_tokens, take_tokens
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "autocast_inputs", "block_sparse_attention", "resolve_impl", "resolve_scale"]
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks", "kernels_run",
+               "new_tokens", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .checks import require_choice, require_int, require_triple
 from .config import PAD_TYPES
+from .kernels import gather_blocks, kernels_run, take_tokens
 from .memo import remember
 
 
@@ -148,9 +149,10 @@ class TileLayout:
         video: how each video grid is cut.
         dense: how each dense run is cut.
         source: int64 ``[P]``. The token that each slot holds; -1 = a zero token.
-        zero_slots: int64. The slots that hold zero tokens; empty but for padding "zero".
         inverse: int64 ``[S]``. The slot of each token; the first one where padding repeats the token.
+        returned: int64 ``[P]``. The token that ``untile`` takes from each slot; -1 = none, the slot is padding.
         offsets: int32 ``[N + M + 1]``. Tile i owns the slots from ``offsets[i]`` up to ``offsets[i + 1]``.
+        lengths: int32 ``[N + M]``. The slots of each tile.
         row_major: int64 ``[P]``. The slot of each position of the padded segments, taken t-major, then h, then w, segment after
             segment, video first.
     """
@@ -161,9 +163,10 @@ class TileLayout:
     video: tuple[TiledSegment, ...]
     dense: tuple[TiledSegment, ...]
     source: Tensor
-    zero_slots: Tensor
     inverse: Tensor
+    returned: Tensor
     offsets: Tensor
+    lengths: Tensor
     row_major: Tensor
 
     @property
@@ -201,14 +204,30 @@ class TileLayout:
         return self.source.device
 
     def tile(self, x: Tensor) -> Tensor:
-        """``[B, H, S, D]`` in the sequence's order -> ``[B, H, P, D]`` in tiled order, differentiable."""
+        """``[B, H, S, D]`` in the sequence's order -> ``[B, H, P, D]`` in tiled order, in x's memory order, differentiable."""
         self._check("tile", x, self.tokens.length)
         return _Tile.apply(x, self)
 
-    def untile(self, x: Tensor) -> Tensor:
-        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order without padding, differentiable."""
+    def tile_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """``tile`` of q ``[B, Hq, S, D]`` and of k and v ``[B, Hkv, S, D]``; and the means of q's and of k's video tiles.
+
+        On a GPU one kernel reads every token once and writes both. The means, float32 ``[B, H, N, D]``, are those of
+        ``scoring.descriptors``; None where plain torch runs, to which they would be a pass of their own.
+        """
+        for x in (q, k, v):
+            self._check("tile_qkv", x, self.tokens.length)
+        if not kernels_run(q):
+            return self.tile(q), self.tile(k), self.tile(v), None
+        q, k, v, *means = _TileQKV.apply(q, k, v, self)
+        return q, k, v, tuple(means)
+
+    def untile(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order without padding, differentiable.
+
+        ``out`` is where to write it, without a gradient; None makes a tensor in x's memory order.
+        """
         self._check("untile", x, self.num_slots)
-        return _Untile.apply(x, self)
+        return _Untile.apply(x, self) if out is None else take_tokens(x, self.inverse, out)
 
     def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
         if not isinstance(x, Tensor):
@@ -218,75 +237,61 @@ class TileLayout:
 
     # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.
 
-    def _spread(self, x: Tensor) -> Tensor:
-        """Each token to all of its slots, zeros to the others."""
-        if self.padding != "zero" or self.num_slots == self.tokens.length:
-            return _take(x, self.source)
-        return _take(x, self.source.clamp(min=0)).index_fill_(2, self.zero_slots, 0)
-
     def _collect(self, x: Tensor) -> Tensor:
-        """The transpose of ``_spread``: for each token the sum over its slots."""
+        """The transpose of ``tile``: for each token the sum over its slots."""
         if self.num_slots == self.tokens.length:
-            return _take(x, self.inverse)
-        return torch.cat([self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)], 2)
+            return take_tokens(x, self.inverse)
+        parts = [self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)]
+        if x.stride(1) < x.stride(2):
+            return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+        return torch.cat(parts, 2)
 
     def _fold(self, x: Tensor, segment: TiledSegment) -> Tensor:
         """One segment's part of ``_collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
+        if self.padding == "zero" and segment in self.video:
+            return take_tokens(x, self.inverse[segment.first_token:segment.first_token + prod(segment.extent)])
         positions = self.row_major[segment.first_slot:segment.first_slot + segment.num_slots]
-        cube = _take(x, positions).unflatten(2, segment.padded)
-        drops = self.padding == "zero" and segment in self.video
+        cube = take_tokens(x, positions).unflatten(2, segment.padded)
         for axis, (real, padded) in enumerate(zip(segment.extent, segment.padded), start=2):
-            if drops or real == padded:
-                cube = cube.narrow(axis, 0, real)
-            else:
+            if real < padded:
                 last = cube.narrow(axis, real - 1, padded - real + 1).sum(axis, keepdim=True)
                 cube = torch.cat([cube.narrow(axis, 0, real - 1), last], axis)
         return cube.flatten(2, 4)
-
-    def _place(self, x: Tensor) -> Tensor:
-        """Each token to its first slot, zeros in the others: the transpose of ``untile``."""
-        if self.num_slots == self.tokens.length:
-            return _take(x, self.source)
-        if _heads_side_by_side(x):
-            by_token = x.transpose(1, 2)
-            out = x.new_zeros(x.shape[0], self.num_slots, x.shape[1], x.shape[3])
-            return out.index_copy_(1, self.inverse, by_token).transpose(1, 2)
-        out = x.new_zeros(*x.shape[:2], self.num_slots, x.shape[3])
-        return out.index_copy_(2, self.inverse, x)
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """``x[:, :, index]`` in x's memory order. Where the heads of a token lie side by side, as projections leave them, whole tokens are
-    moved: 0.25 ms instead of 0.73 for 113,585 tokens of 16 x 128 on an H200."""
-    if _heads_side_by_side(x):
-        return x.transpose(1, 2).index_select(1, index).transpose(1, 2)
-    return x.index_select(2, index)
-
-
-def _heads_side_by_side(x: Tensor) -> bool:
-    return x.transpose(1, 2).is_contiguous()
 
 
 class _Tile(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
         ctx.layout = layout
-        return layout._spread(x)
+        return take_tokens(x, layout.source)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.layout._collect(grad), None
 
 
+class _TileQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        outputs = gather_blocks(q, k, v, layout.source, layout.offsets, layout.num_video_tiles)
+        ctx.mark_non_differentiable(*outputs[3:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *[ctx.layout._collect(grad) for grad in grads[:3]], None
+
+
 class _Untile(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
         ctx.layout = layout
-        return _take(x, layout.inverse)
+        return take_tokens(x, layout.inverse)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout._place(grad), None
+        return take_tokens(grad, ctx.layout.returned), None
 
 
 def tile_layout(
@@ -294,7 +299,7 @@ def tile_layout(
 ) -> TileLayout:
     """``tokens`` cut into tiles. The 64 layouts used last are remembered; everything is computed on ``device``, without waiting for it.
 
-    Inside torch.compile the layout becomes part of the graph instead: computed again in every call, and compiled anew for a new canvas.
+    Inside torch.compile its tensors come from one operator, which copies those that are remembered.
 
     Args:
         tokens: the sequence.
@@ -310,7 +315,36 @@ def tile_layout(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _tile_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
+    make = _compiled_layout if torch.compiler.is_compiling() else _tile_layout
+    return make(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
+
+
+def _compiled_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
+    """``_tile_layout`` for a graph. Traced into it, the index arithmetic would be computed again in every call, and torch 2.11's compiler
+    fails on it."""
+    video, dense = _cut(tokens, tile_thw, padding)
+    cut = (*video, *dense)
+    segments = [n for segment in tokens.segments for n in (segment.thw if isinstance(segment, VideoGrid) else (0, 0, segment.length))]
+    sizes = [sum([segment.num_slots for segment in cut]), tokens.length, sum([segment.num_tiles for segment in cut])]
+    return TileLayout(tokens, tile_thw, padding, video, dense, *_layout_tensors(segments, list(tile_thw), padding, sizes, device))
+
+
+@torch.library.custom_op("ssta::layout_tensors", mutates_args=())
+def _layout_tensors(segments: list[int], tile_thw: list[int], padding: str, sizes: list[int], device: torch.device) -> list[Tensor]:
+    """The tensors of the TileLayout of ``segments``, three numbers each: t, h, w, or 0, 0 and a dense run's length. ``sizes``: slots,
+    tokens and tiles. Copies, because the graph owns what an operator returns."""
+    triples = zip(segments[0::3], segments[1::3], segments[2::3])
+    tokens = TokenLayout(tuple(VideoGrid(t, h, w) if t else DenseRun(w) for t, h, w in triples))
+    layout = _tile_layout(tokens, tuple(tile_thw), padding, device)
+    return [x.clone() for x in (layout.source, layout.inverse, layout.returned, layout.offsets, layout.lengths, layout.row_major)]
+
+
+@_layout_tensors.register_fake
+def _(segments, tile_thw, padding, sizes, device):
+    slots, tokens, tiles = sizes
+    long, short = dict(dtype=torch.int64, device=device), dict(dtype=torch.int32, device=device)
+    return [torch.empty(slots, **long), torch.empty(tokens, **long), torch.empty(slots, **long), torch.empty(tiles + 1, **short),
+            torch.empty(tiles, **short), torch.empty(slots, **long)]
 
 
 @remember(64)
@@ -327,13 +361,9 @@ def _tile_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: s
     row_major = torch.cat(slots)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), *lengths]).cumsum(0)
     source = torch.zeros_like(row_major).scatter(0, row_major, torch.cat(sources))
-    # Their number is known here, so sorting finds them without waiting for the device as nonzero would.
-    zeros = sum(segment.num_slots - prod(segment.extent) for segment in video) if padding == "zero" else 0
-    return TileLayout(
-        tokens, tile_thw, padding, video, dense, source=source,
-        zero_slots=(source < 0).byte().argsort(descending=True, stable=True)[:zeros],
-        inverse=torch.cat(_in_sequence(tokens, inverses[:len(video)], inverses[len(video):])),
-        offsets=offsets.int(), row_major=row_major)
+    inverse = torch.cat(_in_sequence(tokens, inverses[:len(video)], inverses[len(video):]))
+    returned = torch.full_like(source, -1).scatter(0, inverse, torch.arange(len(inverse), device=device))
+    return TileLayout(tokens, tile_thw, padding, video, dense, source, inverse, returned, offsets.int(), offsets.diff().int(), row_major)
 
 
 def _cut(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> tuple[tuple[TiledSegment, ...], tuple[TiledSegment, ...]]:

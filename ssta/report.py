@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
-from .kernels import BlockLists, resolve_impl, resolve_scale
+from .kernels import BlockLists, best_blocks, resolve_impl, resolve_scale
 from .layout import TiledSegment, TileLayout, TokenLayout, tile_layout
-from .selection import budget_mask, select_tiles
+from .selection import budget, select_tiles
 from .window import near
 
 SAMPLED_ROWS = 32
@@ -154,15 +154,15 @@ def explain(
     implementation = resolve_impl(impl, query.device, query.dtype, head_dim, layout.max_tile_length)
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
-    tiled = layout.tile(query), layout.tile(key)
-    blocks = select_tiles(*tiled, layout, config, text_mask)
+    q, k, _, means = layout.tile_qkv(query, key, key)
+    blocks = select_tiles(q, k, layout, config, text_mask, means)
     n = layout.num_video_tiles
-    window, budget = None, None
+    window, chosen = None, None
     if config.sparse_type != "block_attn":
         window = near(layout.tile_grids, config.kernel_thw, query.device)
     if config.sparse_type != "sta" and n:
-        budget = budget_mask(*tiled, layout, config)
-    del tiled
+        chosen = best_blocks(*budget(q, k, layout, config, means))
+    del q, k
 
     mask = blocks.to_mask()
     tile_density = float(mask.float().mean())
@@ -180,7 +180,7 @@ def explain(
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
         error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text_mask is not None, heads=heads),
-        seconds=seconds, output_error=error, config=config, layout=layout, blocks=blocks, near=window, budget=budget,
+        seconds=seconds, output_error=error, config=config, layout=layout, blocks=blocks, near=window, budget=chosen,
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .config import SSTAConfig
+from .kernels import kernels_run, score_blocks
 from .layout import TileLayout
 
 
@@ -42,6 +45,22 @@ def importance(q_descriptors: Tensor, k_descriptors: Tensor, lambda_: float) -> 
     cosines = ((k.sum(2, keepdim=True) - k) * k).sum(-1) / max(others, 1)
     redundancy = (cosines + 1) / 2 if others else torch.zeros_like(cosines)
     return lambda_ * alike - (1 - lambda_) * redundancy[..., None, :]
+
+
+def tile_scores(q_descriptors: Tensor, k_descriptors: Tensor, config: SSTAConfig) -> Tensor:
+    """The scores that ``config.sampling_type`` stands for: descriptors ``[B, H, N, C]`` and ``[B, Hkv, N, C]`` -> float32 ``[B, H, N, N]``.
+
+    The two named ones run in a kernel of their own on a GPU. Everything else is ``score_tiles``.
+    """
+    lambda_ = config.lambda_ if config.sampling_type == "importance" else None
+    if not callable(config.sampling_type) and kernels_run(q_descriptors):
+        return score_blocks(q_descriptors, k_descriptors, lambda_)
+    k_descriptors = k_descriptors.repeat_interleave(q_descriptors.shape[1] // k_descriptors.shape[1], 1)
+    if callable(config.sampling_type):
+        scorer = config.sampling_type
+    else:
+        scorer = similarity if lambda_ is None else partial(importance, lambda_=lambda_)
+    return score_tiles(q_descriptors, k_descriptors, scorer)
 
 
 def score_tiles(q_descriptors: Tensor, k_descriptors: Tensor, scorer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists
+from .kernels import BlockLists, best_blocks, pick_blocks
 from .layout import TileLayout
 from .memo import remember
-from .scoring import descriptors, importance, score_tiles, similarity
+from .scoring import descriptors, tile_scores
 from .window import near
 
 # Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
@@ -22,7 +21,8 @@ LEAST_TILES = 8
 
 
 @torch.no_grad()
-def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, text_mask: Tensor | None = None) -> BlockLists:
+def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, text_mask: Tensor | None = None,
+                 means: tuple[Tensor, Tensor] | None = None) -> BlockLists:
     """The tiles that each tile attends to, as lists over ``layout``'s N video and M dense tiles. Never waits for the device.
 
     Args:
@@ -31,6 +31,7 @@ def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, t
         layout: made with ``config``'s tiles and padding.
         config: without variants, which ``SSTAConfig.for_canvas`` resolves.
         text_mask: bool or integer ``[B, dense tokens]``, nonzero = valid, in each dense run the valid tokens first.
+        means: of q's and k's video tiles, where ``TileLayout.tile_qkv`` has made them.
 
     Returns:
         Lists ``[B or 1, H or 1, N + M]``; the leading dimensions are 1 where nothing depends on them.
@@ -40,18 +41,20 @@ def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, t
     """
     if text_mask is not None:
         check_text_mask(text_mask, q.shape[0], layout.tokens.dense_length, q.device)
-    same_for_all = config.sparse_type == "sta" or not layout.num_video_tiles
-    drops_tiles = text_mask is not None and layout.padding != "none"
-    if same_for_all and not drops_tiles:
-        lists = _window_lists(layout, config.kernel_thw)
-    else:
-        keep = _window(layout.tile_grids, config.kernel_thw, layout.device)[None, None]
-        if not same_for_all:
-            best_tiles = budget_mask(q, k, layout, config)
-            keep = keep | best_tiles if config.sparse_type == "ssta" else best_tiles
-        mask = _with_dense(keep, layout)
-        lists = _lists(_without_tiles(mask, layout, text_mask) if drops_tiles else mask, layout)
-    return lists if text_mask is None or drops_tiles else _with_lengths(lists, layout, text_mask)
+    scores, limit = None, 0
+    if config.sparse_type != "sta" and layout.num_video_tiles:
+        scores, limit = budget(q, k, layout, config, means)
+    masked = text_mask is not None and layout.dense
+    lengths, used = None, None
+    if masked and layout.padding == "none":
+        # The invalid tokens of a dense tile are neither attended to nor computed.
+        lengths = _reach(layout, text_mask, least=0).minimum(layout.lengths).clamp(min=0)[:, None]
+    elif masked:
+        used = _reach(layout, text_mask, least=1) > 0
+    if scores is not None or used is not None:
+        return _lists(*pick_blocks(_always(layout, config.kernel_thw, config.sparse_type), scores, limit, used), layout, lengths)
+    lists = _window_lists(layout, config.kernel_thw)
+    return lists if lengths is None else replace(lists, q_lengths=lengths, kv_lengths=lengths)
 
 
 def check_text_mask(text_mask: Tensor, batch: int, dense_length: int, device: torch.device) -> None:
@@ -66,17 +69,23 @@ def check_text_mask(text_mask: Tensor, batch: int, dense_length: int, device: to
         raise ValueError(f"text_mask must be on query's device {device}, got {text_mask.device}")
 
 
-def budget_mask(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig) -> Tensor:
-    """What the budget alone gives to each video tile: bool ``[B, H, N, N]``, H = 1 where heads share. Arguments as in ``select_tiles``."""
+def budget(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig,
+           means: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, int | Tensor]:
+    """(scores float32 ``[B, H, N, N]``, how many of the best each row gets: an int or int32 ``[B, H, N]``); H = 1 where heads share.
+
+    Arguments as in ``select_tiles``.
+    """
     # Autocast would compute the scores in half precision.
     with torch.autocast(q.device.type, enabled=False):
-        q_descriptors, k_descriptors = (descriptors(x.detach(), layout, config.pool_cells) for x in (q, k))
+        if means is None or config.pool_cells is not None:
+            means = tuple(descriptors(x.detach(), layout, config.pool_cells) for x in (q, k))
         if config.mask_share_within_head:
-            q_descriptors, k_descriptors = q_descriptors.mean(1, keepdim=True), k_descriptors.mean(1, keepdim=True)
-        else:
-            k_descriptors = k_descriptors.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = score_tiles(q_descriptors, k_descriptors, _scorer(config))
-        return _checked_keep(config.budget, scores) if config.budget else best(scores, config.topk, config.threshold)
+            means = tuple(x.mean(1, keepdim=True) for x in means)
+        scores = tile_scores(*means, config)
+        if config.budget is not None:
+            keep = _checked_keep(config.budget, scores)
+            return keep.float(), keep.sum(-1, dtype=torch.int32)
+        return scores, _limit(scores, config.topk, config.threshold)
 
 
 def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
@@ -85,21 +94,18 @@ def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
     Without threshold the ``topk`` best. With it as many of the best as bring the cumulative softmax of scores / 0.01 to ``threshold``, and
     ``topk`` where that is never reached; at least 8, at most ``topk``. At most N in any case.
     """
+    return best_blocks(scores, _limit(scores, topk, threshold))
+
+
+def _limit(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
+    """How many of the best tiles each row gets: an int, or int32 ``[...]`` with a threshold."""
     limit = min(topk, scores.shape[-1])
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    if threshold > 0:
-        reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
-        needed = reached.shape[-1] - reached.sum(-1, keepdim=True) + 1
-        limit = needed.clamp(min=LEAST_TILES, max=limit).masked_fill(~reached.any(-1, keepdim=True), limit)
-    taken = (rank < limit).expand(scores.shape)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, taken)
-
-
-def _scorer(config: SSTAConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    if callable(config.sampling_type):
-        return config.sampling_type
-    return similarity if config.sampling_type == "similarity" else partial(importance, lambda_=config.lambda_)
+    if threshold == 0:
+        return limit
+    ranked = scores.sort(dim=-1, descending=True, stable=True).values
+    reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
+    needed = reached.shape[-1] - reached.sum(-1) + 1
+    return needed.clamp(min=LEAST_TILES, max=limit).masked_fill(~reached.any(-1), limit).int()
 
 
 def _checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
@@ -111,57 +117,48 @@ def _checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
     return keep
 
 
-_window = remember(64)(near)
+@remember(64)
+def _always(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> Tensor:
+    """What does not depend on scores, bool ``[N + M, N + M]``: the window, every dense row and every dense column."""
+    keep = near(layout.tile_grids, kernel_thw, layout.device)
+    if sparse_type == "block_attn":
+        keep = torch.zeros_like(keep)
+    return torch.nn.functional.pad(keep, (0, layout.num_dense_tiles, 0, layout.num_dense_tiles), value=True)
 
 
 @remember(64)
 def _window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int]) -> BlockLists:
     """Window and text for all batch elements and heads at once."""
-    keep = near(layout.tile_grids, kernel_thw, layout.device)[None, None]
-    lists = _lists(_with_dense(keep, layout), layout)
+    lists = _lists(*pick_blocks(_always(layout, kernel_thw, "sta"), None), layout)
     if not torch.compiler.is_compiling():
         # A backward pass would make the transpose later and keep it on these lists, perhaps in the memory of a CUDA graph being captured.
         lists.transpose()
     return lists
 
 
-def _with_dense(keep: Tensor, layout: TileLayout) -> Tensor:
-    """``[B, H, N, N]`` -> ``[B, H, N + M, N + M]``: every dense row and every dense column is kept."""
-    return torch.nn.functional.pad(keep, (0, layout.num_dense_tiles, 0, layout.num_dense_tiles), value=True)
-
-
-def _lists(mask: Tensor, layout: TileLayout) -> BlockLists:
+def _lists(counts: Tensor, indices: Tensor, layout: TileLayout, lengths: Tensor | None = None) -> BlockLists:
     longest = layout.max_tile_length
-    return BlockLists.from_mask(mask, layout.offsets, layout.offsets, max_q_length=longest, max_kv_length=longest)
+    return BlockLists(counts, indices, layout.offsets, layout.offsets, lengths, lengths, max_q_length=longest, max_kv_length=longest)
 
 
-def _valid_from(layout: TileLayout, text_mask: Tensor, least: int) -> Tensor:
-    """int64 ``[B, M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile.
-
-    A run counts at least ``least`` valid tokens.
-    """
-    counts, first = [], 0
-    for run in layout.dense:
-        tokens, size = run.extent[2], run.tile[2]
-        valid = (text_mask[:, first:first + tokens] != 0).sum(1, keepdim=True).clamp(min=least)
-        counts.append(valid - torch.arange(0, tokens, size, device=layout.device))
-        first += tokens
-    return torch.cat(counts, 1) if counts else torch.zeros(text_mask.shape, dtype=torch.int64, device=layout.device)
-
-
-def _with_lengths(lists: BlockLists, layout: TileLayout, text_mask: Tensor) -> BlockLists:
-    """``lists`` in which the invalid tokens of a dense tile are neither attended to nor computed."""
-    slots = layout.offsets.diff()
-    valid = _valid_from(layout, text_mask, least=0).clamp(min=0)
-    video = slots[:layout.num_video_tiles].expand(len(valid), -1)
-    lengths = torch.cat([video, torch.minimum(valid, slots[layout.num_video_tiles:])], 1).int()[:, None]
-    return replace(lists, q_lengths=lengths, kv_lengths=lengths)
+@remember(64)
+def _places(layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """For each tile the number of its dense run, int64 ``[N + M]``, and the run's tokens before it, int32; a video tile counts as one that
+    stands far before the first run."""
+    options = dict(device=layout.device, dtype=torch.int32)
+    runs = [torch.zeros(layout.num_video_tiles, **options)]
+    starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
+    for number, run in enumerate(layout.dense):
+        runs.append(torch.full((run.num_tiles,), number, **options))
+        starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
+    return torch.cat(runs).long(), torch.cat(starts)
 
 
-def _without_tiles(mask: Tensor, layout: TileLayout, text_mask: Tensor) -> Tensor:
-    """``mask`` in which a dense tile past its run's valid tokens attends only to itself, and nothing else to it."""
-    used = _valid_from(layout, text_mask, least=1) > 0
-    used = torch.nn.functional.pad(used, (layout.num_video_tiles, 0), value=True)
-    both = used[:, None, :, None] & used[:, None, None, :]
-    alone = torch.eye(layout.num_tiles, dtype=torch.bool, device=layout.device) & ~used[:, None, :, None]
-    return mask & both | alone
+def _reach(layout: TileLayout, text_mask: Tensor, least: int) -> Tensor:
+    """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile; far
+    beyond its length for a video tile. A run counts at least ``least`` valid tokens."""
+    runs, starts = _places(layout)
+    valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
+    counts = [part.sum(1, keepdim=True, dtype=torch.int32) for part in valid.split([run.extent[2] for run in layout.dense], 1)]
+    counts = torch.cat(counts, 1)[:, runs] if len(counts) > 1 else counts[0]
+    return (counts.clamp(min=least) if least else counts) - starts

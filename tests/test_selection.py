@@ -37,8 +37,11 @@ class Case:
         rows = [[i < n for n, run in zip(valid, runs) for i in range(run)] for valid in self.valid]
         return torch.tensor(rows, dtype=torch.bool)
 
+    def layout(self, device="cpu"):
+        return tile_layout(self.tokens, self.config.tile_thw, self.config.pad_type, device)
+
     def select(self):
-        layout = tile_layout(self.tokens, self.config.tile_thw, self.config.pad_type)
+        layout = self.layout()
         return select_tiles(layout.tile(self.q), layout.tile(self.k), layout, self.config, self.text_mask)
 
     def expected(self):
@@ -87,6 +90,19 @@ def test_selection_is_the_definition(case):
     else:
         assert lists.kv_lengths[:, 0].tolist() == expected.kept
         assert torch.equal(lists.kv_lengths, lists.q_lengths)
+
+
+@pytest.mark.gpu
+@settings(max_examples=100)
+@given(cases(dtypes=(torch.bfloat16, torch.float16, torch.float32)))
+def test_selection_on_a_gpu_is_the_definition(case):
+    expected = case.expected()
+    assume(expected.clear)
+    q, k, v, means = case.layout("cuda").tile_qkv(case.q.cuda(), case.k.cuda(), case.k.cuda())
+    text_mask = None if case.text_mask is None else case.text_mask.cuda()
+    lists = select_tiles(q, k, case.layout("cuda"), case.config, text_mask, means)
+    lists.check_values(expected_slots(expected), expected_slots(expected))
+    assert torch.equal(lists.to_mask().cpu().expand_as(expected.mask), expected.mask)
 
 
 def expected_slots(selection):

@@ -298,64 +298,37 @@ def test_compiled_code_follows_a_new_resolution():
                                    ssta_3d_attention(x, x, x, thw, topk=2, tile_thw=(2, 2, 2), text_len=5))
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def groups(monkeypatch):
+    """Every input counts as large; the list fills with the heads of each group that goes through."""
+    import ssta.attention
+
+    heads, attend = [], ssta.attention._attend
+    monkeypatch.setattr(ssta.attention, "GROUP", 1)
+    monkeypatch.setattr(ssta.attention, "_attend", lambda *args, **options: heads.append(args[0].shape[1]) or attend(*args, **options))
+    return heads
+
+
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("sparse_type", ["sta", "block_attn", "ssta"])
-def test_never_waits_for_the_gpu_and_can_be_captured(sparse_type, padding):
-    inputs = [torch.randn(2, 2, 7 * 9 * 20 + 30, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    text_mask = torch.arange(30, device="cuda") < torch.tensor([[4], [30]], device="cuda")
-
-    def step():
-        out = ssta_3d_attention(*inputs, (7, 9, 20), topk=9, tile_thw=(4, 4, 4), text_len=30, sparse_type=sparse_type, pad_type=padding,
-                                threshold=0.5 * (sparse_type != "sta"), text_mask=text_mask)
-        return out, *torch.autograd.grad(out.float().square().sum(), inputs)
-
-    # All on a side stream: a backward on the default stream would tie the inputs to it, which a capture refuses.
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()  # Kernels compile here.
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            again = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-    assert all(torch.equal(a, b) for a, b in zip(again, expected))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+@pytest.mark.parametrize("sparse_type", ["sta", "ssta"])
+@pytest.mark.parametrize("parts", [(VideoGrid(2, 5, 6), DenseRun(9)), (DenseRun(69),)])
+def test_heads_in_groups_are_the_same_heads(groups, padding, sparse_type, parts):
+    q, k, v = (torch.randn(2, 69, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+    layout, config = TokenLayout(parts), SSTAConfig(tile_thw=(2, 2, 4), topk=3, sparse_type=sparse_type, pad_type=padding)
+    text_mask = torch.arange(layout.dense_length) < torch.tensor([[5], [layout.dense_length]])
+    together, selected = ssta_attention(q.requires_grad_(), k, v, layout, config, text_mask=text_mask, return_blocks=True)
+    assert groups == [4], "a backward pass needs all copies anyway"
     with torch.no_grad():
-        for x in inputs:
-            x.copy_(torch.randn_like(x))
-    graph.replay()
-    with torch.cuda.stream(side):
-        fresh = step()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, fresh))
+        apart, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, return_blocks=True)
+    assert groups == [4, 2, 2]
+    torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-6)
+    assert apart.stride() == together.stride() == q.stride()
+    assert torch.equal(blocks.to_mask(), selected.to_mask()) and blocks.counts.shape == selected.counts.shape
 
 
-@pytest.mark.gpu
-def test_the_first_call_on_a_gpu_makes_its_layout_without_waiting():
-    q, k, v = torch.randn(3, 1, 2, 5 * 9 * 11 + 7, 64, device="cuda", dtype=torch.bfloat16).unbind()
-    ssta_3d_attention(q, k, v, (5, 9, 11), topk=3, tile_thw=(4, 4, 4), text_len=7)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for padding in PADDINGS:
-            ssta_3d_attention(q, k, v, (5, 11, 9), topk=3, tile_thw=(4, 4, 4), text_len=7, pad_type=padding)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_memory_on_top_of_the_inputs():
-    """Tiled q, k, v and out, or out twice: four copies of q, and little besides."""
-    q, k, v = torch.randn(3, 1, 8, 13 * 20 * 24 + 300, 128, device="cuda", dtype=torch.bfloat16).unbind()
-    arguments = dict(thw=(13, 20, 24), topk=8, tile_thw=(4, 4, 8), text_len=300, sampling_type="importance")
-    ssta_3d_attention(q, k, v, **arguments)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    ssta_3d_attention(q, k, v, **arguments)
-    assert torch.cuda.max_memory_allocated() - before < 4.75 * q.numel() * q.element_size()
+@pytest.mark.parametrize("changes", [dict(mask_share_within_head=True), dict(sampling_type=lambda q, k: q @ k.mT),
+                                     dict(budget=lambda scores: scores > 0)])
+def test_heads_that_are_looked_at_together_stay_together(groups, changes):
+    x = torch.randn(1, 4, 60, 16)
+    ssta_attention(x, x, x, TokenLayout.video_text((2, 5, 6)), SSTAConfig(tile_thw=(2, 2, 4), topk=3, **changes))
+    assert groups == [4]

@@ -1,0 +1,171 @@
+"""Portable selection kernels: scores of blocks by their descriptors, and lists of the best-scored blocks and of those always kept."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Side of a square of scores, and the part of the descriptors that is multiplied at once.
+SIDE = 64
+PART = 32
+# Descriptor entries that the preparing kernel holds at once, 32 a thread. One program walks all blocks of a head, so it must be wide.
+HELD = 16384
+PREPARE_WARPS = 16
+
+
+@triton.jit
+def _finite_rows(x, first, rows, COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """Rows ``first`` to ``first + ROWS`` of x [rows, WIDTH], those not finite as zeros, with COSINE of length 1; and which are finite."""
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    bad = (x != x) | (tl.abs(x) == float("inf"))
+    finite = tl.max(bad.to(tl.int32), 1) == 0
+    x = tl.where(finite[:, None], x, 0.0)
+    if COSINE:
+        norm = tl.sqrt(tl.sum(x * x, 1))
+        x = x / tl.where(norm == 0, 1.0, norm)[:, None]
+    return x, finite
+
+
+@triton.jit
+def _store_rows(out, x, first, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], x, mask=inside)
+
+
+@triton.jit
+def _prepare_kernel(q, k, q_out, k_out, bias, q_lists, rows, lambda_,
+                    COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """One head's q or k made ready to be multiplied, and what each key block's scores have in common."""
+    place = tl.program_id(0).to(tl.int64)
+    if place < q_lists:
+        q += place * rows * WIDTH
+        q_out += place * rows * WIDTH
+        for first in range(0, rows, ROWS):
+            x, _ = _finite_rows(q, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
+            _store_rows(q_out, x, first, rows, ROWS, WIDTH, WIDTH_PAD)
+        return
+    place -= q_lists
+    k += place * rows * WIDTH
+    k_out += place * rows * WIDTH
+    bias += place * rows
+    total = tl.zeros([WIDTH_PAD], tl.float32)
+    for first in range(0, rows, ROWS):
+        x, finite = _finite_rows(k, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
+        _store_rows(k_out, x, first, rows, ROWS, WIDTH, WIDTH_PAD)
+        if COSINE:
+            total += tl.sum(x, 0)
+        else:
+            row = first + tl.arange(0, ROWS)
+            tl.store(bias + row, tl.where(finite, 0.0, float("-inf")), mask=row < rows)
+    if COSINE:
+        for first in range(0, rows, ROWS):
+            x, finite = _finite_rows(k, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
+            # The sum of cosines with all blocks is one product with the sum of their directions, less the block's own.
+            cosine = tl.sum((total[None, :] - x) * x, 1) / tl.maximum(rows - 1, 1)
+            redundancy = tl.where(rows > 1, (cosine + 1) * 0.5, 0.0)
+            row = first + tl.arange(0, ROWS)
+            shared = lambda_ * 0.5 - (1 - lambda_) * redundancy
+            tl.store(bias + row, tl.where(finite, shared, float("-inf")), mask=row < rows)
+
+
+@triton.jit
+def _score_kernel(q, k, bias, scores, rows, group, factor, SIDE: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """A square of factor * q k^T + bias."""
+    across = tl.cdiv(rows, SIDE)
+    row = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
+    head = tl.program_id(1).to(tl.int64)
+    q += head * rows * WIDTH
+    k += head // group * rows * WIDTH
+    acc = tl.zeros([SIDE, SIDE], tl.float32)
+    for first in range(0, WIDTH, PART):
+        part = first + tl.arange(0, PART)
+        inside = (part < WIDTH)[None, :]
+        q_part = tl.load(q + row.to(tl.int64)[:, None] * WIDTH + part[None, :], mask=(row < rows)[:, None] & inside, other=0.0)
+        k_part = tl.load(k + column.to(tl.int64)[:, None] * WIDTH + part[None, :], mask=(column < rows)[:, None] & inside, other=0.0)
+        acc = tl.dot(q_part, tl.trans(k_part), acc, input_precision="ieee")
+    shared = tl.load(bias + head // group * rows + column, mask=column < rows, other=0.0)
+    at = (head * rows + row)[:, None] * rows + column[None, :]
+    tl.store(scores + at, acc * factor + shared[None, :], mask=(row < rows)[:, None] & (column < rows)[None, :])
+
+
+@triton.jit
+def _highest(scores, number, real):
+    """True at the ``number`` highest of the ``real`` scores, of equal ones at the first; NaN counts as -inf.
+
+    The bits of a float, with all but the sign flipped where it is negative, are integers in the floats' order. So the lowest score that is
+    taken is found bit by bit: it is the largest integer that at least ``number`` scores reach.
+    """
+    # -0.0 equals 0.0, but its bits do not.
+    scores = tl.where(scores == 0, 0.0, tl.where(scores == scores, scores, float("-inf")))
+    bits = scores.to(tl.int32, bitcast=True)
+    keys = tl.where(real, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
+    lowest = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= number, 0, -0x80000000)
+    for i in range(31):
+        tried = lowest + (1 << (30 - i))
+        lowest = tl.where(tl.sum((keys >= tried).to(tl.int32), 0) >= number, tried, lowest)
+    above, equal = keys > lowest, keys == lowest
+    left = number - tl.sum(above.to(tl.int32), 0)
+    return real & (above | equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+
+
+@triton.jit
+def _pick_kernel(always, scores, used, limits, counts, indices, limit, heads, blocks, scored,
+                 WIDTH: tl.constexpr, SCORES: tl.constexpr, LIMITS: tl.constexpr, USED: tl.constexpr):
+    row, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < blocks
+    keep = tl.load(always + row * blocks + column, mask=inside, other=0) != 0
+    if SCORES:
+        if row < scored:
+            line = (batch * heads + head) * scored + row
+            number = limit
+            if LIMITS:
+                number = tl.load(limits + line)
+            real = column < scored
+            line_scores = tl.load(scores + line * scored + column, mask=real, other=0.0)
+            keep = keep | _highest(line_scores, tl.minimum(number, scored), real)
+    if USED:
+        both = keep & (tl.load(used + batch * blocks + column, mask=inside, other=0) != 0)
+        keep = tl.where(tl.load(used + batch * blocks + row) != 0, both, column == row)
+    line = (batch * heads + head) * blocks + row
+    kept = keep.to(tl.int32)
+    tl.store(indices + line * blocks + tl.cumsum(kept, 0) - 1, column, mask=keep)
+    tl.store(counts + line, tl.sum(kept, 0))
+
+
+def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
+    """The scores that ``kernels.pick.score_blocks`` describes."""
+    batch, heads, rows, width = q.shape
+    kv_heads = k.shape[1]
+    scores = torch.empty(batch, heads, rows, rows, dtype=torch.float32, device=q.device)
+    if not scores.numel():
+        return scores
+    q_ready, k_ready = torch.empty_like(q), torch.empty_like(k)
+    bias = torch.empty(batch, kv_heads, rows, dtype=torch.float32, device=q.device)
+    width_pad = triton.next_power_of_2(width)
+    _prepare_kernel[(batch * (heads + kv_heads),)](
+        q, k, q_ready, k_ready, bias, batch * heads, rows, lambda_,
+        COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad, num_warps=PREPARE_WARPS)
+    _score_kernel[(triton.cdiv(rows, SIDE) ** 2, batch * heads)](
+        q_ready, k_ready, bias, scores, rows, heads // kv_heads, lambda_ / 2 if cosine else 1.0, SIDE=SIDE, PART=PART, WIDTH=width)
+    return scores
+
+
+def pick(always: Tensor, scores: Tensor | None, used: Tensor | None, limits: Tensor | None, limit: int,
+         counts: Tensor, indices: Tensor) -> None:
+    """Writes what ``kernels.pick.pick_blocks`` returns."""
+    batch, heads, blocks = counts.shape
+    width = triton.next_power_of_2(blocks)
+    scored = 0 if scores is None else scores.shape[-1]
+    given = dict(SCORES=scores is not None, USED=used is not None, LIMITS=limits is not None)
+    # A pointer that is not read may be any.
+    scores, used, limits = (always if x is None else x for x in (scores, used, limits))
+    _pick_kernel[(blocks, heads, batch)](
+        always, scores, used, limits, counts, indices, limit, heads, blocks, scored,
+        WIDTH=width, **given, num_warps=min(16, max(2, width // 512)))
