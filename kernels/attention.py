@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .blocks import BlockLists
 
@@ -59,14 +61,17 @@ def block_sparse_attention(
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # A compiled graph asks the GPU when it runs, in the operator.
     if not torch.compiler.is_compiling():
-        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, causal)
+        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length)
     if impl == "reference":
         from .reference import reference_attention
 
         out, lse = reference_attention(q, k, v, blocks, scale, causal)
     else:
-        # The transpose is an input of the operator, so that lists used by many layers are transposed once.
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if not (torch.compiler.is_compiling() or needs_grad or _watched(q, k, v)):
+            out, lse = _run(q, k, v, blocks, scale, causal, impl)
+            return (out, lse) if return_lse else out
+        # The transpose is an input of the operator, so that lists used by many layers are transposed once.
         scatters = impl == "gather" or (impl == "auto" and q.device.type == "cpu")
         flipped = _with_kv_blocks(blocks, k.shape[2]).transpose() if needs_grad and not scatters else None
         out, lse = _forward(q, k, v, *_flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
@@ -75,14 +80,14 @@ def block_sparse_attention(
 
 
 def resolve_impl(
-    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, q_block: int = HOPPER_QUERY_BLOCK, causal: bool = False,
+    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, q_block: int = HOPPER_QUERY_BLOCK,
 ) -> str:
     """The implementation that ``impl`` stands for: a function of its arguments and of the kind of GPU alone.
 
-    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, no causal mask, and a longest
-    query block (``q_block``, in tokens) of at least 128; else "triton" with head_dim 16 to 256. "gather" for everything else. "hopper" has
-    its own forward; its backward is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an
-    explicit "triton" also runs on a CPU, with float16.
+    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128 and a longest query block
+    (``q_block``, in tokens) of at least 128; else "triton" with head_dim 16 to 256. "gather" for everything else. The
+    backward of "hopper" under a causal mask is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first
+    imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -90,7 +95,7 @@ def resolve_impl(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     fits_triton = dtype in KERNEL_DTYPES and head_dim in TRITON_HEAD_DIMS
-    fits_hopper = dtype in KERNEL_DTYPES and head_dim in HOPPER_HEAD_DIMS and not causal
+    fits_hopper = dtype in KERNEL_DTYPES and head_dim in HOPPER_HEAD_DIMS
     if impl == "auto":
         if fits_hopper and q_block >= HOPPER_QUERY_BLOCK and _is_hopper(device):
             return "hopper"
@@ -105,8 +110,7 @@ def resolve_impl(
             raise ValueError(f"impl='triton' requires float16 in Triton's interpreter, got {dtype}")
     if impl == "hopper":
         if not fits_hopper:
-            raise ValueError(f"impl='hopper' requires float16 or bfloat16, a head_dim of 64 or 128 and causal=False, "
-                             f"got {dtype}, {head_dim} and causal={causal}")
+            raise ValueError(f"impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got {dtype} and {head_dim}")
         if not _is_hopper(device):
             raise ValueError(f"impl='hopper' requires a Hopper GPU (sm_90), got {_describe(device)}")
     return impl
@@ -220,6 +224,35 @@ def _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, nu
     return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
 
 
+def _watched(*tensors: Tensor) -> bool:
+    """Whether anything but the device's own code would see an operator called on these tensors: a mode, a transform, a tracer or a
+    subclass of tensors. If not, the operator itself can be passed by, which costs more than everything else before a launch."""
+    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        keys |= torch._C._dispatch_keys(x).raw_repr()
+    return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
+
+
+@lru_cache
+def _plain_keys(device_type: str) -> int:
+    """The bits of torch's dispatch keys that say nothing of the kind: device, autograd and autocast."""
+    key, names = torch._C.DispatchKey, torch._C.DispatchKey.__members__
+    plain = (name for name in (device_type.upper(), f"Autograd{device_type.upper()}", f"Autocast{device_type.upper()}") if name in names)
+    keys = torch._C.DispatchKeySet(key.BackendSelect) | torch._C.DispatchKeySet(key.ADInplaceOrView)
+    for name in plain:
+        keys = keys | torch._C.DispatchKeySet(names[name])
+    return keys.raw_repr()
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str) -> tuple[Tensor, Tensor]:
+    if not torch.is_autocast_enabled(q.device.type):
+        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+    # What is summed in float32 must stay so under autocast.
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+
+
+@lru_cache
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "gather":
@@ -248,10 +281,8 @@ def _forward(
     counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
-    # What is summed in float32 must stay so under autocast.
-    with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length)
+    return _run(q, k, v, blocks, scale, causal, impl)
 
 
 @_forward.register_fake
@@ -270,7 +301,7 @@ def _backward(
     if counts_t is not None:
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, causal)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length)
     # The Hopper backward knows no causal mask; both forwards save the same.
     if impl == "hopper" and causal:
         impl = "triton"

@@ -15,8 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blocks import BlockLists
 from .hopper_backward_steps import Work, add_dq, load, multiply, pick_columns
-from .hopper_forward import LOG2E, _reachable, _tiles
+from .hopper_forward import LOG2E
 from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq, list_visits
+from .hopper_tiles import reachable, tiles
 from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
 
 WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
@@ -112,7 +113,7 @@ def hopper_backward(
     With ``deterministic`` the programs take turns in adding to dQ, else they add when they come, and dQ's last bits differ from run to run.
     """
     assert not causal, "the portable backward takes causal attention"
-    q, k, v, dout = map(_reachable, (q, k, v, dout))
+    q, k, v, dout = map(reachable, (q, k, v, dout))
     out = readable(out)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -128,7 +129,7 @@ def hopper_backward(
     turns = torch.zeros(batch * heads * slots.number, dtype=torch.int32, device=q.device) if deterministic else visits.numbers
     parts = triton.cdiv(keys.length, KEYS)
     _backward_kernel[(keys.number * parts * batch * kv_heads,)](
-        *(_tiles(x, KEYS) for x in (k, v)), *(_tiles(x, QUERIES) for x in (q, dout)), *(_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)),
+        *(tiles(x, KEYS) for x in (k, v)), *(tiles(x, QUERIES) for x in (q, dout)), *(tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)),
         _sums(slots.dq), _sides(slots.side), dk, dv, turns, keys.starts, keys.sizes, *visits,
         *dk.stride()[:3], *dv.stride()[:3], *keys.strides(kv_heads), *shared_strides(visits.numbers, kv_heads), visits.chunks.shape[-1],
         keys.number * parts, kv_heads, heads // kv_heads, kv_len, keys.length, slots.number, scale * LOG2E, scale,

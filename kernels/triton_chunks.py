@@ -20,6 +20,9 @@ from .triton_primitives import block_bounds
 
 # List entries read at once by one program.
 SEGMENT = 256
+# Parts of a ``Queue``, in numbers of 4 bytes.
+HEADER = tl.constexpr(8)
+ENTRY = tl.constexpr(8)
 
 
 class Chunks(NamedTuple):
@@ -29,6 +32,19 @@ class Chunks(NamedTuple):
     sizes: Tensor    # int32, same shape, tokens of a chunk that is cut; not written for whole ones
     whole: Tensor    # int32 [B|1, H|1, rows]
     cut: Tensor      # int32 [B|1, H|1, rows]
+
+
+class Queue(NamedTuple):
+    """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
+
+    ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
+    are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes.
+    """
+
+    data: Tensor
+    batch: int
+    heads: int
+    width: int    # of a row of starts or sizes
 
 
 class Cut(NamedTuple):
@@ -56,21 +72,33 @@ def kv_cut(blocks: BlockLists, tokens: int) -> Cut:
     """How the key tokens are cut."""
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
-    number = triton.cdiv(tokens, blocks.kv_offsets) if uniform else bounds[0].shape[2]
+    number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
     return Cut(*bounds, uniform, blocks.max_kv_length, tokens, number)
 
 
-@triton.jit
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
+_NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
+            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, whole, cut,
                    list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                    heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
                    CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr,
-                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
+                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, QUEUE: tl.constexpr):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    list_row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + row
+    first_list = batch.to(tl.int64) * list_batch + (head // list_group) * list_head
+    list_row = first_list + row
     row_at = batch * row_batch + (head // row_group) * row_head
     item_at = batch * item_batch + (head // item_group) * item_head
-    out_row = (batch.to(tl.int64) * heads + head) * rows + row
+    first_row = (batch.to(tl.int64) * heads + head) * rows
+    out_row = first_row + row
+    if QUEUE:
+        entries = starts + HEADER
+        total = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+        starts = entries + total * ENTRY
+        sizes = starts + total * width
     row_start, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
     count = tl.minimum(tl.load(counts + list_row), capacity)
     number_whole, number_cut = 0, 0
@@ -101,8 +129,27 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
         number_whole += tl.sum(is_whole.to(tl.int32), 0)
         number_cut += tl.sum(is_cut.to(tl.int32), 0)
     # A row without real tokens attends to nothing.
-    tl.store(whole + out_row, tl.where(row_size > 0, number_whole, 0))
-    tl.store(cut + out_row, tl.where(row_size > 0, number_cut, 0))
+    number_whole, number_cut = tl.where(row_size > 0, number_whole, 0), tl.where(row_size > 0, number_cut, 0)
+    if QUEUE:
+        # The rank is the number of rows that go first: those with longer lists, and of equally long ones the later, which under a
+        # causal mask see more.
+        rank = 0
+        for first in range(0, rows, SEGMENT):
+            other = first + tl.arange(0, SEGMENT)
+            length = tl.minimum(tl.load(counts + first_list + other, mask=other < rows, other=-1), capacity)
+            sooner = (length > count) | ((length == count) & (other > row))
+            rank += tl.sum((sooner & (other < rows)).to(tl.int32), 0)
+        entry = entries + (first_row + rank) * ENTRY
+        tl.store(entry, row_start)
+        tl.store(entry + 1, row_size)
+        tl.store(entry + 2, number_whole)
+        tl.store(entry + 3, number_cut)
+        tl.store(entry + 4, row)
+        if out_row == 0:
+            tl.store(entries - HEADER, 0)
+    else:
+        tl.store(whole + out_row, number_whole)
+        tl.store(cut + out_row, number_cut)
 
 
 def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
@@ -116,21 +163,42 @@ def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_sh
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
+    batch, heads, width = _extent(blocks, rows, items, chunk)
+    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
+    whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
+    _launch(blocks, rows, items, chunk, causal_shift, rows_are_queries, (batch, heads, width), starts, sizes, whole, cut)
+    return Chunks(starts, sizes, whole, cut)
+
+
+def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None) -> Queue:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
+    batch, heads, width = extent = _extent(blocks, rows, items, chunk)
+    number = HEADER.value + batch * heads * rows.number * (ENTRY.value + 2 * width)
+    data = torch.empty(number, dtype=torch.int32, device=blocks.device)
+    _launch(blocks, rows, items, chunk, causal_shift, True, extent, data, None, None, None)
+    return Queue(data, batch, heads, width)
+
+
+def _extent(blocks: BlockLists, rows: Cut, items: Cut, chunk: int) -> tuple[int, int, int]:
+    """(batch, heads, chunks of a row at most) of what ``_launch`` writes."""
+    batch, heads = blocks.counts.shape[:2]
+    for cut in (rows, items):
+        if not cut.uniform:
+            batch, heads = max(batch, cut.starts.shape[0]), max(heads, cut.starts.shape[1])
+    return batch, heads, max(blocks.capacity * -(-items.length // chunk), 1)
+
+
+def _launch(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None, rows_are_queries: bool,
+            extent: tuple[int, int, int], starts: Tensor, sizes: Tensor | None, whole: Tensor | None, cut: Tensor | None) -> None:
     counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
-    ragged = [cut.starts for cut in (rows, items) if not cut.uniform]
-    batch, heads = (max(x.shape[dim] for x in (counts, *ragged)) for dim in (0, 1))
-    capacity = indices.shape[3]
-    parts = triton.cdiv(items.length, chunk)
-    width = max(capacity * parts, 1)
-    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=counts.device)
-    whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=counts.device)
+    batch, heads, width = extent
     _chunks_kernel[(rows.number, heads, batch)](
         counts, indices, rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes, whole, cut,
         *shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads),
-        heads, rows.number, items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0,
+        heads, rows.number, items.number, rows.length, rows.tokens, items.length, items.tokens, indices.shape[3], width,
+        -(-items.length // chunk), causal_shift or 0,
         CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
-        UNIFORM_ROWS=rows.uniform, UNIFORM_ITEMS=items.uniform)
-    return Chunks(starts, sizes, whole, cut)
+        UNIFORM_ROWS=rows.uniform, UNIFORM_ITEMS=items.uniform, QUEUE=sizes is None)
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
@@ -146,8 +214,9 @@ def readable(x: Tensor) -> Tensor:
 
 def aligned(x: Tensor) -> bool:
     """Whether the copy engine can walk x [B, H, tokens, dim]: its address and strides are positive multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and not any(stride % step or stride == 0 for stride in x.stride()[:3])
+    batch, head, row, _ = x.stride()
+    # A multiple of a power of two has no bits below it.
+    return (batch | head | row) % (16 // x.element_size()) == 0 and bool(batch and head and row) and x.data_ptr() % 16 == 0
 
 
 def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:

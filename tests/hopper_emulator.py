@@ -1,0 +1,249 @@
+"""Runs the Hopper forward kernel on a CPU: its partitions as threads, its barriers, copies and matrix products in plain torch.
+
+What is asynchronous on the GPU happens here as early or as late as the kernel's barriers and waits allow, so that a wrong phase, a buffer
+that is overwritten too soon or read too early, or a deadlock shows. Layouts, registers and fences are beyond it.
+"""
+
+import importlib.util
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+
+# Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
+from ssta.kernels import triton_chunks
+
+TIMEOUT = 20.0  # seconds without which a wait counts as a deadlock
+_late = False
+_state = threading.Condition()
+_local = threading.local()
+
+
+class Barrier:
+    def init(self, count):
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def signal(self, arrivals=0, bytes=0):
+        with _state:
+            self.pending -= arrivals
+            self.bytes += bytes
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.count
+            _state.notify_all()
+
+    def wait(self, parity):
+        with _state:
+            assert _state.wait_for(lambda: self.phase % 2 != int(parity), TIMEOUT), "deadlock"
+
+
+class Barriers(list):
+    def index(self, i):
+        return self[int(i)]
+
+
+class Shared:
+    def __init__(self, data):
+        self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
+
+    def index(self, i):
+        return Shared(self.data[int(i)])
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.data.narrow(dim, start, length))
+
+    def reshape(self, shape):
+        return Shared(self.data.view(shape))
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, x):
+        self.data.copy_(x)
+
+
+class Pointer:
+    def __init__(self, data, offset=0):
+        self.data, self.offset = data, offset
+
+    def __add__(self, offset):
+        return Pointer(self.data, self.offset + offset)
+
+    def __sub__(self, offset):
+        return Pointer(self.data, self.offset - offset)
+
+
+class Tiles:
+    """A tensor descriptor: [1, 1, rows, D] tiles of x, zeros beyond its end, nothing written there."""
+
+    def __init__(self, x, rows):
+        self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
+        self.block_type = SimpleNamespace(nbytes=rows * x.shape[3] * x.element_size())
+
+    def window(self, at):
+        batch, head, row, _ = map(int, at)
+        return self.x[batch, head, row:row + self.rows]
+
+
+def copy_in(tiles, at, barrier, shared):
+    def run():
+        window, target = tiles.window(at), shared.data.view(tiles.rows, -1)
+        target.zero_()
+        target[: len(window)] = window
+        barrier.signal(bytes=-tiles.block_type.nbytes)
+
+    if _late and random.random() < 0.5:
+        # In a thread of its own it may be overtaken by copies that were asked for later.
+        threading.Timer(random.random() * 2e-3, run).start()
+    else:
+        run()
+
+
+def copy_out(tiles, at, shared):
+    window = tiles.window(at)
+    _local.stores.append(lambda: window.copy_(shared.data.view(tiles.rows, -1)[: len(window)]))
+
+
+def store_wait(pending):
+    for store in _local.stores:
+        store()
+    _local.stores.clear()
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    def run():
+        left, right = (x.data if isinstance(x, Shared) else x for x in (a, b))
+        product = left.float() @ right.float()
+        return product + acc if use_acc else product
+
+    token = SimpleNamespace(run=run, value=None if _late else run())
+    _local.products.append(token)
+    return token
+
+
+def warpgroup_mma_wait(pending, deps):
+    if _late:
+        time.sleep(random.random() * 2e-3)
+    while len(_local.products) > pending:
+        token = _local.products.pop(0)
+        token.value = token.run() if _late else token.value
+    values = [x.value if isinstance(x, SimpleNamespace) else x for x in deps]
+    return values[0] if len(values) == 1 else values
+
+
+def warp_specialize(partitions, warps, registers):
+    errors = []
+
+    def run(function, arguments):
+        _local.products, _local.stores = [], []
+        try:
+            function(*arguments)
+            assert not _local.products and not _local.stores, "left without waiting"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    if errors or any(thread.is_alive() for thread in threads):
+        raise errors[0] if errors else AssertionError("deadlock")
+
+
+def allocate(dtype, shape, layout, value=None):
+    if layout == "barriers":
+        bars = Barriers(Barrier() for _ in range(shape[0]))
+        return bars if len(shape) == 2 else bars[0]
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def _pair(function):
+    return lambda a, b: function(*(x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in (a, b)))
+
+
+def _where(condition, a, b):
+    kind = next(x for x in (a, b) if isinstance(x, torch.Tensor))
+    return torch.where(condition, *(x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=kind.dtype) for x in (a, b)))
+
+
+def load(pointer):
+    return pointer.data[int(pointer.offset)].clone()
+
+
+def store(pointer, x, mask):
+    mask = mask.expand(x.shape)
+    pointer.data[pointer.offset[mask]] = x[mask]
+
+
+class Kernel:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *arguments):
+        return self.function(*arguments)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, **constants):
+            device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)) if
+                      isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
+            for program in range(grid[0]):
+                _local.program = torch.tensor(program)
+                self.function(*device, **constants)
+        return launch
+
+
+def _modules():
+    anything = lambda *args, **options: None  # noqa: E731
+    language = SimpleNamespace(
+        constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        NVMMADistributedLayout=anything, BlockedLayout=anything, SliceLayout=anything, DotOperandLayout=anything,
+        static_range=range, program_id=lambda axis: _local.program, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
+        full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout: x,
+        max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis), abs=torch.abs,
+        exp2=torch.exp2, log2=torch.log2, where=_where, maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), load=load, store=store)
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=lambda: "barriers", init=lambda bar, count: bar.init(count), wait=lambda bar, phase: bar.wait(phase),
+        arrive=lambda bar, count: bar.signal(arrivals=count), expect=lambda bar, bytes: bar.signal(arrivals=1, bytes=bytes))
+    jit = lambda function=None, **options: Kernel(function) if function else Kernel  # noqa: E731
+    gluon = dict(jit=jit, constexpr_function=lambda function: function, language=language)
+    hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=SimpleNamespace(store_wait=store_wait), warpgroup_mma=warpgroup_mma,
+                  warpgroup_mma_wait=warpgroup_mma_wait)
+    names = dict(aggregate=lambda cls: cls, barrier=anything, copy_in=copy_in, copy_out=copy_out)
+    fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
+             "ssta.kernels.hopper_names": names, "ssta.kernels.hopper_tiles": dict(tiles=Tiles, reachable=lambda x: x)}
+    modules = {}
+    for name, members in fakes.items():
+        modules[name] = ModuleType(name)
+        modules[name].__dict__.update(members)
+    modules["triton.experimental"] = ModuleType("triton.experimental")
+    modules["triton.experimental"].gluon = modules["triton.experimental.gluon"]
+    return modules
+
+
+def module():
+    """The kernel's module, run by what stands above."""
+    path = Path(triton_chunks.__file__).with_name("hopper_forward.py")
+    spec = importlib.util.spec_from_file_location("ssta.kernels.emulated_hopper_forward", path)
+    emulated = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, _modules()):
+        spec.loader.exec_module(emulated)
+    emulated.HEADER, emulated.ENTRY = emulated.HEADER.value, emulated.ENTRY.value
+    return emulated
+
+
+def hopper_forward(*arguments, late: bool):
+    """``hopper_forward`` of the kernel's own module; ``late``: everything asynchronous happens as late as it may."""
+    global _late
+    _late = late
+    return module().hopper_forward(*arguments)
