@@ -24,7 +24,7 @@ def ssta_3d_attention(
     kernel_thw: tuple[int, int, int] = (3, 3, 3), text_len: int = 0, sparse_type: str = "ssta", threshold: float = 0.0, *,
     lambda_: float = 0.7, sampling_type: str | Callable[[Tensor, Tensor], Tensor] = "similarity", pad_type: str = "none",
     text_mask: Tensor | None = None, mask_share_within_head: bool = False, adaptive_pool: tuple[int, int, int] | None = None,
-    scale: float | None = None, impl: str = "auto",
+    scale: float | None = None, deterministic: bool = True, impl: str = "auto",
 ) -> Tensor:
     """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
 
@@ -40,6 +40,7 @@ def ssta_3d_attention(
             device). With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and "repeat"
             only whole tiles of invalid text are left out, as published.
         scale: factor on the scores; default 1 / sqrt(D).
+        deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool: what
             is attended to; see ``SSTAConfig``.
@@ -55,12 +56,13 @@ def ssta_3d_attention(
                         adaptive_pool=adaptive_pool)
     layout = TokenLayout.video_text(thw, text_len)
     check_lengths(query, layout, thw, text_len)
-    return ssta_attention(query, key, value, layout, config, text_mask=text_mask, scale=scale, impl=impl)
+    return ssta_attention(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
 
 
 def ssta_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, *,
-    text_mask: Tensor | None = None, scale: float | None = None, impl: str = "auto", return_blocks: bool = False,
+    text_mask: Tensor | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    return_blocks: bool = False,
 ) -> Tensor | tuple[Tensor, BlockLists]:
     """Selective and sliding tile attention over any sequence of video grids and dense runs.
 
@@ -73,6 +75,7 @@ def ssta_attention(
         text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
             each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``.
         scale: factor on the scores; default 1 / sqrt(D).
+        deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
         return_blocks: also return the selection, over the layout's tiles in tiled order.
 
@@ -92,7 +95,8 @@ def ssta_attention(
     # A compiled graph asks the GPU when it runs.
     if not torch.compiler.is_compiling():
         impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
-    step = partial(_attend, tiles=tiles, config=config, text_mask=text_mask, scale=scale, impl=impl)
+    step = partial(_attend, tiles=tiles, config=config, text_mask=text_mask,
+                   attend=partial(block_sparse_attention, scale=scale, deterministic=deterministic, impl=impl))
     groups = _head_groups(query, key, value, config)
     if groups == 1:
         out, blocks = step(query, key, value)
@@ -103,11 +107,11 @@ def ssta_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None = None, *, tiles: TileLayout, config: SSTAConfig,
-            text_mask: Tensor | None, scale: float, impl: str) -> tuple[Tensor, BlockLists]:
+            text_mask: Tensor | None, attend: Callable[..., Tensor]) -> tuple[Tensor, BlockLists]:
     """Tile, select, attend, untile (into ``out`` where it is given): the output and the selection."""
     q, k, v, means = tiles.tile_qkv(query, key, value)
     blocks = select_tiles(q, k, tiles, config, text_mask, means)
-    tiled_out = block_sparse_attention(q, k, v, blocks, scale=scale, impl=impl)
+    tiled_out = attend(q, k, v, blocks)
     # The tiled copies are as large as the inputs; without a backward pass they need not outlive the kernel.
     del q, k, v
     return tiles.untile(tiled_out, out), blocks

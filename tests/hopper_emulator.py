@@ -1,7 +1,8 @@
-"""Runs the Hopper forward kernel on a CPU: its partitions as threads, its barriers, copies and matrix products in plain torch.
+"""Runs the Hopper kernels on a CPU: their partitions as threads, their barriers, copies and matrix products in plain torch.
 
-What is asynchronous on the GPU happens here as early or as late as the kernel's barriers and waits allow, so that a wrong phase, a buffer
-that is overwritten too soon or read too early, or a deadlock shows. Layouts, registers and fences are beyond it.
+What is asynchronous on the GPU happens here as early or as late as a kernel's barriers and waits allow, so that a wrong phase, a buffer
+that is overwritten too soon or read too early, or a deadlock shows. Programs run one after another. Layouts, registers, fences and what
+programs do to one another are beyond it.
 """
 
 import importlib.util
@@ -9,6 +10,8 @@ import random
 import sys
 import threading
 import time
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -16,7 +19,7 @@ from unittest import mock
 import torch
 
 # Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
-from ssta.kernels import triton_chunks
+from ssta.kernels import hopper_slots, triton_chunks  # noqa: F401
 
 TIMEOUT = 20.0  # seconds without which a wait counts as a deadlock
 _late = False
@@ -83,22 +86,25 @@ class Pointer:
 
 
 class Tiles:
-    """A tensor descriptor: [1, 1, rows, D] tiles of x, zeros beyond its end, nothing written there."""
+    """A tensor descriptor: windows of ``block`` entries of x, zeros beyond its end, nothing written there."""
 
-    def __init__(self, x, rows):
-        self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
-        self.block_type = SimpleNamespace(nbytes=rows * x.shape[3] * x.element_size())
+    def __init__(self, x, shape, strides, block, layout):
+        self.x, self.dtype, self.layout, self.block = x, x.dtype, None, block
+        self.block_type = SimpleNamespace(nbytes=prod(block) * x.element_size(), shape=block)
 
     def window(self, at):
-        batch, head, row, _ = map(int, at)
-        return self.x[batch, head, row:row + self.rows]
+        return self.x[tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block))]
+
+
+def tiles(x, rows):
+    return Tiles(x, x.shape, x.stride(), [1, 1, rows, x.shape[3]], None)
 
 
 def copy_in(tiles, at, barrier, shared):
     def run():
-        window, target = tiles.window(at), shared.data.view(tiles.rows, -1)
+        window, target = tiles.window(at), shared.data.view(tiles.block)
         target.zero_()
-        target[: len(window)] = window
+        target[tuple(slice(size) for size in window.shape)] = window
         barrier.signal(bytes=-tiles.block_type.nbytes)
 
     if _late and random.random() < 0.5:
@@ -108,12 +114,17 @@ def copy_in(tiles, at, barrier, shared):
         run()
 
 
-def copy_out(tiles, at, shared):
+def copy_out(tiles, at, shared, add=False):
     window = tiles.window(at)
-    _local.stores.append(lambda: window.copy_(shared.data.view(tiles.rows, -1)[: len(window)]))
+
+    def run():
+        source = shared.data.view(tiles.block)[tuple(slice(size) for size in window.shape)]
+        window.copy_(window + source if add else source)
+
+    _local.stores.append(run)
 
 
-def store_wait(pending):
+def store_wait(pending=0):
     for store in _local.stores:
         store()
     _local.stores.clear()
@@ -123,7 +134,8 @@ def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     def run():
         left, right = (x.data if isinstance(x, Shared) else x for x in (a, b))
         product = left.float() @ right.float()
-        return product + acc if use_acc else product
+        # What it is added to may itself be in flight: products end in order.
+        return product + (acc.value if isinstance(acc, SimpleNamespace) else acc) if use_acc else product
 
     token = SimpleNamespace(run=run, value=None if _late else run())
     _local.products.append(token)
@@ -172,17 +184,26 @@ def _pair(function):
 
 
 def _where(condition, a, b):
-    kind = next(x for x in (a, b) if isinstance(x, torch.Tensor))
-    return torch.where(condition, *(x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=kind.dtype) for x in (a, b)))
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), torch.float32)
+    return torch.where(condition, *(x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=dtype) for x in (a, b)))
 
 
-def load(pointer):
+def inline_asm(text, constraints, arguments, dtype, pure, pack):
+    """The two things that the kernels do by hand: round, or multiply in float32 and round."""
+    return prod(x.float() for x in arguments).to(dtype)
+
+
+def load(pointer, volatile=False):
     return pointer.data[int(pointer.offset)].clone()
 
 
 def store(pointer, x, mask):
     mask = mask.expand(x.shape)
     pointer.data[pointer.offset[mask]] = x[mask]
+
+
+def atomic_add(pointer, x, sem):
+    pointer.data[int(pointer.offset)] += x
 
 
 class Kernel:
@@ -194,8 +215,9 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **constants):
-            device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)) if
+            device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()) if
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
+            _local.programs = torch.tensor(grid[0])
             for program in range(grid[0]):
                 _local.program = torch.tensor(program)
                 self.function(*device, **constants)
@@ -205,9 +227,12 @@ class Kernel:
 def _modules():
     anything = lambda *args, **options: None  # noqa: E731
     language = SimpleNamespace(
-        constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, to_tensor=torch.tensor,
+        float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, BlockedLayout=anything, SliceLayout=anything, DotOperandLayout=anything,
-        static_range=range, program_id=lambda axis: _local.program, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
+        NVMMASharedLayout=SharedLayout, static_range=range, program_id=lambda axis: _local.program,
+        num_programs=lambda axis: _local.programs, inline_asm_elementwise=inline_asm, atomic_add=atomic_add,
+        warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis), abs=torch.abs,
@@ -219,9 +244,11 @@ def _modules():
     gluon = dict(jit=jit, constexpr_function=lambda function: function, language=language)
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=SimpleNamespace(store_wait=store_wait), warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
-    names = dict(aggregate=lambda cls: cls, barrier=anything, copy_in=copy_in, copy_out=copy_out)
+    names = dict(aggregate=lambda cls: cls, barrier=anything, copy_in=copy_in, copy_out=copy_out, copies_done=store_wait,
+                 copy_add=partial(copy_out, add=True))
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
-             "ssta.kernels.hopper_names": names, "ssta.kernels.hopper_tiles": dict(tiles=Tiles, reachable=lambda x: x)}
+             "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
+             "ssta.kernels.hopper_names": names, "ssta.kernels.hopper_tiles": dict(tiles=tiles, reachable=lambda x: x)}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)
@@ -231,19 +258,32 @@ def _modules():
     return modules
 
 
-def module():
-    """The kernel's module, run by what stands above."""
-    path = Path(triton_chunks.__file__).with_name("hopper_forward.py")
-    spec = importlib.util.spec_from_file_location("ssta.kernels.emulated_hopper_forward", path)
-    emulated = importlib.util.module_from_spec(spec)
+class SharedLayout:
+    def __init__(self, **options):
+        pass
+
+    @staticmethod
+    def get_default_for(shape, dtype):
+        return None
+
+
+@cache
+def module(name):
+    """``ssta.kernels.<name>`` of the Hopper kernels, run by what stands above."""
+    modules = {}
     with mock.patch.dict(sys.modules, _modules()):
-        spec.loader.exec_module(emulated)
-    emulated.HEADER, emulated.ENTRY = emulated.HEADER.value, emulated.ENTRY.value
-    return emulated
+        for part in ("hopper_forward", "hopper_backward_steps", "hopper_backward"):
+            path = Path(triton_chunks.__file__).with_name(f"{part}.py")
+            spec = importlib.util.spec_from_file_location(f"ssta.kernels.{part}", path)
+            modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(modules[part])
+    forward = modules["hopper_forward"]
+    forward.HEADER, forward.ENTRY = forward.HEADER.value, forward.ENTRY.value
+    return modules[name]
 
 
-def hopper_forward(*arguments, late: bool):
-    """``hopper_forward`` of the kernel's own module; ``late``: everything asynchronous happens as late as it may."""
+def run(name, *arguments, late: bool):
+    """The function ``name`` of the kernel's module of that name; ``late``: everything asynchronous happens as late as it may."""
     global _late
     _late = late
-    return module().hopper_forward(*arguments)
+    return getattr(module(name), name)(*arguments)

@@ -1,18 +1,22 @@
-"""The Hopper forward kernel on a CPU, through the emulator: its logic and its barriers, against the reference."""
+"""The Hopper kernels on a CPU, through the emulator: their logic and their barriers, against the reference."""
+
+from functools import partial
 
 import pytest
 import torch
-from hopper_emulator import hopper_forward, module
+from hopper_emulator import module, run
+from oracles import attention_with_gradients
 from test_kernels import INTERPRETED, inputs, patterns, ragged
 
 from ssta.kernels import BlockLists
+from ssta.kernels.attention import _with_kv_blocks
 from ssta.kernels.reference import reference_attention
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")
 
 
 def assert_right(q, k, v, blocks, causal, late):
-    out, lse = hopper_forward(q, k, v, blocks, 0.125, causal, late=late)
+    out, lse = run("hopper_forward", q, k, v, blocks, 0.125, causal, late=late)
     exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125, causal)
     torch.testing.assert_close(out.double(), exact, rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
@@ -39,7 +43,7 @@ def test_long_blocks(dim, causal, late):
 def test_every_block_has_its_place():
     """The longest lists of all heads first, then head after head, each block once."""
     number, heads = torch.tensor(37), torch.tensor(3)
-    places = [tuple(map(int, module()._place(torch.tensor(place), number, heads))) for place in range(37 * 3)]
+    places = [tuple(map(int, module("hopper_forward")._place(torch.tensor(place), number, heads))) for place in range(37 * 3)]
     assert sorted(places) == [(head, rank) for head in range(3) for rank in range(37)]
     assert places[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)] and places[6:] == sorted(places[6:])
 
@@ -51,11 +55,36 @@ def test_what_is_not_seen_changes_nothing(causal, late):
     q, k, v = inputs(1, 1, 1, 300, 300, 64)
     blocks = BlockLists.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool), 100, 100,
                                   kv_lengths=torch.tensor([90, 100, 100], dtype=torch.int32))
-    clean = hopper_forward(q, k, v, blocks, 0.125, causal, late=late)[0]
+    clean = run("hopper_forward", q, k, v, blocks, 0.125, causal, late=late)[0]
     k[:, :, 90:100] = v[:, :, 90:100] = float("nan")
     v[:, :, 250, 3] = float("nan")
-    dirty = hopper_forward(q, k, v, blocks, 0.125, causal, late=late)[0]
+    dirty = run("hopper_forward", q, k, v, blocks, 0.125, causal, late=late)[0]
     sees = torch.arange(300) >= (250 if causal else 100)
     assert torch.equal(dirty[:, :, ~sees], clean[:, :, ~sees]) and dirty[:, :, sees, 3].isnan().all()
     others = torch.arange(64) != 3
     assert torch.equal(dirty[:, :, sees][..., others], clean[:, :, sees][..., others])
+
+
+def assert_right_gradients(q, k, v, blocks, deterministic, late):
+    blocks = _with_kv_blocks(blocks, k.shape[2])
+    out, lse = reference_attention(q, k, v, blocks, 0.125, False)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = run("hopper_backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, False, deterministic, late=late)
+    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
+    exact = attention_with_gradients(attend, q.double(), k.double(), v.double(), dout, dlse)
+    for grad, right in zip(grads, exact[2:]):
+        torch.testing.assert_close(grad.double(), right, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_gradients_of_small_blocks(name, late):
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("dim, deterministic", [(64, True), (128, True), (128, False)])
+def test_gradients_of_long_blocks(dim, deterministic, late):
+    blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
+    assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late)

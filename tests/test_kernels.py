@@ -63,6 +63,15 @@ def test_against_float64(device, impl, causal, name):
     assert_as_exact_as_torch(attend, q, k, v, blocks, causal=causal)
 
 
+@everywhere
+@pytest.mark.parametrize("name", ["short last block", "per key head", "ragged"])
+def test_gradients_added_up_in_any_order(device, impl, name):
+    blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device, impl=impl)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=False, impl=impl)
+    assert_as_exact_as_torch(attend, q, k, v, blocks)
+
+
 @pytest.mark.parametrize("device, impl", [entry for entry in EVERYWHERE if entry.values[1] == "triton"])
 @pytest.mark.parametrize("name", ["uniform", "ragged", "per key head"])
 def test_gpus_without_a_copy_engine(device, impl, name, monkeypatch):
@@ -364,7 +373,7 @@ def test_operator_registration():
 
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
     blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
-    torch.library.opcheck(_forward, (q, k, v, *_flatten(blocks), None, None, 0.25, False, "gather"))
+    torch.library.opcheck(_forward, (q, k, v, *_flatten(blocks), None, None, 0.25, False, True, "gather"))
 
 
 @pytest.mark.gpu
