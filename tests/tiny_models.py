@@ -27,7 +27,7 @@ class Tiny:
         layers: the options that say how many layers of each kind there are, for a given number.
         inputs: (canvas in tokens, prompt lengths, random) -> a forward's arguments.
         conditions: tokens besides the video in each attended sequence.
-        dtype: the widest that the model takes.
+        dtype: the widest that the model computes in.
     """
 
     model: str
@@ -173,7 +173,7 @@ TINY = {
     "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN),
     "mochi": Tiny("MochiTransformer3DModel",
                   HEADED | dict(pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=TEXT_LEN),
-                  blocks, mochi, conditions=TEXT_LEN),
+                  blocks, mochi, conditions=TEXT_LEN, dtype=torch.float32),
     "kandinsky5": Tiny("Kandinsky5Transformer3DModel",
                        dict(in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64, num_text_blocks=1, axes_dims=(4, 6, 6)),
                        lambda n: {"num_visual_blocks": n}, kandinsky5, dtype=torch.float32),
