@@ -52,6 +52,7 @@ class ModelContext:
         self.dense_steps: set[int] = set()
         self._configs: list[CanvasConfig] = []
         self._progress = progress
+        self._generation: Tensor | None = None
 
     def canvas_config(self, config: SSTAConfig) -> CanvasConfig:
         """The one ``CanvasConfig`` of ``config`` in this model."""
@@ -90,10 +91,12 @@ class ModelContext:
             index, dense = step[0], schedule.is_dense_step(*step)
             if schedule.dense_above is not None:
                 noise = self.family.noise(self._progress.timestep(index))
-            # Back to the beginning: another generation.
-            if self.steps and index < max(self.steps):
+            # New timesteps, or back to the beginning: another generation.
+            generation = self._progress.timesteps
+            if generation is not self._generation or self.steps and index < max(self.steps):
                 self.steps.clear()
                 self.dense_steps.clear()
+                self._generation = generation
         self.dense_step = dense or noise is not None and noise > schedule.dense_above
         self.steps.add(index)
         if self.dense_step:

@@ -40,11 +40,17 @@ class Progress:
         pipeline = self._pipeline and self._pipeline()
         return getattr(pipeline, "scheduler", None)
 
+    @property
+    def timesteps(self) -> Tensor | None:
+        """The scheduler's timesteps, a new tensor for every generation; None where nothing counts, as in training."""
+        timesteps = getattr(self.scheduler, "timesteps", None)
+        begun = getattr(self.scheduler, "num_inference_steps", 0) is not None
+        return timesteps if begun and isinstance(timesteps, Tensor) else None
+
     def step(self) -> tuple[int, int] | None:
         """(index, count) of the step in progress; None where nothing counts."""
-        scheduler = self.scheduler
-        timesteps = getattr(scheduler, "timesteps", None)
-        if not isinstance(timesteps, Tensor) or getattr(scheduler, "num_inference_steps", 0) is None:
+        scheduler, timesteps = self.scheduler, self.timesteps
+        if timesteps is None:
             return None
         pipeline = self._pipeline and self._pipeline()
         current = getattr(pipeline, "_current_timestep", None)
@@ -62,7 +68,7 @@ class Progress:
 
     def timestep(self, index: int) -> float:
         """The scheduler's timestep of step ``index``. All of them are read from the device once in a generation."""
-        timesteps = self.scheduler.timesteps
+        timesteps = self.timesteps
         if self._read is None or self._read[0] is not timesteps:
             self._read = timesteps, timesteps.tolist()
         values = self._read[1]
