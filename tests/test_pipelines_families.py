@@ -71,7 +71,8 @@ def test_one_batch_element_alone_is_the_same_in_a_batch(name):
     with apply_ssta(model, SPARSE, schedule=NEVER_DENSE):
         together = run(model, call)
         for i in range(2):
-            alone = {key: x[i : i + 1] if isinstance(x, torch.Tensor) and len(x) == 2 and key not in shared else x for key, x in call.items()}
+            alone = {key: x[i : i + 1] if isinstance(x, torch.Tensor) and len(x) == 2 and key not in shared else x
+                     for key, x in call.items()}
             # Kandinsky's rounding, see TOLERANCE.
             tolerance = TOLERANCE.get(name, 1e-4)
             torch.testing.assert_close(run(model, alone), together[i : i + 1], rtol=tolerance, atol=tolerance)
@@ -135,7 +136,8 @@ def test_ltx2_perturbed_guidance_is_the_stock_model_s(mask):
 def test_the_grid_at_the_end_of_coordinates():
     frame = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
     video = torch.cat([torch.tensor([0.0, 1.0, 9.0]).repeat_interleave(12)[:, None], frame.repeat(3, 1)], dim=1)
-    others = {"text": torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.0, 0.0]), "a later frame": torch.cat([torch.full((12, 1), 4.0), frame], 1),
+    others = {"text": torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.0, 0.0]),
+              "a later frame": torch.cat([torch.full((12, 1), 4.0), frame], 1),
               "a frame of another size": torch.cat([torch.full((6, 1), -1.0), frame[:6]], 1), "nothing": video[:0]}
     for points in others.values():
         points = torch.cat([points, video])
@@ -169,7 +171,8 @@ def test_masks_and_sparsity_that_ssta_does_not_have_are_refused():
         run(model, tiny.call() | {"video_self_attention_mask": torch.ones(1, 144, 144)})
 
 
-@pytest.mark.parametrize("name, message", [("wan", "frames, height, width"), ("cogvideox", "frames, channels"), ("kandinsky5", "width, channels")])
+@pytest.mark.parametrize("name, message", [
+    ("wan", "frames, height, width"), ("cogvideox", "frames, channels"), ("kandinsky5", "width, channels")])
 def test_latents_of_another_shape_are_refused(name, message):
     tiny = TINY[name]
     model = tiny.build()

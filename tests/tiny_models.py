@@ -67,7 +67,8 @@ def hunyuan_video(thw, prompts, random):
 
 
 def wan(thw, prompts, random):
-    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12)}
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12)}
 
 
 def wan_i2v(thw, prompts, random):
@@ -98,12 +99,14 @@ def ltx2(thw, prompts, random):
 
 
 def cogvideox(thw, prompts, random):
-    return {"hidden_states": random(len(prompts), thw[0], 4, 2 * thw[1], 2 * thw[2]), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
+    return {"hidden_states": random(len(prompts), thw[0], 4, 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
             "image_rotary_emb": get_3d_rotary_pos_embed(HEAD_DIM, ((0, 0), thw[1:]), thw[1:], thw[0], device=torch.device("cpu"))}
 
 
 def mochi(thw, prompts, random):
-    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 16),
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 16),
             "encoder_attention_mask": valid(prompts).bool()}
 
 
@@ -116,7 +119,8 @@ def kandinsky5(thw, prompts, random):
 
 
 def motif_video(thw, prompts, random):
-    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
             "encoder_attention_mask": valid(prompts), "image_embeds": random(len(prompts), 3, 8)}
 
 
@@ -143,8 +147,8 @@ def blocks(layers: int) -> dict:
 
 HEADED = dict(num_attention_heads=HEADS, attention_head_dim=HEAD_DIM)
 WAN = HEADED | dict(in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, rope_max_seq_len=32)
-COGVIDEOX = HEADED | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=12, sample_width=16, sample_height=12, sample_frames=9,
-                          max_text_seq_length=TEXT_LEN, use_rotary_positional_embeddings=True)
+COGVIDEOX = HEADED | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=12, sample_width=16, sample_height=12,
+                          sample_frames=9, max_text_seq_length=TEXT_LEN, use_rotary_positional_embeddings=True)
 LTX2 = HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=32, audio_in_channels=4, audio_out_channels=4,
                      audio_num_attention_heads=2, audio_attention_head_dim=8, audio_cross_attention_dim=16, caption_channels=12,
                      norm_elementwise_affine=True, use_prompt_embeddings=False)
@@ -175,11 +179,12 @@ TINY = {
                   HEADED | dict(pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=TEXT_LEN),
                   blocks, mochi, conditions=TEXT_LEN, dtype=torch.float32),
     "kandinsky5": Tiny("Kandinsky5Transformer3DModel",
-                       dict(in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64, num_text_blocks=1, axes_dims=(4, 6, 6)),
+                       dict(in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64, num_text_blocks=1,
+                            axes_dims=(4, 6, 6)),
                        lambda n: {"num_visual_blocks": n}, kandinsky5, dtype=torch.float32),
     "motif_video": Tiny("MotifVideoTransformer3DModel",
-                        HEADED | dict(in_channels=4, out_channels=4, num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=12, image_embed_dim=8,
-                                      rope_axes_dim=(4, 6, 6), enable_text_cross_attention_dual=True),
+                        HEADED | dict(in_channels=4, out_channels=4, num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=12,
+                                      image_embed_dim=8, rope_axes_dim=(4, 6, 6), enable_text_cross_attention_dual=True),
                         lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2 + 1}, motif_video, conditions=TEXT_LEN + 3,
                         dtype=torch.float32),
     "minimax_h3": Tiny("MiniMaxH3Transformer3DModel",

@@ -53,7 +53,8 @@ class TinyPipeline:
     missing: tuple[str, ...] = ("text_encoder", "tokenizer")
 
     def build(self, layers: int = 2) -> DiffusionPipeline:
-        parts = {"transformer": TINY[self.tiny].build(layers=layers), "scheduler": self.scheduler(), "vae": None, **dict.fromkeys(self.missing)}
+        parts = {"transformer": TINY[self.tiny].build(layers=layers), "scheduler": self.scheduler(),
+                 "vae": None, **dict.fromkeys(self.missing)}
         if self.two:
             parts |= {"transformer_2": TINY[self.tiny].build(seed=1, layers=layers), "boundary_ratio": 0.875}
         pipe = getattr(diffusers, self.pipeline)(**parts)
