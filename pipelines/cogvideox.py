@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
 from ssta import DenseRun, TokenLayout, VideoGrid
@@ -14,6 +13,7 @@ from ssta import DenseRun, TokenLayout, VideoGrid
 from .canvas import from_bfchw
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .rope import turn_pairs
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
@@ -40,8 +40,9 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
         if attn.norm_k is not None:
             key = attn.norm_k(key)
         if image_rotary_emb is not None:
-            query, key = (torch.cat([x[:, :text_len], apply_rotary_emb(x[:, text_len:], image_rotary_emb, sequence_dim=1)], dim=1)
-                          for x in (query, key))
+            # Both angles of a pair are given, and are the same.
+            cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
+            query, key = (torch.cat([x[:, :text_len], turn_pairs(x[:, text_len:], cos, sin)], dim=1) for x in (query, key))
         out = self.attend(query, key, value, layout).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text_len:], out[:, :text_len]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
 from ssta import TokenLayout
 
 from .processor import SSTAProcessor
+from .rope import turn_pairs
 
 
 class JointSSTAProcessor(SSTAProcessor):
@@ -36,7 +36,9 @@ class JointSSTAProcessor(SSTAProcessor):
         query, key, value = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
         query, key = _normed(attn.norm_q, query), _normed(attn.norm_k, key)
         if image_rotary_emb is not None:
-            query, key = (_turned(x, image_rotary_emb, video_len) for x in (query, key))
+            # Both angles of a pair are given, and are the same.
+            cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
+            query, key = (_turned(x, cos, sin, video_len) for x in (query, key))
         if encoder_hidden_states is not None and not shared:
             own = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             more_query, more_key, more_value = (linear(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for linear in own)
@@ -68,6 +70,6 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _turned(x: Tensor, rotary_emb: tuple[Tensor, Tensor], video_len: int) -> Tensor:
-    video = apply_rotary_emb(x[:, :video_len], rotary_emb, sequence_dim=1)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, video_len: int) -> Tensor:
+    video = turn_pairs(x[:, :video_len], cos, sin)
     return video if video_len == x.shape[1] else torch.cat([video, x[:, video_len:]], dim=1)

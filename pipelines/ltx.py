@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
@@ -13,6 +13,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 from .canvas import from_numbers
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .rope import turn_pairs
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -31,7 +32,9 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
         if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+            # Both angles of a pair are given, and are the same.
+            cos, sin = (angles[..., 0::2] for angles in image_rotary_emb)
+            query, key = turn_pairs(query, cos, sin), turn_pairs(key, cos, sin)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         out = self.attend(query, key, value, self.layout(query.shape[1]))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))

@@ -13,6 +13,7 @@ from ssta import TokenLayout
 from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .rope import turn_pairs
 
 
 class MochiSSTAProcessor(SSTAProcessor):
@@ -33,7 +34,8 @@ class MochiSSTAProcessor(SSTAProcessor):
         query, key, value = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
-            query, key = _turned(query, *image_rotary_emb), _turned(key, *image_rotary_emb)
+            # Learned angles ``[S, H, D / 2]``.
+            query, key = turn_pairs(query, *image_rotary_emb), turn_pairs(key, *image_rotary_emb)
         text_query, text_key, text_value = (linear(encoder_hidden_states).unflatten(2, (attn.heads, -1))
                                             for linear in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
         query = torch.cat([query, attn.norm_added_q(text_query)], dim=1)
@@ -43,15 +45,6 @@ class MochiSSTAProcessor(SSTAProcessor):
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))
         return video, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on ``[B, S, H, D]`` with learned angles per head, ``[S, H, D / 2]``: channels 2i and 2i + 1 are a point in the plane."""
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
-    out = torch.empty_like(x)
-    out[..., 0::2] = torch.addcmul(even * cos, odd, sin, value=-1)
-    out[..., 1::2] = torch.addcmul(even * sin, odd, cos)
-    return out
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from ssta import TokenLayout
 from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .rope import turn_pairs
 from .schedule import Schedule
 
 
@@ -41,20 +41,11 @@ class WanSSTAProcessor(SSTAProcessor):
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         if rotary_emb is not None:
-            query, key = _turned(query, *rotary_emb), _turned(key, *rotary_emb)
+            # Both angles of a pair are given, and are the same.
+            cos, sin = (angles[..., 0::2] for angles in rotary_emb)
+            query, key = turn_pairs(query, cos, sin), turn_pairs(key, cos, sin)
         out = self.attend(query, key, value, TokenLayout.video_text(thw))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on ``[B, S, H, D]``: channels 2i and 2i + 1 are a point in the plane, turned by the angle whose cos and sin stand twice in
-    ``[1, S, 1, D]``."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = cos[..., 0::2], sin[..., 0::2]
-    out = torch.empty_like(x)
-    out[..., 0::2] = torch.addcmul(even * cos, odd, sin, value=-1)
-    out[..., 1::2] = torch.addcmul(even * sin, odd, cos)
-    return out
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
