@@ -60,7 +60,8 @@ def apply_ssta(
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
-    plans = [(name, module, *_plan(module, config, schedule, Progress(pipeline, scheduler), impl)) for name, module in _transformers(model)]
+    plans = [(name, module, *_plan(module, config, schedule, Progress(pipeline, scheduler), impl))
+             for name, module in transformers_of(model)]
     return SSTAHandle([(name, module, _install(module, context, replacements)) for name, module, context, replacements in plans])
 
 
@@ -73,7 +74,7 @@ def remove_ssta(model: Any) -> None:
         TypeError: not a model or a pipeline.
         ValueError: SSTA is not applied.
     """
-    applied = [module for _, module in _transformers(model) if _installation(module) is not None]
+    applied = [module for _, module in transformers_of(model) if _installation(module) is not None]
     if not applied:
         raise ValueError(f"model must have SSTA applied before it is removed, got {type(model).__name__} without it")
     for module in applied:
@@ -152,8 +153,12 @@ class _Installation:
         return found
 
 
-def _transformers(model: Any) -> list[tuple[str, nn.Module]]:
-    """(attribute name, transformer) for a pipeline, ("", model) for a transformer."""
+def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
+    """(attribute name, transformer) for a pipeline, ("", model) for a transformer.
+
+    Raises:
+        TypeError: neither.
+    """
     if isinstance(model, nn.Module):
         return [("", model)]
     found = [(name, getattr(model, name, None)) for name in _TRANSFORMERS]

@@ -47,6 +47,11 @@ class RunReport(list):
         super().__init__(runs)
         self.models = models
 
+    def mean_density(self) -> float:
+        """Attended share of the tile pairs, the mean over layers and over the steps that were seen, dense ones included."""
+        shares = [(run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps if run.steps else run.density for run in self]
+        return sum(shares) / len(shares)
+
     def __str__(self) -> str:
         if not self:
             return "no layer has run with SSTA yet"
@@ -54,7 +59,7 @@ class RunReport(list):
         rows = [head, *(_cells(run) for run in self)]
         shares = [run.time_share for run in self if run.time_share is not None]
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
-        rows.append(("all", "", "", "", "", f"{sum(run.density for run in self) / len(self):.1%}", "", "", share))
+        rows.append(("all", "", "", "", "", f"{self.mean_density():.1%}", "", "", share))
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(cell.ljust(width) if column < 3 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths)))
                  for row in rows]

@@ -89,3 +89,14 @@ PIPELINES = {
     "skyreels_v2_forcing": TinyPipeline("SkyReelsV2DiffusionForcingPipeline", "skyreels_v2", unipc,
                                         SIZE | two_prompts(12) | {"prompt": None}),
 }
+
+
+def wan_with_frames() -> DiffusionPipeline:
+    """A Wan pipeline that takes prompts and gives frames: with a VAE, and with random embeddings where the text encoder would be."""
+    pipe = PIPELINES["wan"].build()
+    torch.manual_seed(3)
+    vae = diffusers.AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+                                     latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    pipe.register_modules(vae=vae.eval())
+    pipe.encode_prompt = lambda **_: (embeds(TEXT_LEN, 12, 0), embeds(TEXT_LEN, 12, 1))
+    return pipe
