@@ -194,7 +194,7 @@ def _plan(
     replacements = []
     for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
         processor = site.replacement(context)
-        processor.config = None if own is None else context.canvas_config(own)
+        processor.config = own
         replacements.append((site, processor))
     return context, replacements
 

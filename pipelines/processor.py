@@ -25,16 +25,8 @@ if TYPE_CHECKING:
 _EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
 
 
-class CanvasConfig:
-    """A configuration, and what its variants make of it on the canvas of the forward in progress."""
-
-    def __init__(self, config: SSTAConfig) -> None:
-        self.config = config
-        self.resolved = config
-
-
 class ModelContext:
-    """What the processors of one model share: configurations, schedule, and the canvas and step of the forward in progress.
+    """What the processors of one model share: configuration, schedule, and the canvas and step of the forward in progress.
 
     The canvas and the step stay until the next forward begins, because gradient checkpointing recomputes attention after the forward
     has returned. So with checkpointing, a forward's backward must come before a forward of another canvas or step.
@@ -50,25 +42,13 @@ class ModelContext:
         self.stopwatch = Stopwatch()
         self.steps: set[int] = set()
         self.dense_steps: set[int] = set()
-        self._configs: list[CanvasConfig] = []
         self._progress = progress
         self._generation: Tensor | None = None
-
-    def canvas_config(self, config: SSTAConfig) -> CanvasConfig:
-        """The one ``CanvasConfig`` of ``config`` in this model."""
-        for known in self._configs:
-            if known.config == config:
-                return known
-        self._configs.append(CanvasConfig(config))
-        return self._configs[-1]
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
         arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-        thw = self.family.canvas(model, arguments)
-        for known in self._configs:
-            known.resolved = known.config.for_canvas(thw)
-        self.thw = thw
+        self.thw = self.family.canvas(model, arguments)
         if self.schedule.follows_steps or not torch.compiler.is_compiling():
             self._follow(arguments)
 
@@ -119,7 +99,7 @@ class SSTAProcessor:
     def __init__(self, context: ModelContext) -> None:
         self.context = context
         # None = dense at every step.
-        self.config: CanvasConfig | None = context.canvas_config(context.config)
+        self.config: SSTAConfig | None = context.config
         self._stopwatch = Stopwatch()
         self._last: tuple | None = None
 
@@ -172,7 +152,7 @@ class SSTAProcessor:
         """(output, implementation, tiles, density)."""
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, blocks = ssta_attention(q, k, v, layout, self.config.resolved, text_mask=text_mask, impl=impl, return_blocks=True)
+        out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
         ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.density()
 

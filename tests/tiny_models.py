@@ -27,6 +27,7 @@ class Tiny:
         layers: the options that say how many layers of each kind there are, for a given number.
         inputs: (canvas in tokens, prompt lengths, random) -> a forward's arguments.
         conditions: tokens besides the video in each attended sequence.
+        before: how many of them stand before the video.
         dtype: the widest that the model computes in.
     """
 
@@ -35,6 +36,7 @@ class Tiny:
     layers: Callable[[int], dict]
     inputs: Callable[[tuple[int, int, int], tuple[int, ...], Callable[..., Tensor]], dict]
     conditions: int = 0
+    before: int = 0
     dtype: torch.dtype = torch.float64
 
     def build(self, seed: int = 0, layers: int = 2, **options) -> nn.Module:
@@ -173,8 +175,8 @@ TINY = {
                 HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=WIDTH, caption_channels=12), blocks, ltx),
     "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, blocks, ltx2),
     "ltx2_gated": Tiny("LTX2VideoTransformer3DModel", LTX2 | dict(gated_attn=True, perturbed_attn=True, rope_type="split"), blocks, ltx2),
-    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN),
-    "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN),
+    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
+    "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
     "mochi": Tiny("MochiTransformer3DModel",
                   HEADED | dict(pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=TEXT_LEN),
                   blocks, mochi, conditions=TEXT_LEN, dtype=torch.float32),
@@ -190,7 +192,7 @@ TINY = {
     "minimax_h3": Tiny("MiniMaxH3Transformer3DModel",
                        HEADED | dict(hidden_size=24, num_refiner_layers=1, ffn_dim=48, in_channels=4, audio_in_channels=4, text_dim=12,
                                      freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16, rope_freq_dim=2),
-                       blocks, minimax_h3, conditions=15),
+                       blocks, minimax_h3, conditions=15, before=15),
 }
 
 # Kandinsky rounds q and k to bfloat16 after RoPE, so a difference in the last bit before may become one of 2^-8 there.
