@@ -30,7 +30,11 @@ def apply_ssta(
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
     Weights, state dict and cross-attention are left alone. The canvas (t, h, w), the text length and its mask are taken from each
-    forward, so resolutions may change between calls.
+    forward, so resolutions may change between calls. A tile larger than the canvas is one tile, and attention then dense.
+
+    Apply it to the pipeline that will be called, and fuse projections before rather than after where fusing exchanges the attention
+    processors (CogVideoX). ``compile_repeated_blocks(fullgraph=True)`` works before and after; under a torch.compile of the whole model a
+    schedule that follows the steps leaves the graph once a forward.
 
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.

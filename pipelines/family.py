@@ -68,7 +68,7 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Makes ``apply_ssta`` know one more kind of transformer.
+    """Makes ``apply_ssta`` know one more kind of transformer. README has an example.
 
     Raises:
         TypeError: not a ``Family``.

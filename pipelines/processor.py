@@ -81,7 +81,7 @@ class ModelContext:
         self.steps.add(index)
         if self.dense_step:
             self.dense_steps.add(index)
-        self.stopwatch.start(next(value.device for value in arguments.values() if isinstance(value, Tensor)))
+        self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
 
 
 class SSTAProcessor:

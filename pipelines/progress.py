@@ -70,6 +70,7 @@ class Progress:
         """The scheduler's timestep of step ``index``. All of them are read from the device once in a generation."""
         timesteps = self.timesteps
         if self._read is None or self._read[0] is not timesteps:
+            _refuse_capture(timesteps)
             self._read = timesteps, timesteps.tolist()
         values = self._read[1]
         return values[min(index, len(values) - 1)]
@@ -96,6 +97,10 @@ def read(value: Tensor | float) -> float:
     """
     if not isinstance(value, Tensor):
         return float(value)
-    if value.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("schedule must not read the timestep while a CUDA graph is captured, got dense_above without a scheduler")
+    _refuse_capture(value)
     return float(value.max())
+
+
+def _refuse_capture(values: Tensor) -> None:
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("schedule must not read timesteps while a CUDA graph is captured, got one with dense_above")

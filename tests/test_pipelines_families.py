@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import diffusers
 import pytest
 import torch
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
@@ -17,7 +18,8 @@ from ssta.pipelines.family import family_of
 NEVER_DENSE = Schedule()
 
 def test_every_family_has_a_tiny_model():
-    assert {tiny.model for tiny in TINY.values()} == set(supported_models())
+    # README's example registers one that is not of diffusers.
+    assert {tiny.model for tiny in TINY.values()} == {name for name in supported_models() if hasattr(diffusers, name)}
 
 
 @pytest.mark.parametrize("thw, prompts", [(CANVAS, (4,)), ((1, 5, 7), (7,)), ((5, 3, 4), (2, 6))])
