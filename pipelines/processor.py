@@ -40,10 +40,12 @@ class ModelContext:
         self.thw: tuple[int, int, int] | None = None
         self.dense_step = False
         self.stopwatch = Stopwatch()
-        self.steps: set[int] = set()
-        self.dense_steps: set[int] = set()
+        # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
+        self.steps = 0
+        self.dense_steps = 0
         self._progress = progress
         self._generation: Tensor | None = None
+        self._index = -1
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
@@ -60,9 +62,8 @@ class ModelContext:
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
     def _follow(self, arguments: dict) -> None:
-        step, schedule, noise = self._progress.step(), self.schedule, None
+        step, schedule, noise, dense, again = self._progress.step(), self.schedule, None, False, False
         if step is None:
-            index, dense = len(self.steps), False
             if schedule.dense_above is not None:
                 if "timestep" not in arguments:
                     raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
@@ -73,14 +74,15 @@ class ModelContext:
                 noise = self.family.noise(self._progress.timestep(index))
             # New timesteps, or back to the beginning: another generation.
             generation = self._progress.timesteps
-            if generation is not self._generation or self.steps and index < max(self.steps):
-                self.steps.clear()
-                self.dense_steps.clear()
-                self._generation = generation
+            if generation is not self._generation or index < self._index:
+                self.steps = self.dense_steps = 0
+                self._generation, self._index = generation, -1
+            # Guidance may take several forwards in a step.
+            again, self._index = index == self._index, index
         self.dense_step = dense or noise is not None and noise > schedule.dense_above
-        self.steps.add(index)
-        if self.dense_step:
-            self.dense_steps.add(index)
+        if not again:
+            self.steps += 1
+            self.dense_steps += self.dense_step
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
 
 
@@ -172,8 +174,8 @@ class SSTAProcessor:
                           for segment, ones in zip(layout.segments, valid)], dim=1)
         tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
         blocks = select_tiles(q, k, tiles, _EXACT, mask)
-        ran = resolve_impl(self.context.impl, q.device, q.dtype, q.shape[-1], tiles.max_tile_length)
         out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
+        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
         return out.transpose(1, 2), f"dense, {ran}", None, 1.0
 
     def last_run(self, layer: str) -> LayerRun | None:
@@ -181,9 +183,8 @@ class SSTAProcessor:
         if self._last is None:
             return None
         *facts, density = self._last
-        steps, dense = (len(counted) or None for counted in (self.context.steps, self.context.dense_steps))
-        if steps is not None:
-            dense = steps if self.config is None else dense or 0
+        steps = self.context.steps or None
+        dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole
         return LayerRun(layer, *facts, float(density), steps, dense, seconds, share)

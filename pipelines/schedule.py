@@ -19,7 +19,8 @@ class Schedule:
 
     Args:
         dense_steps: the first fraction of the denoising steps, in [0, 1], rounded up to whole steps: 0.15 is 8 steps of 50 and 1 of 4.
-            Below 1 the last step stays sparse, so a model of a single step does too. Needs a scheduler that counts the steps.
+            Below 1 the last step stays sparse, so a model of a single step does too. A generation that enters the scheduler's steps
+            half-way, as video-to-video does, has those behind it. Needs a scheduler that counts the steps.
         dense_above: noise level in [0, 1] above which steps are dense: the timestep over the number of training timesteps, which is sigma
             for flow matching. None = no such rule.
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of

@@ -157,6 +157,42 @@ def test_the_canvas_may_change_between_calls(name):
     assert torch.equal(first, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in TINY if name != "kandinsky5"])
+def test_on_a_gpu_attention_is_exact_sparse_timed_and_never_waits(name, monkeypatch):
+    def on_gpu(x):
+        return tuple(map(on_gpu, x)) if isinstance(x, tuple) else x.cuda() if isinstance(x, torch.Tensor) else x
+
+    tiny = TINY[name]
+    model, call = tiny.build(), tiny.call(prompts=(3, 6))
+    exact = run(model, call)
+    positions = call.get("position_ids")
+    model, call = model.bfloat16().cuda(), {key: on_gpu(x) for key, x in cast(call, torch.bfloat16).items()}
+    if positions is not None:
+        call["position_ids"] = positions.cuda()
+    stock = run(model, call)
+    with apply_ssta(model, EVERYTHING, schedule=NEVER_DENSE):
+        ours = run(model, call)
+    assert (ours.cpu() - exact).norm() <= 1.2 * (stock.cpu() - exact).norm()
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_layers=(0,))) as handle:
+        first = run(model, call)
+        attend = SSTAProcessor.attend
+
+        def without_waiting(*args, **kwargs):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return attend(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(SSTAProcessor, "attend", without_waiting)
+        assert torch.equal(run(model, call), first) and not torch.equal(first, stock)
+        layers = handle.report()
+        assert layers[0].implementation.startswith("dense, ") and layers[1].implementation == "triton"
+        assert all(0 < layer.time_share < 1 for layer in layers)
+    assert torch.equal(run(model, call), stock)
+
+
 # What single families have
 
 

@@ -106,6 +106,16 @@ def cogvideox(thw, prompts, random):
             "image_rotary_emb": get_3d_rotary_pos_embed(HEAD_DIM, ((0, 0), thw[1:]), thw[1:], thw[0], device=torch.device("cpu"))}
 
 
+def cogvideox_2b(thw, prompts, random):
+    """The smallest one adds its positions to the tokens."""
+    return cogvideox(thw, prompts, random) | {"image_rotary_emb": None}
+
+
+def cogvideox_15(thw, prompts, random):
+    """Version 1.5 patches two frames into one."""
+    return cogvideox(thw, prompts, random) | {"hidden_states": random(len(prompts), 2 * thw[0], 4, 2 * thw[1], 2 * thw[2])}
+
+
 def mochi(thw, prompts, random):
     return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
             "encoder_hidden_states": random(len(prompts), TEXT_LEN, 16),
@@ -148,6 +158,8 @@ def blocks(layers: int) -> dict:
 
 
 HEADED = dict(num_attention_heads=HEADS, attention_head_dim=HEAD_DIM)
+HUNYUAN_VIDEO = HEADED | dict(in_channels=4, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=12,
+                              pooled_projection_dim=8, rope_axes_dim=(4, 6, 6))
 WAN = HEADED | dict(in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, rope_max_seq_len=32)
 COGVIDEOX = HEADED | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=12, sample_width=16, sample_height=12,
                           sample_frames=9, max_text_seq_length=TEXT_LEN, use_rotary_positional_embeddings=True)
@@ -162,9 +174,10 @@ TINY = {
                       image_embed_dim=8, rope_axes_dim=(4, 6, 6), target_size=16),
         blocks, lambda thw, prompts, random: tiny_hunyuan.inputs(thw, prompts), conditions=18),
     "hunyuan_video": Tiny(
-        "HunyuanVideoTransformer3DModel",
-        HEADED | dict(in_channels=4, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=12, pooled_projection_dim=8,
-                      rope_axes_dim=(4, 6, 6)),
+        "HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO,
+        lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, hunyuan_video, conditions=TEXT_LEN),
+    "hunyuan_video_i2v": Tiny(
+        "HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
         lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, hunyuan_video, conditions=TEXT_LEN),
     "wan": Tiny("WanTransformer3DModel", WAN, blocks, wan),
     "wan_i2v": Tiny("WanTransformer3DModel", WAN | dict(image_dim=8, added_kv_proj_dim=WIDTH), blocks, wan_i2v),
@@ -176,6 +189,10 @@ TINY = {
     "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, blocks, ltx2),
     "ltx2_gated": Tiny("LTX2VideoTransformer3DModel", LTX2 | dict(gated_attn=True, perturbed_attn=True, rope_type="split"), blocks, ltx2),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
+    "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX | dict(use_rotary_positional_embeddings=False), blocks, cogvideox_2b,
+                         conditions=TEXT_LEN, before=TEXT_LEN),
+    "cogvideox_1.5": Tiny("CogVideoXTransformer3DModel", COGVIDEOX | dict(patch_size_t=2, patch_bias=False), blocks, cogvideox_15,
+                          conditions=TEXT_LEN, before=TEXT_LEN),
     "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
     "mochi": Tiny("MochiTransformer3DModel",
                   HEADED | dict(pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=TEXT_LEN),
