@@ -13,21 +13,23 @@ class Progress:
     """Looks up the step in the pipeline and its scheduler, which count in plain Python while the device works.
 
     Args:
-        pipeline: whose ``scheduler`` counts, also one that is exchanged later; held weakly. None = ``scheduler`` alone.
-        scheduler: counts instead of the pipeline's, and after the pipeline is gone.
+        pipeline: whose ``scheduler`` counts, also one that is exchanged later; held weakly. After it is gone its last scheduler counts,
+            which a pipeline made of its components shares. None = ``scheduler`` alone.
+        scheduler: counts instead of the pipeline's.
     """
 
     def __init__(self, pipeline: Any = None, scheduler: Any = None) -> None:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
-        self._scheduler = scheduler
+        self._given = scheduler
+        self._scheduler = scheduler if pipeline is None or scheduler is not None else getattr(pipeline, "scheduler", None)
         # The timesteps read last, and the tensor they were read from.
         self._read: tuple[Tensor, list[float]] | None = None
 
     def __deepcopy__(self, memo: dict) -> Progress:
         # A copied pipeline counts for its own models; a model copied alone stays with the pipeline it came from.
         pipeline = self._pipeline and self._pipeline()
-        scheduler = memo.get(id(self._scheduler), self._scheduler)
-        return Progress(memo.get(id(pipeline), pipeline), scheduler)
+        scheduler = self._given if pipeline is not None else self._scheduler
+        return Progress(memo.get(id(pipeline), pipeline), memo.get(id(scheduler), scheduler))
 
     def __reduce__(self) -> tuple:
         return Progress, (None, self._scheduler)
@@ -35,10 +37,10 @@ class Progress:
     @property
     def scheduler(self) -> Any:
         """Whatever counts the steps; None if nothing does."""
-        if self._scheduler is not None:
-            return self._scheduler
         pipeline = self._pipeline and self._pipeline()
-        return getattr(pipeline, "scheduler", None)
+        if pipeline is not None and self._given is None:
+            self._scheduler = getattr(pipeline, "scheduler", None)
+        return self._scheduler
 
     @property
     def timesteps(self) -> Tensor | None:

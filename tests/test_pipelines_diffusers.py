@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import FasterCacheConfig, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
@@ -303,6 +303,25 @@ def test_attention_broadcast_skips_whole_layers(name):
         pipe.transformer.disable_cache()
         assert torch.equal(latents(pipe, steps=6, **tiny.call), plain)
         assert {layer.steps for layer in handle.report()} == {6}
+
+
+@pytest.mark.parametrize("name, cache", [("hunyuan_video", "taylor"), ("cogvideox", "faster")])
+def test_caches_of_attention_results_come_and_go(name, cache):
+    tiny = PIPELINES[name]
+    pipe = tiny.build()
+    config = TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1) if cache == "taylor" else FasterCacheConfig(
+        spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(-1, 1001), unconditional_batch_skip_range=5,
+        unconditional_batch_timestep_skip_range=(-1, 641), attention_weight_callback=lambda _: 0.3,
+        current_timestep_callback=lambda: pipe._current_timestep)
+    with apply_ssta(pipe, SPARSE) as handle:
+        plain = latents(pipe, steps=6, **tiny.call)
+        pipe.transformer.enable_cache(config)
+        cached = latents(pipe, steps=6, **tiny.call)
+        assert cached.isfinite().all() and not torch.equal(cached, plain)
+        pipe.transformer.disable_cache()
+        assert torch.equal(latents(pipe, steps=6, **tiny.call), plain)
+        assert {layer.steps for layer in handle.report()} == {6}
+    assert stock_everywhere(pipe.transformer)
 
 
 # Saving, copying, sharing a process, failing

@@ -145,6 +145,20 @@ def test_the_scheduler_may_be_exchanged_and_the_pipeline_copied_or_dropped():
     assert not torch.equal(latents(twin, steps=4, **tiny.call), expected)
 
 
+def test_another_pipeline_of_the_same_components_counts_too():
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build()
+    handle = apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=0.5))
+    expected = latents(pipe, steps=6, **tiny.call)
+    other = type(pipe)(**pipe.components)
+    other.set_progress_bar_config(disable=True)
+    for _ in range(2):
+        assert torch.equal(latents(other, steps=6, **tiny.call), expected)
+        assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(6, 3)] * 2
+        pipe = None
+        gc.collect()
+
+
 def test_layers_by_position_and_by_name_and_with_their_own_configuration():
     tiny = TINY["wan"]
     model, call = tiny.build(layers=4), tiny.call()
