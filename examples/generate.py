@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -53,11 +54,7 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
         require_video_writer()
         pipe = load(example, options)
         config, schedule = settings(example, options, pipe)
-        call = example.call | {"prompt": options.prompt, "output_type": "pt"}
-        call |= {name: value for name in ("height", "width", "num_frames", "num_inference_steps", "negative_prompt")
-                 if (value := getattr(options, name)) is not None}
-        if options.image is not None:
-            call["image"] = load_image(options.image)
+        call = call_of(example, options, pipe)
         with apply_ssta(pipe, config, schedule=schedule) as handle:
             if options.compile:
                 pipe.transformer.compile_repeated_blocks(fullgraph=True)
@@ -118,6 +115,20 @@ def load(example: Example, options: argparse.Namespace) -> Any:
     else:
         pipe.to("cpu" if options.cpu else "cuda")
     return pipe
+
+
+def call_of(example: Example, options: argparse.Namespace, pipe: Any) -> dict[str, Any]:
+    """What the pipeline is called with. Some image pipelines take the size from the image, and none from the caller."""
+    asked = {name: value for name in ("height", "width", "num_frames", "num_inference_steps", "negative_prompt")
+             if (value := getattr(options, name)) is not None}
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in asked:
+        if name not in taken:
+            raise ValueError(f"--{name.replace('_', '-')} must be left out: {type(pipe).__name__} takes none")
+    call = {name: value for name, value in example.call.items() if name in taken} | asked
+    if options.image is not None:
+        call["image"] = load_image(options.image)
+    return call | {"prompt": options.prompt, "output_type": "pt"}
 
 
 def settings(example: Example, options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedule]:

@@ -6,9 +6,9 @@ from ssta.pipelines import Schedule
 
 # The published text-to-video weights were trained densely, so the first steps and the first layer stay dense.
 HUNYUAN_VIDEO_15 = Example(
-    "HunyuanVideo15Pipeline", "hunyuanvideo-community/HunyuanVideo-1.5-720p_t2v",
+    "HunyuanVideo15Pipeline", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     dict(height=720, width=1280, num_frames=121, num_inference_steps=50), fps=24,
-    image_pipeline="HunyuanVideo15ImageToVideoPipeline", image_model="hunyuanvideo-community/HunyuanVideo-1.5-720p_i2v",
+    image_pipeline="HunyuanVideo15ImageToVideoPipeline", image_model="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     schedule=Schedule.warm_up())
 
 if __name__ == "__main__":

@@ -89,6 +89,24 @@ def test_mistakes_end_with_one_sentence(arguments, message, script, monkeypatch)
     assert not written
 
 
+def test_a_video_that_begins_with_an_image(script, monkeypatch):
+    class FromImage:
+        def __call__(self, image, prompt, num_frames, num_inference_steps, negative_prompt=None, output_type="np"):
+            pass
+
+    module, generate, _ = script("hunyuan_video_15")
+    monkeypatch.setattr(generate, "load_image", lambda path: f"the image {path}")
+    monkeypatch.setattr(diffusers.HunyuanVideo15ImageToVideoPipeline, "from_pretrained", lambda model, **_: pytest.fail(model))
+    example, about = module.HUNYUAN_VIDEO_15, module.__doc__
+    options = generate.parse(example, about, ["--image", "cat.png", "--num-frames", "49"])
+    assert generate.call_of(example, options, FromImage()) == {
+        "image": "the image cat.png", "prompt": options.prompt, "num_frames": 49, "num_inference_steps": 50, "output_type": "pt"}
+    with pytest.raises(pytest.fail.Exception, match="720p_i2v"):
+        generate.load(example, options)
+    with pytest.raises(ValueError, match="--height must be left out: FromImage takes none"):
+        generate.call_of(example, generate.parse(example, about, ["--height", "96"]), FromImage())
+
+
 def test_missing_weights_packages_and_devices_are_said(script, monkeypatch, tmp_path):
     module, generate, _ = script("ltx")
     with pytest.raises(SystemExit, match="error: .*nothing"):
