@@ -12,7 +12,7 @@ from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, inputs, run, tiny_t
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssta.pipelines import apply_ssta
+from ssta.pipelines import Schedule, apply_ssta
 
 # Exactness
 
@@ -233,7 +233,10 @@ def test_the_real_pipeline_off_on_off():
     before = video()
     with apply_ssta(pipe, SPARSE) as handle:
         sparse = video()
-        assert handle.report()[0].thw == CANVAS
+        assert [(layer.thw, layer.steps, layer.dense_steps) for layer in handle.report()] == [(CANVAS, 2, 0)]
+    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=0.5)) as handle:
+        video()
+        assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(2, 1)]
     assert torch.equal(video(), before) and not torch.equal(sparse, before)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
 from tiny_models import TINY, TOLERANCE, cast, run
+from tiny_pipelines import PIPELINES, flow, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta, remove_ssta, supported_models
@@ -212,6 +213,25 @@ def test_ltx_with_condition_tokens_before_the_video():
         with pytest.raises(ValueError, match="num_frames, height and width, or video_coords, must be given"):
             run(model, call | {"video_coords": None})
     assert_window(model, call, CANVAS, before=h * w, conditions=h * w)
+
+
+def test_the_real_ltx_pipeline_puts_conditions_before_the_video():
+    from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
+    from PIL import Image
+
+    narrow = dict(block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4, layers_per_block=(1,) * 5,
+                  decoder_layers_per_block=(1,) * 5)
+    vae = AutoencoderKLLTXVideo(latent_channels=4, **narrow).eval()
+    pipe = LTXConditionPipeline(scheduler=flow(), vae=vae, text_encoder=None, tokenizer=None, transformer=TINY["ltx"].build())
+    pipe.set_progress_bar_config(disable=True)
+    image = Image.new("RGB", (256, 192), (90, 20, 200))
+    for frames, tokens in (((), 144), ((0,), 144), ((0, 8), 144 + 48)):
+        call = PIPELINES["ltx"].call | {"conditions": [LTXVideoCondition(image=image, frame_index=frame) for frame in frames] or None}
+        stock = latents(pipe, **call)
+        with apply_ssta(pipe, EVERYTHING, schedule=NEVER_DENSE) as handle:
+            torch.testing.assert_close(latents(pipe, **call), stock, rtol=1e-4, atol=1e-4)
+            assert {(layer.thw, layer.tokens, layer.steps) for layer in handle.report()} == {(CANVAS, tokens, 4)}
 
 
 def test_ltx2_with_keyframes_after_the_video():
