@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor, nn
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
@@ -159,24 +159,39 @@ class SSTAProcessor:
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.density()
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
-        """The same, exactly. Without a mask through diffusers' attention backend; with one through lists of blocks, whose last ones are
-        short, because the backends would want a mask for every token and leave their fast kernels for it."""
-        if text_mask is None:
+        """The same, exactly. With a mask through lists of blocks, whose last ones are short, because diffusers' attention backends would
+        want a mask for every token and leave their fast kernels for it; without one through whichever is faster."""
+        if text_mask is None and not self._blocks_are_faster(query):
             backend = self._attention_backend
             out = dispatch_attention_fn(query, key, value, backend=backend)
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             return out, f"dense, {name}", None, 1.0
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
-        valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
-        of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
-        mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
-                          for segment, ones in zip(layout.segments, valid)], dim=1)
+        mask = None
+        if text_mask is not None:
+            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
+            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
+            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
+                              for segment, ones in zip(layout.segments, valid)], dim=1)
         tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
         blocks = select_tiles(q, k, tiles, _EXACT, mask)
         out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
         ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
         return out.transpose(1, 2), f"dense, {ran}", None, 1.0
+
+    def _blocks_are_faster(self, query: Tensor) -> bool:
+        """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
+
+        On an H200 with 46,080 tokens and 16 heads of 128, all blocks listed, Hopper's kernel takes 22.9 ms, SDPA 24.6 ms through cuDNN and
+        49.9 ms through FlashAttention-2 (benchmark/results/kernels_h200.csv). With heads of 64, and backward, SDPA is ahead. A backend that
+        somebody chose is used.
+        """
+        if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
+            return False
+        if query.shape[-1] != 128 or torch.is_grad_enabled() and query.requires_grad:
+            return False
+        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
 
     def last_run(self, layer: str) -> LayerRun | None:
         """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""

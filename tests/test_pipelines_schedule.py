@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from tiny_hunyuan import CANVAS, SPARSE, WINDOW
 from tiny_models import TINY, run
 from tiny_pipelines import PIPELINES, flow, latents
 
-from ssta.pipelines import Schedule, apply_ssta, remove_ssta
+from ssta.pipelines import Schedule, apply_ssta, processor, remove_ssta
 
 
 def noting(function, seen: list, entry):
@@ -157,6 +158,34 @@ def test_another_pipeline_of_the_same_components_counts_too():
         assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(6, 3)] * 2
         pipe = None
         gc.collect()
+
+
+def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypatch):
+    # As on a Hopper GPU, where "auto" stands for its kernel.
+    monkeypatch.setattr(processor, "resolve_impl", lambda impl, *_: "hopper" if impl == "auto" else impl)
+    tiny = TINY["wan"]
+    model, call = tiny.build(num_attention_heads=1, attention_head_dim=128), tiny.call(prompts=(3, 6))
+    stock = run(model, call)
+
+    def implementation(**options) -> str:
+        with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0), **options) as handle:
+            torch.testing.assert_close(run(model, call), stock, rtol=1e-4, atol=1e-4)
+            return handle.report()[0].implementation
+
+    assert implementation() == "dense, hopper"
+    assert implementation(impl="gather") == "dense, default backend"
+    with attention_backend("_native_math"):
+        assert implementation() == "dense, default backend"
+    model.set_attention_backend("native")
+    assert implementation() == "dense, native"
+    model.reset_attention_backend()
+    # A backward pass would be slower, and so would heads of another size.
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0)) as handle:
+        model(**call)
+        assert handle.report()[0].implementation == "dense, default backend"
+    model, call = tiny.build(), tiny.call(prompts=(3, 6))
+    stock = run(model, call)
+    assert implementation() == "dense, default backend"
 
 
 def test_layers_by_position_and_by_name_and_with_their_own_configuration():
