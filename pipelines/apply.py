@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,39 +11,62 @@ from torch.utils.hooks import RemovableHandle
 from ssta import SSTAConfig
 from ssta.kernels import IMPLEMENTATIONS
 
-from .family import LayerRun, ModelContext, Site, SSTAProcessor, family_of
+from .family import Site, family_of
+from .processor import ModelContext, SSTAProcessor
+from .progress import Progress
+from .report import RunReport
+from .schedule import Schedule
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"
 _TRANSFORMERS = ("transformer", "transformer_2")
+# Stands for the first 15 % of the steps where nothing counts them: about what flow matching with a shift of 3 spends there.
+_WARM_UP_NOISE = 0.95
 
 
-def apply_ssta(model: Any, config: SSTAConfig | None = None, *, impl: str = "auto") -> SSTAHandle:
+def apply_ssta(
+    model: Any, config: SSTAConfig | None = None, *, schedule: Schedule | None = None, scheduler: Any = None, impl: str = "auto",
+) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
     Weights, state dict and cross-attention are left alone. The canvas (t, h, w), the text length and its mask are taken from each
-    forward, so resolutions may change between calls.
+    forward, so resolutions may change between calls. A tile larger than the canvas is one tile, and attention then dense.
+
+    Apply it to the pipeline that will be called, and fuse projections before rather than after where fusing exchanges the attention
+    processors (CogVideoX). ``compile_repeated_blocks(fullgraph=True)`` works before and after; under a torch.compile of the whole model a
+    schedule that follows the steps leaves the graph once a forward.
 
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
         config: what is attended; default the preset of the model's family.
+        schedule: which steps and layers stay dense; default the family's: nothing for models that were trained with SSTA, else
+            ``Schedule.warm_up()``.
+        scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
+            without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
+            waits for the device once in each forward.
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes.
 
     Returns:
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
-        TypeError: not a model or a pipeline, or not an ``SSTAConfig``.
+        TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, or not a scheduler.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's stock one, context
-            parallelism, or an unknown impl. The model is then as it was.
+            parallelism, a schedule that names layers that the model does not have or that counts steps without a scheduler, or an
+            unknown impl. The model is then as it was.
     """
-    if config is not None and not isinstance(config, SSTAConfig):
-        raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
+    for name, value, wanted in (("config", config, SSTAConfig), ("schedule", schedule, Schedule)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name} must be {'an' if name == 'config' else 'a'} {wanted.__name__} or None, got {type(value).__name__}")
+    if scheduler is not None and not hasattr(scheduler, "timesteps"):
+        raise TypeError(f"scheduler must be a diffusers scheduler, which has timesteps, got {type(scheduler).__name__}")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # Everything is checked before anything is installed.
-    plans = [(name, module, *_plan(module, config, impl)) for name, module in _transformers(model)]
-    return SSTAHandle([(name, module, _install(module, context, sites)) for name, module, context, sites in plans])
+    pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
+    plans = [(name, module, *_plan(module, config, schedule, Progress(pipeline, scheduler), impl))
+             for name, module in transformers_of(model)]
+    return SSTAHandle([(name, module, _install(module, context, replacements)) for name, module, context, replacements in plans])
 
 
 def remove_ssta(model: Any) -> None:
@@ -55,7 +78,7 @@ def remove_ssta(model: Any) -> None:
         TypeError: not a model or a pipeline.
         ValueError: SSTA is not applied.
     """
-    applied = [module for _, module in _transformers(model) if _installation(module) is not None]
+    applied = [module for _, module in transformers_of(model) if _installation(module) is not None]
     if not applied:
         raise ValueError(f"model must have SSTA applied before it is removed, got {type(model).__name__} without it")
     for module in applied:
@@ -74,15 +97,24 @@ class SSTAHandle:
         return self._installed[0][2].context.config
 
     @property
+    def schedule(self) -> Schedule:
+        """The schedule in use; of the first transformer where a pipeline has two."""
+        return self._installed[0][2].context.schedule
+
+    @property
     def active(self) -> bool:
         """Whether SSTA is still applied to any of the transformers."""
         return bool(self._still_applied())
 
-    def report(self) -> list[LayerRun]:
-        """What each layer ran last, in order; a layer that has not run since ``apply_ssta`` is left out. Synchronises the device."""
+    def report(self) -> RunReport:
+        """What each layer ran last, in order, as a list that prints as a table. Synchronises the device.
+
+        A layer that has not run since ``apply_ssta`` is left out, and so is one whose processor was replaced since, which attends densely.
+        """
+        applied = self._still_applied()
         runs = [processor.last_run(f"{name}.{site}" if name else site)
-                for name, module, installation in self._still_applied() for site, processor in installation.processors(module)]
-        return [run for run in runs if run is not None]
+                for name, module, installation in applied for site, processor in installation.processors(module)]
+        return RunReport([run for run in runs if run is not None], models=max(len(applied), 1))
 
     def remove(self) -> None:
         """Undoes the ``apply_ssta`` call that returned this handle.
@@ -109,11 +141,11 @@ class SSTAHandle:
 
 @dataclass
 class _Installation:
-    """What a model must remember to be brought back: lives on the model, and is copied with it."""
+    """What one model's installation changed: processors by site, with the stock ones they replaced, and two hooks."""
 
     context: ModelContext
     stock: dict[str, Any]
-    hook: RemovableHandle
+    hooks: tuple[RemovableHandle, ...]
 
     def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
         """(name, processor) of the sites where this installation's processor is still in place."""
@@ -125,8 +157,12 @@ class _Installation:
         return found
 
 
-def _transformers(model: Any) -> list[tuple[str, nn.Module]]:
-    """(attribute name, transformer) for a pipeline, ("", model) for a transformer."""
+def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
+    """(attribute name, transformer) for a pipeline, ("", model) for a transformer.
+
+    Raises:
+        TypeError: neither.
+    """
     if isinstance(model, nn.Module):
         return [("", model)]
     found = [(name, getattr(model, name, None)) for name in _TRANSFORMERS]
@@ -141,29 +177,52 @@ def _installation(model: nn.Module) -> _Installation | None:
     return vars(model).get(_ATTRIBUTE)
 
 
-def _plan(model: nn.Module, config: SSTAConfig | None, impl: str) -> tuple[ModelContext, list[Site]]:
+def _plan(
+    model: nn.Module, config: SSTAConfig | None, schedule: Schedule | None, progress: Progress, impl: str,
+) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
+    """The context and, for each site, the processor to install; changes nothing yet."""
     family = family_of(model)
     if _installation(model) is not None:
         raise ValueError(f"model must not have SSTA applied already, got {type(model).__name__} with it; call remove_ssta(model) first")
     sites = list(family.sites(model))
     for site in sites:
-        processor = site.module.processor
-        if type(processor) is not site.stock:
-            raise ValueError(f"{site.name} must have its stock processor {site.stock.__name__}, got {type(processor).__name__}; "
-                             "put the stock processor back first")
+        processor, stock = site.module.processor, site.stock if isinstance(site.stock, tuple) else (site.stock,)
+        if type(processor) not in stock:
+            raise ValueError(f"{site.name} must have its stock processor {' or '.join(kind.__name__ for kind in stock)}, "
+                             f"got {type(processor).__name__}; put the stock processor back first")
         if getattr(processor, "_parallel_config", None) is not None:
             raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {processor._parallel_config}")
-    return ModelContext(family, family.default_config() if config is None else config, impl), sites
+    config = family.default_config() if config is None else config
+    schedule = _settle(schedule, family.default_schedule(), progress)
+    context = ModelContext(family, config, schedule, progress, impl)
+    replacements = []
+    for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
+        processor = site.replacement(context)
+        processor.config = own
+        replacements.append((site, processor))
+    return context, replacements
 
 
-def _install(model: nn.Module, context: ModelContext, sites: list[Site]) -> _Installation:
+def _settle(schedule: Schedule | None, default: Schedule, progress: Progress) -> Schedule:
+    """The schedule to follow: the user's, or the default in terms of what is known about the steps."""
+    if progress.scheduler is not None:
+        return default if schedule is None else schedule
+    if schedule is None:
+        return replace(default, dense_steps=0.0, dense_above=_WARM_UP_NOISE) if default.dense_steps else default
+    if schedule.dense_steps:
+        raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to the "
+                         "pipeline, give its scheduler, or use dense_above")
+    return schedule
+
+
+def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[Site, SSTAProcessor]]) -> _Installation:
     stock = {}
-    for site in sites:
+    for site, replacement in replacements:
         stock[site.name] = site.module.processor
-        replacement = site.replacement(context)
         _copy_settings(site.module.processor, replacement)
         site.module.processor = replacement
-    installation = _Installation(context, stock, model.register_forward_pre_hook(context.capture, with_kwargs=True))
+    hooks = model.register_forward_pre_hook(context.capture, with_kwargs=True), model.register_forward_hook(context.finish)
+    installation = _Installation(context, stock, hooks)
     setattr(model, _ATTRIBUTE, installation)
     return installation
 
@@ -173,7 +232,8 @@ def _uninstall(model: nn.Module) -> None:
     for name, processor in installation.processors(model):
         _copy_settings(processor, installation.stock[name])
         model.get_submodule(name).processor = installation.stock[name]
-    installation.hook.remove()
+    for hook in installation.hooks:
+        hook.remove()
     delattr(model, _ATTRIBUTE)
 
 

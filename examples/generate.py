@@ -1,0 +1,161 @@
+"""What the scripts of the model families share: load the weights, make attention sparse, generate, save, and say what it gave."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.utils import load_image
+
+from ssta import SSTAConfig
+from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines.family import family_of
+from ssta.pipelines.quality import describe, require_video_writer, write_video
+
+
+@dataclass(frozen=True)
+class Example:
+    """One family's script.
+
+    Attributes:
+        pipeline: class name of its text-to-video pipeline.
+        model: where the weights are, unless the user says otherwise.
+        call: what the pipeline is called with besides prompt and seed, at the resolution and the length that the model is made for.
+        fps: frames in a second of video.
+        image_pipeline, image_model: the same for a video that begins with an image; None = the family has none here.
+        schedule: the schedule unless the user says otherwise; None = the family's.
+        prepare: called with the loaded pipeline.
+    """
+
+    pipeline: str
+    model: str
+    call: dict[str, Any]
+    fps: int
+    image_pipeline: str | None = None
+    image_model: str | None = None
+    schedule: Schedule | None = None
+    prepare: Callable[[Any], None] = field(default=lambda pipe: None)
+
+
+def main(example: Example, about: str, arguments: list[str] | None = None) -> Path:
+    """Runs the command line; returns the file of the video."""
+    options = parse(example, about, arguments)
+    if not torch.cuda.is_available() and not options.cpu:
+        fail("a CUDA GPU is needed for a model of this size; --cpu runs on the CPU all the same, which takes hours")
+    try:
+        require_video_writer()
+        pipe = load(example, options)
+        config, schedule = settings(example, options, pipe)
+        call = call_of(example, options, pipe)
+        with apply_ssta(pipe, config, schedule=schedule) as handle:
+            if options.compile:
+                pipe.transformer.compile_repeated_blocks(fullgraph=True)
+            video = generate("sparse", pipe, call, options.seed)
+            print(handle.report(), flush=True)
+        dense = None
+        if options.side_by_side:
+            with apply_ssta(pipe, config, schedule=Schedule(dense_steps=1)):
+                dense = generate("dense", pipe, call, options.seed)
+    except (OSError, TypeError, ValueError) as error:
+        fail(str(error))
+    shown = video if dense is None else torch.cat([dense, video], dim=-1)
+    write_video(shown, str(options.output), fps=example.fps)
+    if dense is not None:
+        found = {name: value for name, value in describe(video, dense).items() if value is not None}
+        print("against dense: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+    say(f"{options.output}: {'dense on the left, sparse on the right' if dense is not None else 'done'}")
+    return options.output
+
+
+def parse(example: Example, about: str, arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--prompt", default="A cat walks on the grass, realistic", help="what to show")
+    parser.add_argument("--negative-prompt", help="what not to show")
+    if example.image_pipeline is not None:
+        parser.add_argument("--image", help="the first frame, a file or an address; takes the image-to-video weights")
+    parser.add_argument("--model", help=f"repository or folder of the weights; {example.model} if left out")
+    for name, what in (("height", "pixels"), ("width", "pixels"), ("num-frames", "frames"), ("num-inference-steps", "denoising steps")):
+        default = example.call.get(name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
+    parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
+    parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")
+    parser.add_argument("--side-by-side", action="store_true", help="also generate with dense attention, and measure the difference")
+    parser.add_argument("--offload", action="store_true", help="keep only the model that is running on the GPU")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU")
+    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="file to write")
+    options = parser.parse_args(arguments)
+    if example.image_pipeline is None:
+        options.image = None
+    return options
+
+
+def load(example: Example, options: argparse.Namespace) -> Any:
+    """The pipeline, on its device."""
+    name, model = (example.pipeline, example.model) if options.image is None else (example.image_pipeline, example.image_model)
+    model = options.model or model
+    say(f"loading {model}")
+    pipe = getattr(diffusers, name).from_pretrained(model, torch_dtype=torch.bfloat16)
+    example.prepare(pipe)
+    # Decoding at full resolution in one piece can take more memory than denoising.
+    if hasattr(pipe.vae, "enable_tiling"):
+        pipe.vae.enable_tiling()
+    if options.offload:
+        pipe.enable_model_cpu_offload()
+    else:
+        pipe.to("cpu" if options.cpu else "cuda")
+    return pipe
+
+
+def call_of(example: Example, options: argparse.Namespace, pipe: Any) -> dict[str, Any]:
+    """What the pipeline is called with. Some image pipelines take the size from the image, and none from the caller."""
+    asked = {name: value for name in ("height", "width", "num_frames", "num_inference_steps", "negative_prompt")
+             if (value := getattr(options, name)) is not None}
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in asked:
+        if name not in taken:
+            raise ValueError(f"--{name.replace('_', '-')} must be left out: {type(pipe).__name__} takes none")
+    call = {name: value for name, value in example.call.items() if name in taken} | asked
+    if options.image is not None:
+        call["image"] = load_image(options.image)
+    return call | {"prompt": options.prompt, "output_type": "pt"}
+
+
+def settings(example: Example, options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedule]:
+    """The family's, with what the command line changes."""
+    family = family_of(pipe.transformer)
+    config, schedule = family.default_config(), example.schedule or family.default_schedule()
+    changes = {name: getattr(options, name) for name in ("topk", "pad_type") if getattr(options, name) is not None}
+    if "topk" in changes:
+        # The default's variants would set it back.
+        changes["variants"] = ()
+    if options.dense_steps is not None:
+        schedule = replace(schedule, dense_steps=options.dense_steps)
+    return replace(config, **changes), schedule
+
+
+def generate(name: str, pipe: Any, call: dict, seed: int) -> torch.Tensor:
+    """Frames ``[F, 3, H, W]`` in [0, 1]."""
+    say(f"{name}: generating")
+    start = time.perf_counter()
+    video = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0][0].cpu()
+    say(f"{name}: {time.perf_counter() - start:.1f} s with text encoding and decoding")
+    return video
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def fail(message: str) -> None:
+    raise SystemExit(f"error: {message}")

@@ -1,0 +1,205 @@
+"""SSTAProcessor: what stands in a stock attention processor's place; ModelContext: what the processors of one model share."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from torch import Tensor, nn
+
+from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
+from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta.selection import select_tiles
+
+from .progress import Progress, read
+from .report import LayerRun, Stopwatch
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .family import Family
+
+# Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
+_EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
+
+
+class ModelContext:
+    """What the processors of one model share: configuration, schedule, and the canvas and step of the forward in progress.
+
+    The canvas and the step stay until the next forward begins, because gradient checkpointing recomputes attention after the forward
+    has returned. So with checkpointing, a forward's backward must come before a forward of another canvas or step.
+    """
+
+    def __init__(self, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
+        self.family = family
+        self.config = config
+        self.schedule = schedule
+        self.impl = impl
+        self.thw: tuple[int, int, int] | None = None
+        self.dense_step = False
+        self.stopwatch = Stopwatch()
+        # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
+        self.steps = 0
+        self.dense_steps = 0
+        self._progress = progress
+        self._generation: Tensor | None = None
+        self._index = -1
+
+    def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
+        arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+        self.thw = self.family.canvas(model, arguments)
+        if self.schedule.follows_steps or not torch.compiler.is_compiling():
+            self._follow(arguments)
+
+    def finish(self, model: nn.Module, args: tuple, output: object) -> None:
+        """Forward hook of the transformer."""
+        if not torch.compiler.is_compiling():
+            self.stopwatch.stop()
+
+    # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
+    @torch.compiler.disable
+    def _follow(self, arguments: dict) -> None:
+        step, schedule, noise, dense, again = self._progress.step(), self.schedule, None, False, False
+        if step is None:
+            if schedule.dense_above is not None:
+                if "timestep" not in arguments:
+                    raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
+                noise = read(self.family.noise(arguments["timestep"]))
+        else:
+            index, dense = step[0], schedule.is_dense_step(*step)
+            if schedule.dense_above is not None:
+                noise = self.family.noise(self._progress.timestep(index))
+            # New timesteps, or back to the beginning: another generation.
+            generation = self._progress.timesteps
+            if generation is not self._generation or index < self._index:
+                self.steps = self.dense_steps = 0
+                self._generation, self._index = generation, -1
+            # Guidance may take several forwards in a step.
+            again, self._index = index == self._index, index
+        self.dense_step = dense or noise is not None and noise > schedule.dense_above
+        if not again:
+            self.steps += 1
+            self.dense_steps += self.dense_step
+        self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
+
+
+class SSTAProcessor:
+    """Base of the processors that take a stock processor's place.
+
+    A subclass spells out ``__call__`` with exactly the stock processor's parameters (diffusers drops the arguments that are not
+    in the signature), makes q, k and v as the stock processor does, and calls ``attend``. It is a plain object, so state dicts
+    and saved models do not change.
+    """
+
+    # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, context: ModelContext) -> None:
+        self.context = context
+        # None = dense at every step.
+        self.config: SSTAConfig | None = context.config
+        self._stopwatch = Stopwatch()
+        self._last: tuple | None = None
+
+    def canvas(self, video_tokens: int) -> tuple[int, int, int]:
+        """The canvas (t, h, w) of the forward in progress.
+
+        Raises:
+            ValueError: it does not have ``video_tokens`` tokens, or there was no forward of the whole model.
+        """
+        thw = self.context.thw
+        if thw is None:
+            raise ValueError("SSTA learns the canvas from a forward of the whole model, got a call of the attention without one before")
+        if math.prod(thw) != video_tokens:
+            raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
+        return thw
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+        """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
+
+        Args:
+            query: ``[B, S, H, D]``, with S = ``layout.length``; memory order as diffusers' processors have it.
+            key: ``[B, S, Hkv, D]``.
+            value: ``[B, S, Hkv, D]``.
+            layout: where the video and the conditions lie in the sequence.
+            text_mask: bool or integer ``[B, layout.dense_length]``, nonzero = valid, in each dense run the valid tokens first.
+
+        Returns:
+            ``[B, S, H, D]`` in query's dtype.
+
+        Raises:
+            TypeError, ValueError: what ``ssta_attention`` raises, or context parallelism.
+        """
+        if self._parallel_config is not None:
+            raise ValueError(f"SSTA must run without context parallelism, got _parallel_config = {self._parallel_config}")
+        timed = not torch.compiler.is_compiling()
+        if timed:
+            self._stopwatch.start(query.device)
+        if self.config is None or self.context.dense_step:
+            out, *ran = self._attend_densely(query, key, value, layout, text_mask)
+        else:
+            out, *ran = self._attend_sparsely(query, key, value, layout, text_mask)
+        if timed:
+            self._stopwatch.stop()
+        # The density stays on the device until somebody asks for the report.
+        implementation, tiles, density = ran
+        self._last = (implementation, self.context.thw, layout.length, tiles, density)
+        return out
+
+    def _attend_sparsely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
+        """(output, implementation, tiles, density)."""
+        impl = self.context.impl
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
+        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
+        return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.density()
+
+    def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
+        """The same, exactly. With a mask through lists of blocks, whose last ones are short, because diffusers' attention backends would
+        want a mask for every token and leave their fast kernels for it; without one through whichever is faster."""
+        if text_mask is None and not self._blocks_are_faster(query):
+            backend = self._attention_backend
+            out = dispatch_attention_fn(query, key, value, backend=backend)
+            name = "default backend" if backend is None else AttentionBackendName(backend).value
+            return out, f"dense, {name}", None, 1.0
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
+        mask = None
+        if text_mask is not None:
+            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
+            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
+            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
+                              for segment, ones in zip(layout.segments, valid)], dim=1)
+        tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
+        blocks = select_tiles(q, k, tiles, _EXACT, mask)
+        out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
+        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
+        return out.transpose(1, 2), f"dense, {ran}", None, 1.0
+
+    def _blocks_are_faster(self, query: Tensor) -> bool:
+        """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
+
+        On an H200 with 46,080 tokens and 16 heads of 128, all blocks listed, Hopper's kernel takes 22.9 ms, SDPA 24.6 ms through cuDNN and
+        49.9 ms through FlashAttention-2 (benchmark/results/kernels_h200.csv). With heads of 64, and backward, SDPA is ahead. A backend that
+        somebody chose is used.
+        """
+        if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
+            return False
+        if query.shape[-1] != 128 or torch.is_grad_enabled() and query.requires_grad:
+            return False
+        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
+
+    def last_run(self, layer: str) -> LayerRun | None:
+        """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""
+        if self._last is None:
+            return None
+        *facts, density = self._last
+        steps = self.context.steps or None
+        dense = steps if self.config is None or steps is None else self.context.dense_steps
+        seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
+        share = None if seconds is None or not whole else seconds / whole
+        return LayerRun(layer, *facts, float(density), steps, dense, seconds, share)

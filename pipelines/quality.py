@@ -1,0 +1,88 @@
+"""Videos to look at and to measure: files, relative difference, PSNR, SSIM, and LPIPS where that package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from diffusers.utils import export_to_video
+from torch import Tensor
+
+
+def require_video_writer() -> None:
+    """Raises ValueError where ``write_video`` would find nothing to write with: better before a long generation than after it."""
+    if any(importlib.util.find_spec(package) is None for package in ("imageio", "imageio_ffmpeg")):
+        raise ValueError("videos are written with imageio, which is not installed: pip install imageio imageio-ffmpeg")
+
+
+def write_video(video: Tensor, path: str, fps: int) -> None:
+    """Frames ``[F, 3, H, W]`` in [0, 1] as a file."""
+    export_to_video(list(video.float().permute(0, 2, 3, 1).cpu().numpy()), path, fps=fps)
+
+
+def relative_difference(video: Tensor, reference: Tensor) -> float:
+    """||video - reference|| / ||reference||, of anything of one shape."""
+    _check(video, reference)
+    reference = reference.double()
+    return float((video.double() - reference).norm() / reference.norm())
+
+
+def psnr(video: Tensor, reference: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of frames in [0, 1], the mean over frames ``[F, C, H, W]``; inf where a frame is the same."""
+    _check(video, reference, frames=True)
+    errors = (video.double() - reference.double()).square().mean((1, 2, 3))
+    return float((-10 * errors.log10()).mean())
+
+
+def ssim(video: Tensor, reference: Tensor) -> float:
+    """Structural similarity of frames ``[F, C, H, W]`` in [0, 1], the mean over all windows, channels and frames.
+
+    Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
+    deviation of 1.5, K1 = 0.01, K2 = 0.03.
+    """
+    _check(video, reference, frames=True)
+    if min(video.shape[2:]) < 11:
+        raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
+    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device)
+    bell = bell / bell.sum()
+    total = 0.0
+    # A frame at a time, because five blurred copies of a whole video are large.
+    for x, y in zip(video.float(), reference.float()):
+        images = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1)[:, None]
+        blurred = torch.nn.functional.conv2d(torch.nn.functional.conv2d(images, bell.view(1, 1, 11, 1)), bell.view(1, 1, 1, 11))
+        mean_x, mean_y, square_x, square_y, product = blurred.unflatten(0, (5, -1))
+        variance_x, variance_y, covariance = square_x - mean_x**2, square_y - mean_y**2, product - mean_x * mean_y
+        luminance = (2 * mean_x * mean_y + 0.01**2) / (mean_x**2 + mean_y**2 + 0.01**2)
+        structure = (2 * covariance + 0.03**2) / (variance_x + variance_y + 0.03**2)
+        total += float((luminance * structure).double().mean())
+    return total / len(video)
+
+
+def lpips_available() -> bool:
+    return importlib.util.find_spec("lpips") is not None
+
+
+@torch.no_grad()
+def lpips_distance(video: Tensor, reference: Tensor) -> float:
+    """LPIPS (AlexNet), the mean over frames ``[F, C, H, W]`` in [0, 1] of three channels. Needs the package lpips, which loads its
+    weights at first use."""
+    import lpips
+
+    _check(video, reference, frames=True)
+    network = lpips.LPIPS(net="alex", verbose=False).to(video.device).eval()
+    return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in zip(video, reference)) / len(video)
+
+
+def _check(video: Tensor, reference: Tensor, frames: bool = False) -> None:
+    if video.shape != reference.shape:
+        raise ValueError(f"video must have the reference's shape {tuple(reference.shape)}, got {tuple(video.shape)}")
+    if frames and video.dim() != 4:
+        raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
+
+
+def describe(video: Tensor, reference: Tensor) -> dict[str, float | None]:
+    """All of the above by name; what does not apply to latents, or is not installed, is None."""
+    frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
+    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference) if frames else None,
+            "ssim": ssim(video, reference) if frames else None,
+            "lpips": lpips_distance(video, reference) if frames and lpips_available() else None}

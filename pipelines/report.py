@@ -1,0 +1,116 @@
+"""What ran: LayerRun and the table of them that ``SSTAHandle.report`` returns, and the stopwatch behind its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What one layer ran last.
+
+    Attributes:
+        layer: the attention module's dotted name; in a pipeline after the transformer's.
+        implementation: the kernel, as ``block_sparse_attention`` names it; after "dense, " where the layer attended densely, then that
+            or the attention backend of diffusers.
+        thw: the canvas, in tokens.
+        tokens: length of the attended sequence, conditions included.
+        tiles: how many tiles that makes, conditions included; None where it attended densely.
+        density: fraction of the (query tile, key tile) pairs that were attended to.
+        steps: denoising steps that the model has seen in the generation in progress or last finished; where no scheduler counts them,
+            forwards since ``apply_ssta``. None under a torch.compile of the whole model, which leaves no trace.
+        dense_steps: in how many of them the layer was dense.
+        seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
+        time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
+    """
+
+    layer: str
+    implementation: str
+    thw: tuple[int, int, int]
+    tokens: int
+    tiles: int | None
+    density: float
+    steps: int | None = None
+    dense_steps: int | None = None
+    seconds: float | None = None
+    time_share: float | None = None
+
+
+class RunReport(list):
+    """A list of ``LayerRun``, in the order of ``models`` models' layers, which prints as a table."""
+
+    def __init__(self, runs: Iterable[LayerRun] = (), models: int = 1) -> None:
+        super().__init__(runs)
+        self.models = models
+
+    def mean_density(self) -> float:
+        """Attended share of the tile pairs, the mean over layers and over the steps that were seen, dense ones included."""
+        shares = [(run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps if run.steps else run.density for run in self]
+        return sum(shares) / len(shares)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no layer has run with SSTA yet"
+        head = ("layer", "implementation", "canvas", "tokens", "tiles", "density", "dense steps", "ms", "time share")
+        rows = [head, *(_cells(run) for run in self)]
+        shares = [run.time_share for run in self if run.time_share is not None]
+        share = f"{sum(shares) / self.models:.1%}" if shares else "-"
+        rows.append(("all", "", "", "", "", f"{self.mean_density():.1%}", "", "", share))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) if column < 3 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths)))
+                 for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def _cells(run: LayerRun) -> tuple[str, ...]:
+    return (run.layer, run.implementation, " x ".join(map(str, run.thw)), f"{run.tokens:,}", "-" if run.tiles is None else str(run.tiles),
+            f"{run.density:.1%}", "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
+            "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}", "-" if run.time_share is None else f"{run.time_share:.1%}")
+
+
+class Stopwatch:
+    """Times what was done between ``start`` and ``stop`` on a device, and only waits for it when asked."""
+
+    def __init__(self) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._times = [0.0, 0.0]
+        self._device: torch.device | None = None
+        self._complete = False
+
+    def __reduce__(self) -> tuple:
+        return Stopwatch, ()
+
+    def start(self, device: torch.device) -> None:
+        """Does nothing while a CUDA graph is captured, whose replays pass no Python."""
+        self._complete = False
+        self._device = None if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else device
+        if self._device is not None and device.type == "cuda" and self._events is None:
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._note(0)
+
+    def stop(self) -> None:
+        self._note(1)
+        self._complete = self._device is not None
+
+    def seconds(self) -> float | None:
+        """None if it was not started and stopped. Waits for the device."""
+        if not self._complete:
+            return None
+        if self._device.type != "cuda":
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def _note(self, which: int) -> None:
+        if self._device is None:
+            return
+        if self._device.type == "cuda":
+            self._events[which].record(torch.cuda.current_stream(self._device))
+        else:
+            self._times[which] = time.perf_counter()

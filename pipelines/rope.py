@@ -1,0 +1,22 @@
+"""Rotary position embedding of neighbouring channels, as most video transformers have it, in few passes over memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channels 2i and 2i + 1 are a point in the plane, turned by the angle i.
+
+    Args:
+        x: ``[..., D]``.
+        cos: float32, broadcasts to ``[..., D / 2]``.
+        sin: as cos.
+
+    Returns:
+        x's shape and dtype; computed in float32 or wider, rounded once.
+    """
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(even * sin, odd, cos)
+    return torch.stack([half.to(x.dtype) for half in turned], dim=-1).flatten(-2)

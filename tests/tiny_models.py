@@ -1,0 +1,233 @@
+"""A transformer of every supported family, small enough for tests, with its inputs for any canvas and any prompt lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import diffusers
+import tiny_hunyuan
+import torch
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch import Tensor, nn
+
+from ssta.pipelines.family import family_of
+
+HEADS, HEAD_DIM, WIDTH, TEXT_LEN = 2, 16, 32, 7
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One family's tiny model.
+
+    Attributes:
+        model: the transformer's class name.
+        options: what it is built with, ``layers`` aside.
+        layers: the options that say how many layers of each kind there are, for a given number.
+        inputs: (canvas in tokens, prompt lengths, random) -> a forward's arguments.
+        conditions: tokens besides the video in each attended sequence.
+        before: how many of them stand before the video.
+        dtype: the widest that the model computes in.
+    """
+
+    model: str
+    options: dict
+    layers: Callable[[int], dict]
+    inputs: Callable[[tuple[int, int, int], tuple[int, ...], Callable[..., Tensor]], dict]
+    conditions: int = 0
+    before: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def build(self, seed: int = 0, layers: int = 2, **options) -> nn.Module:
+        torch.manual_seed(seed)
+        model = getattr(diffusers, self.model)(**(self.options | self.layers(layers) | options))
+        # Gates that start at zero would hide what attention gives.
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.data.normal_(std=0.2)
+        # Attention is nearly uniform under the default initialisation; larger queries make the selected tiles matter.
+        for site in family_of(model).sites(model):
+            getattr(site.module, "norm_q", None) is None or site.module.norm_q.weight.data.mul_(3)
+            getattr(site.module, "query_norm", None) is None or site.module.query_norm.weight.data.mul_(3)
+        return model.eval()
+
+    def call(self, thw=tiny_hunyuan.CANVAS, prompts=(4,), seed: int = 1) -> dict:
+        generator = torch.Generator().manual_seed(seed)
+        call = self.inputs(thw, prompts, lambda *shape: torch.randn(*shape, generator=generator))
+        return {"timestep": torch.full((len(prompts),), 500.0), "return_dict": False, **call}
+
+
+def valid(prompts: tuple[int, ...], length: int = TEXT_LEN) -> Tensor:
+    return (torch.arange(length) < torch.tensor(prompts)[:, None]).long()
+
+
+def hunyuan_video(thw, prompts, random):
+    batch = len(prompts)
+    return {"hidden_states": random(batch, 4, thw[0], 2 * thw[1], 2 * thw[2]), "encoder_hidden_states": random(batch, TEXT_LEN, 12),
+            "encoder_attention_mask": valid(prompts), "pooled_projections": random(batch, 8), "guidance": torch.full((batch,), 1000.0)}
+
+
+def wan(thw, prompts, random):
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12)}
+
+
+def wan_i2v(thw, prompts, random):
+    """The text's length is fixed in the processor of the cross-attention."""
+    return wan(thw, prompts, random) | {"encoder_hidden_states": random(len(prompts), 512, 12),
+                                        "encoder_hidden_states_image": random(len(prompts), 5, 8)}
+
+
+def wan_ti2v(thw, prompts, random):
+    """Wan 2.2 TI2V has a timestep for every token."""
+    return wan(thw, prompts, random) | {"timestep": torch.linspace(0, 900, math.prod(thw)).expand(len(prompts), -1).contiguous()}
+
+
+def wan_vace(thw, prompts, random):
+    return wan(thw, prompts, random) | {"control_hidden_states": random(len(prompts), 6, thw[0], 2 * thw[1], 2 * thw[2])}
+
+
+def ltx(thw, prompts, random):
+    return {"hidden_states": random(len(prompts), math.prod(thw), 4), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
+            "encoder_attention_mask": valid(prompts), "num_frames": thw[0], "height": thw[1], "width": thw[2]}
+
+
+def ltx2(thw, prompts, random):
+    batch = len(prompts)
+    return ltx(thw, prompts, random) | {
+        "audio_hidden_states": random(batch, 5, 4), "audio_encoder_hidden_states": random(batch, TEXT_LEN, 16), "audio_num_frames": 5,
+        "encoder_hidden_states": random(batch, TEXT_LEN, 32), "audio_encoder_attention_mask": valid(prompts), "fps": 25.0}
+
+
+def cogvideox(thw, prompts, random):
+    return {"hidden_states": random(len(prompts), thw[0], 4, 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
+            "image_rotary_emb": get_3d_rotary_pos_embed(HEAD_DIM, ((0, 0), thw[1:]), thw[1:], thw[0], device=torch.device("cpu"))}
+
+
+def cogvideox_2b(thw, prompts, random):
+    """The smallest one adds its positions to the tokens."""
+    return cogvideox(thw, prompts, random) | {"image_rotary_emb": None}
+
+
+def cogvideox_15(thw, prompts, random):
+    """Version 1.5 patches two frames into one."""
+    return cogvideox(thw, prompts, random) | {"hidden_states": random(len(prompts), 2 * thw[0], 4, 2 * thw[1], 2 * thw[2])}
+
+
+def mochi(thw, prompts, random):
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 16),
+            "encoder_attention_mask": valid(prompts).bool()}
+
+
+def kandinsky5(thw, prompts, random):
+    t, h, w = thw
+    batch = len(prompts)
+    return {"hidden_states": random(batch, t, 2 * h, 2 * w, 4), "encoder_hidden_states": random(batch, TEXT_LEN, 12),
+            "pooled_projections": random(batch, 8), "visual_rope_pos": [torch.arange(t), torch.arange(h), torch.arange(w)],
+            "text_rope_pos": torch.arange(TEXT_LEN)}
+
+
+def motif_video(thw, prompts, random):
+    return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
+            "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
+            "encoder_attention_mask": valid(prompts), "image_embeds": random(len(prompts), 3, 8)}
+
+
+def minimax_h3(thw, prompts, random, text=4, audio=5, conditions=6):
+    """[text | a condition frame | audio | video], with the coordinates that the pipeline gives them."""
+    t, h, w = thw
+    batch, before = len(prompts), text + conditions + audio
+    frame = torch.cartesian_prod(torch.arange(h), torch.arange(w)).double()
+    video = torch.cat([torch.arange(t).repeat_interleave(h * w)[:, None] + 10.0, frame.repeat(t, 1)], dim=1)
+    points = torch.cat([torch.arange(before)[:, None] * torch.tensor([0.5, 0.0, 1.0]), video])
+    video_rows = torch.cat([torch.arange(text, text + conditions), torch.arange(before, before + t * h * w)])
+    audio_rows = torch.arange(text + conditions, before)
+    tags = torch.zeros(before + t * h * w, dtype=torch.long)
+    tags[:text], tags[audio_rows] = 1, 2
+    return {"hidden_states": random(batch, conditions + t * h * w, 16), "audio_hidden_states": random(batch, audio, 4),
+            "encoder_hidden_states": random(batch, text, 12), "timestep": torch.tensor([0.3]), "timestep_indices": torch.zeros_like(tags),
+            "token_tags": tags, "position_ids": points, "video_indices": video_rows, "audio_indices": audio_rows,
+            "text_indices": torch.arange(text)}
+
+
+def blocks(layers: int) -> dict:
+    return {"num_layers": layers}
+
+
+HEADED = dict(num_attention_heads=HEADS, attention_head_dim=HEAD_DIM)
+HUNYUAN_VIDEO = HEADED | dict(in_channels=4, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=12,
+                              pooled_projection_dim=8, rope_axes_dim=(4, 6, 6))
+WAN = HEADED | dict(in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, rope_max_seq_len=32)
+COGVIDEOX = HEADED | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=12, sample_width=16, sample_height=12,
+                          sample_frames=9, max_text_seq_length=TEXT_LEN, use_rotary_positional_embeddings=True)
+LTX2 = HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=32, audio_in_channels=4, audio_out_channels=4,
+                     audio_num_attention_heads=2, audio_attention_head_dim=8, audio_cross_attention_dim=16, caption_channels=12,
+                     norm_elementwise_affine=True, use_prompt_embeddings=False)
+
+TINY = {
+    "hunyuan_video_15": Tiny(
+        "HunyuanVideo15Transformer3DModel",
+        HEADED | dict(in_channels=9, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=12, text_embed_2_dim=8,
+                      image_embed_dim=8, rope_axes_dim=(4, 6, 6), target_size=16),
+        blocks, lambda thw, prompts, random: tiny_hunyuan.inputs(thw, prompts), conditions=18),
+    "hunyuan_video": Tiny(
+        "HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO,
+        lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, hunyuan_video, conditions=TEXT_LEN),
+    "hunyuan_video_i2v": Tiny(
+        "HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
+        lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, hunyuan_video, conditions=TEXT_LEN),
+    "wan": Tiny("WanTransformer3DModel", WAN, blocks, wan),
+    "wan_i2v": Tiny("WanTransformer3DModel", WAN | dict(image_dim=8, added_kv_proj_dim=WIDTH), blocks, wan_i2v),
+    "wan_ti2v": Tiny("WanTransformer3DModel", WAN, blocks, wan_ti2v),
+    "wan_vace": Tiny("WanVACETransformer3DModel", WAN | dict(vace_layers=[0], vace_in_channels=6), blocks, wan_vace),
+    "skyreels_v2": Tiny("SkyReelsV2Transformer3DModel", WAN, blocks, wan),
+    "ltx": Tiny("LTXVideoTransformer3DModel",
+                HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=WIDTH, caption_channels=12), blocks, ltx),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, blocks, ltx2),
+    "ltx2_gated": Tiny("LTX2VideoTransformer3DModel", LTX2 | dict(gated_attn=True, perturbed_attn=True, rope_type="split"), blocks, ltx2),
+    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
+    "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX | dict(use_rotary_positional_embeddings=False), blocks, cogvideox_2b,
+                         conditions=TEXT_LEN, before=TEXT_LEN),
+    "cogvideox_1.5": Tiny("CogVideoXTransformer3DModel", COGVIDEOX | dict(patch_size_t=2, patch_bias=False), blocks, cogvideox_15,
+                          conditions=TEXT_LEN, before=TEXT_LEN),
+    "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
+    "mochi": Tiny("MochiTransformer3DModel",
+                  HEADED | dict(pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=TEXT_LEN),
+                  blocks, mochi, conditions=TEXT_LEN, dtype=torch.float32),
+    "kandinsky5": Tiny("Kandinsky5Transformer3DModel",
+                       dict(in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64, num_text_blocks=1,
+                            axes_dims=(4, 6, 6)),
+                       lambda n: {"num_visual_blocks": n}, kandinsky5, dtype=torch.float32),
+    "motif_video": Tiny("MotifVideoTransformer3DModel",
+                        HEADED | dict(in_channels=4, out_channels=4, num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=12,
+                                      image_embed_dim=8, rope_axes_dim=(4, 6, 6), enable_text_cross_attention_dual=True),
+                        lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2 + 1}, motif_video, conditions=TEXT_LEN + 3,
+                        dtype=torch.float32),
+    "minimax_h3": Tiny("MiniMaxH3Transformer3DModel",
+                       HEADED | dict(hidden_size=24, num_refiner_layers=1, ffn_dim=48, in_channels=4, audio_in_channels=4, text_dim=12,
+                                     freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16, rope_freq_dim=2),
+                       blocks, minimax_h3, conditions=15, before=15),
+}
+
+# Kandinsky rounds q and k to bfloat16 after RoPE, so a difference in the last bit before may become one of 2^-8 there.
+TOLERANCE = {"kandinsky5": 1e-2}
+
+
+@torch.no_grad()
+def run(model: nn.Module, call: dict) -> Tensor:
+    """The first of the model's outputs, which is the video."""
+    out = model(**call)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def cast(call: dict, dtype: torch.dtype) -> dict:
+    """``call`` with its floating tensors in ``dtype``."""
+    def one(x):
+        if isinstance(x, tuple):
+            return tuple(map(one, x))
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return {name: one(x) for name, x in call.items()}
