@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 HOPPER_SHARED_MEMORY = 227 * 1024
+# Shorter key blocks are gathered: the matrix unit multiplies by at least 16 keys, so as tiles of their own they would be mostly padding.
+GATHERED_BELOW = 16
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 64, 8, 3)
     fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
+
+
+# Gathered tiles hold keys of any blocks, so the key blocks' length plays no part. They come through addresses, never the copy engine, so the
+# configurations are those without it; not measured for themselves.
+
+
+def gathered_forward_config(head_dim: int, q_block: int, limits: DeviceLimits) -> LaunchConfig:
+    """The gathered forward's."""
+    return forward_config(head_dim, q_block, 128, replace(limits, copy_engine=False))
+
+
+def gathered_dq_config(head_dim: int, q_block: int, limits: DeviceLimits) -> LaunchConfig:
+    """The one of the gathered dQ."""
+    return dq_config(head_dim, q_block, 128, replace(limits, copy_engine=False))
 
 
 def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limit: int, stationary: int) -> LaunchConfig:
