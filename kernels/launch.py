@@ -65,8 +65,8 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-# Gathered tiles hold keys of any blocks, so the key blocks' length plays no part. They come through addresses, never the copy engine, so the
-# configurations are those without it; not measured for themselves.
+# Gathered tiles hold keys of any blocks, so the key blocks' length plays no part. They come through addresses, never the copy engine:
+# the configurations are those without it, not measured for themselves.
 
 
 def gathered_forward_config(head_dim: int, q_block: int, limits: DeviceLimits) -> LaunchConfig:

@@ -172,10 +172,11 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, counts, indices, q_starts, q_size
 
 
 def gathered_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, within: Within = Within(),
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, within: Within | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, of what ``within`` leaves visible; ``config`` overrides the launch table."""
+    within = within or Within()
     q, k, v = map(readable, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -183,6 +184,7 @@ def gathered_forward(
     out, lse = empty_outputs(q, rows.uniform)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
+    assert within.order is None or within.order.shape == blocks.indices.shape
     config = config or gathered_forward_config(dim, blocks.max_q_length, device_limits(q.device))
     lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
     mask = lists[0] if within.mask is None else within.mask.contiguous().view(torch.uint8)

@@ -40,9 +40,9 @@ class SparseArgs:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool or None, got {type(getattr(self, name)).__name__}")
         if self.swap_ab:
-            raise ValueError("swap_ab must be False or None: score tiles here start at 16 rows, so there is nothing to gain from transposing")
+            raise ValueError("swap_ab must be False or None: score tiles here start at 16 rows, which packed heads fill, got True")
         if self.tile_shape is not None:
-            raise ValueError(f"tile_shape must be None: kernels/launch.py chooses it by head_dim, block sizes and GPU, got {self.tile_shape}")
+            raise ValueError(f"tile_shape must be None: the launch table chooses it by head_dim, blocks and GPU, got {self.tile_shape}")
 
     def packs(self, q_block_size: int, group: int) -> bool:
         """Whether query heads are packed."""
