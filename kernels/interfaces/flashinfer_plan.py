@@ -146,6 +146,8 @@ def plan_bsr(
         if tuple(mask.shape) != (len(indices), R, C):
             raise ValueError(f"mask must be [nnz, R, C] = [{len(indices)}, {R}, {C}], got shape {tuple(mask.shape)}")
         mask = mask.to(device, non_blocking=non_blocking)
+    if mask is not None and longest * R * C >= 2**31:
+        raise ValueError(f"a row of blocks must have fewer than 2**31 mask elements, got {longest} blocks of {R} x {C}")
     packed = _packed(R, group)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     return Plan(lists, packed, **shapes, mask=mask, first_entry=None if mask is None else indptr[:-1].int())
