@@ -27,7 +27,7 @@ def random_bsr(rows, columns, device, empty_row=1):
 
 def bsr_tokens(indptr, indices, M, N, R, C, mask=None, causal=False):
     """bool [1, 1, M, N] by the definition, one element after the other."""
-    seen = torch.zeros(M, N, dtype=torch.bool)
+    mask, seen = None if mask is None else mask.cpu(), torch.zeros(M, N, dtype=torch.bool)
     indptr, indices = indptr.tolist(), indices.tolist()
     for i in range(len(indptr) - 1):
         length = min(R, M - i * R)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention import DTYPES, KERNEL_DTYPES, block_sparse_attention, resolve_scale
 from ..blocks import BlockLists
 from .arguments import ENOUGH_ROWS, pack_heads, require_bool, require_groups, require_int, require_tensor, unpack_heads
-from .within_blocks import attention_within_blocks
+from .within_blocks import attention_within_blocks, listed_keys
 
 LOG2E = 1.4426950408889634
 
@@ -54,6 +54,7 @@ class Plan:
     options: Options
     mask: Tensor | None = None         # bool [nnz, R, C]
     first_entry: Tensor | None = None  # int32 [MB]
+    listed: tuple[Tensor, Tensor] | None = None  # of a causal plan
 
     def with_options(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,
                      sm_scale: float | None) -> Plan:
@@ -97,10 +98,10 @@ class Plan:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         rows = pack_heads(q, k.shape[1]) if self.packed > 1 else q.transpose(1, 2)
         options = self.options
-        if options.soft_cap or options.causal or self.mask is not None:
+        if options.soft_cap or self.listed is not None or self.mask is not None:
             out, lse = attention_within_blocks(
                 rows, k, v, self.blocks, options.scale, soft_cap=options.soft_cap, mask=self.mask, first_entry=self.first_entry,
-                ordered=options.causal and self.mask is None, packed=self.packed, impl=impl)
+                listed=self.listed, packed=self.packed, impl=impl)
         else:
             out, lse = block_sparse_attention(rows, k, v, self.blocks, scale=options.scale, return_lse=True, impl=impl)
         return unpack_heads(out, self.packed), unpack_heads(lse, self.packed)
@@ -135,7 +136,7 @@ def plan_bsr(
             raise ValueError(f"block_mask must be [{heads} or {kv_heads}, {rows}, {columns}], got shape {tuple(block_mask.shape)}")
         packed = _packed(R, group) if block_mask.shape[0] == kv_heads else 1
         lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), R * packed, C)
-        return Plan(lists, packed, **shapes)
+        return Plan(lists, packed, **shapes, listed=_listed(options, lists, N))
     longest = _check_bsr(indptr, indices, rows, columns)
     indptr, indices = (x.to(device, non_blocking=non_blocking) for x in (indptr, indices))
     if packed_mask is not None:
@@ -150,7 +151,9 @@ def plan_bsr(
         raise ValueError(f"a row of blocks must have fewer than 2**31 mask elements, got {longest} blocks of {R} x {C}")
     packed = _packed(R, group)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
-    return Plan(lists, packed, **shapes, mask=mask, first_entry=None if mask is None else indptr[:-1].int())
+    if mask is not None:
+        return Plan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
+    return Plan(lists, packed, **shapes, listed=_listed(options, lists, N))
 
 
 def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, heads: int, kv_heads: int, head_dim: int,
@@ -175,8 +178,9 @@ def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: i
         raise ValueError(f"the block mask must have batch 1 or {q.shape[0]} and heads 1, {kv_heads} or {heads}, "
                          f"got shape {tuple(mask.shape)}")
     packed = _packed(size, group) if mask.dim() == 2 or mask.shape[1] in (1, kv_heads) else 1
-    return Plan(BlockLists.from_mask(mask.to(device), size * packed, size), packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype,
-                q.dtype, options)
+    lists = BlockLists.from_mask(mask.to(device), size * packed, size)
+    return Plan(lists, packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype, q.dtype, options,
+                listed=_listed(options, lists, k.shape[1]))
 
 
 def plan_variable(
@@ -208,7 +212,8 @@ def plan_variable(
         lengths.append(most_sum)
     lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), *offsets, max_q_length=longest[0],
                                  max_kv_length=longest[1])
-    return Plan(lists, 1, (heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options)
+    return Plan(lists, 1, (heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
+                listed=_listed(options, lists, lengths[1]))
 
 
 def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype | None, device: torch.device,
@@ -233,6 +238,10 @@ def bsr_places(indptr: Tensor, nnz: int, R: int, C: int) -> Tensor:
     first, width = bounds[row], bounds.diff()[row]
     in_row = (entry - first)[:, None, None] * C + torch.arange(C, device=device)
     return first[:, None, None] * (R * C) + torch.arange(R, device=device)[:, None] * (width * C)[:, None, None] + in_row
+
+
+def _listed(options: Options, lists: BlockLists, kv_len: int) -> tuple[Tensor, Tensor] | None:
+    return listed_keys(lists, kv_len) if options.causal else None
 
 
 def _packed(block: int, group: int) -> int:

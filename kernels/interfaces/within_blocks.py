@@ -11,7 +11,7 @@ from ..blocks import BlockLists, per_query_head
 
 def attention_within_blocks(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, *, soft_cap: float = 0.0, mask: Tensor | None = None,
-    first_entry: Tensor | None = None, ordered: bool = False, packed: int = 1, impl: str = "auto",
+    first_entry: Tensor | None = None, listed: tuple[Tensor, Tensor] | None = None, packed: int = 1, impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, of scores and keys that are further limited. Arguments are not checked.
 
@@ -21,7 +21,8 @@ def attention_within_blocks(
         mask: bool ``[entries, R, C]``: of its e-th listed block, token u of query block i sees token c where
             ``mask[first_entry[i] + e, u, c]``.
         first_entry: int32 ``[Nq]``, with ``mask``; lists shared by batch and heads.
-        ordered: a query block of L tokens with n listed keys, in the order of the list: token u sees the first n - L + u + 1.
+        listed: ``listed_keys(blocks, Skv)``: of a query block of L tokens with n listed keys, in the order of the list, token u sees the
+            first n - L + u + 1.
         packed: that many neighbouring rows of q are one token, seen by several heads; q's block sizes are in rows.
         impl: "auto" is "triton" on a GPU and "gather", a loop in plain torch, on a CPU. No other is there.
 
@@ -35,18 +36,18 @@ def attention_within_blocks(
         impl = "gather" if q.device.type == "cpu" else "triton"
     if impl == "triton":
         resolve_impl(impl, q.device, q.dtype, q.shape[-1])
-    order, total = _listed_keys(blocks, k.shape[2]) if ordered else (None, None)
+    order, total = listed or (None, None)
     with torch.no_grad():
         return _forward(q, k, v, *_flatten(blocks), mask, first_entry, order, total, scale, soft_cap, packed, impl)
 
 
-def _listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
-    """(listed keys before each listed block int32 as the indices, listed keys int32 as the counts)."""
-    sizes = blocks.kv_bounds(kv_len)[1]
-    batch, heads = (max(sizes.shape[dim], blocks.counts.shape[dim]) for dim in (0, 1))
-    ids = per_query_head(blocks.indices, batch, heads)
+def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
+    """(listed keys before each listed block, int32 as the indices; listed keys, int32 as the counts). The lists' heads are those of the
+    key blocks' bounds, where these have several."""
+    sizes = blocks.kv_bounds(kv_len)[1].expand(*blocks.counts.shape[:2], -1)
+    ids = blocks.indices
     known = (torch.arange(blocks.capacity, device=blocks.device) < blocks.counts[..., None]) & (ids >= 0) & (ids < sizes.shape[-1])
-    size = per_query_head(sizes, batch, heads).gather(2, ids.where(known, 0).flatten(2).long()).view(ids.shape).where(known, 0)
+    size = sizes.gather(2, ids.where(known, 0).flatten(2).long()).view(ids.shape).where(known, 0)
     behind = size.cumsum(-1, dtype=torch.int32)
     return behind - size, size.sum(-1, dtype=torch.int32)
 
