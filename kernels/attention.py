@@ -19,6 +19,8 @@ TRITON_HEAD_DIMS = range(16, 257)
 HOPPER_HEAD_DIMS = (64, 128)
 # Two warpgroups of 64 query rows; on shorter blocks one of them would idle.
 HOPPER_QUERY_BLOCK = 128
+# Its copy engine brings at least 64 neighbouring keys; the portable kernels gather shorter blocks than these key by key.
+HOPPER_KEY_BLOCK = 16
 
 
 def block_sparse_attention(
@@ -63,7 +65,7 @@ def block_sparse_attention(
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # A compiled graph asks the GPU when it runs, in the operator.
     if not torch.compiler.is_compiling():
-        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length)
+        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, blocks.max_kv_length)
     if impl == "reference":
         from .reference import reference_attention
 
@@ -82,14 +84,14 @@ def block_sparse_attention(
 
 
 def resolve_impl(
-    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, q_block: int = HOPPER_QUERY_BLOCK,
+    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, q_block: int = HOPPER_QUERY_BLOCK, kv_block: int = HOPPER_KEY_BLOCK,
 ) -> str:
     """The implementation that ``impl`` stands for: a function of its arguments and of the kind of GPU alone.
 
-    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128 and a longest query block
-    (``q_block``, in tokens) of at least 128; else "triton" with head_dim 16 to 256. "gather" for everything else. The
-    backward of "hopper" under a causal mask is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first
-    imported) an explicit "triton" also runs on a CPU, with float16.
+    "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, a longest query block (``q_block``,
+    in tokens) of at least 128 and a longest key block (``kv_block``) of at least 16; else "triton" with head_dim 16 to 256. "gather" for
+    everything else. The backward of "hopper" under a causal mask is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when
+    Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -99,7 +101,7 @@ def resolve_impl(
     fits_triton = dtype in KERNEL_DTYPES and head_dim in TRITON_HEAD_DIMS
     fits_hopper = dtype in KERNEL_DTYPES and head_dim in HOPPER_HEAD_DIMS
     if impl == "auto":
-        if fits_hopper and q_block >= HOPPER_QUERY_BLOCK and _is_hopper(device):
+        if fits_hopper and q_block >= HOPPER_QUERY_BLOCK and kv_block >= HOPPER_KEY_BLOCK and _is_hopper(device):
             return "hopper"
         return "triton" if device.type == "cuda" and fits_triton else "gather"
     if impl == "triton":
@@ -283,7 +285,7 @@ def _forward(
     counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, max_kv_length)
     return _run(q, k, v, blocks, scale, causal, impl)
 
 
@@ -304,7 +306,7 @@ def _backward(
     if counts_t is not None:
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, max_kv_length)
     # The Hopper backward knows no causal mask; both forwards save the same.
     if impl == "hopper" and causal:
         impl = "triton"

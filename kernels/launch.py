@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 
 HOPPER_SHARED_MEMORY = 227 * 1024
+# Shorter key blocks are gathered: the matrix unit multiplies by at least 16 keys, so as tiles of their own they would be mostly padding.
+GATHERED_BELOW = 16
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 64, 8, 3)
     fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
+
+
+def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int) -> LaunchConfig:
+    """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
+
+    A tile holds keys of any blocks, so their length plays no part. Not measured, but what compiles for sm_90a without spilling registers
+    and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys spill 900 and 128 keys 8,900.
+    At head_dim 256 with masks only 32 rows escape the serialised wgmma, and spill 500.
+    """
+    if head_dim > 128:
+        best = LaunchConfig(32, 32, 4, 2) if limited else LaunchConfig(128, 32, 8, 3)
+    else:
+        best = LaunchConfig(128, 32 if limited else 64, 8, 3)
+    # Masks and the search for NaN pass through some shared memory of their own.
+    return _fit(best, head_dim, q_block, best.block_n, limits.shared_memory - 8192 * limited, stationary)
 
 
 def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limit: int, stationary: int) -> LaunchConfig:

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import BlockLists
-from .launch import LaunchConfig, device_limits, dkv_config, dq_config
+from .launch import GATHERED_BELOW, LaunchConfig, device_limits, dkv_config, dq_config
 from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
+from .triton_gathered import gathered_dq
 from .triton_primitives import LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, store_rows, visible_keys
 
 DELTA_ROWS = 64
@@ -212,16 +213,19 @@ def triton_backward(
         *out.stride()[:3], *dout.stride()[:3], *(lse if dlse is None else dlse).stride(), heads, q_len,
         HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad)
 
-    chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)
-    parts = triton.cdiv(q_blocks.length, for_dq.block_m)
-    _dq_kernel[(q_blocks.number * parts, batch * heads)](
-        q, k, v, dout, *(descriptor(x, for_dq.block_n, dim_pad) for x in (k, v)), dq,
-        lse2, delta, q_blocks.starts, q_blocks.sizes, *chunks,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        *q_blocks.strides(heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
-        heads, heads // kv_heads, q_len, q_blocks.length, kv_len - q_len, scale * LOG2E, scale,
-        UNIFORM=q_blocks.uniform, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
-        **shape, num_warps=for_dq.num_warps, num_stages=for_dq.num_stages)
+    if blocks.max_kv_length < GATHERED_BELOW:
+        gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal, configs and for_dq)
+    else:
+        chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)
+        parts = triton.cdiv(q_blocks.length, for_dq.block_m)
+        _dq_kernel[(q_blocks.number * parts, batch * heads)](
+            q, k, v, dout, *(descriptor(x, for_dq.block_n, dim_pad) for x in (k, v)), dq,
+            lse2, delta, q_blocks.starts, q_blocks.sizes, *chunks,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
+            *q_blocks.strides(heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
+            heads, heads // kv_heads, q_len, q_blocks.length, kv_len - q_len, scale * LOG2E, scale,
+            UNIFORM=q_blocks.uniform, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
+            **shape, num_warps=for_dq.num_warps, num_stages=for_dq.num_stages)
 
     chunks = chunk_lists(flipped, kv_blocks, q_blocks, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)

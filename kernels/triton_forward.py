@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import BlockLists
-from .launch import LaunchConfig, device_limits, forward_config
+from .launch import GATHERED_BELOW, LaunchConfig, device_limits, forward_config
 from .triton_chunks import chunk_lists, descriptor, empty_outputs, kv_cut, q_cut, readable, shared_strides
+from .triton_gathered import gathered_forward
 from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, softmax_step, store_rows, visible_keys
 
 
@@ -91,6 +92,8 @@ def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table."""
+    if blocks.max_kv_length < GATHERED_BELOW:
+        return gathered_forward(q, k, v, blocks, scale, causal, config=config)
     q, k, v = map(readable, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]

@@ -39,6 +39,34 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+# Other libraries' interfaces
+
+
+def test_interfaces_are_checked_and_measured(script, tmp_path, monkeypatch, capsys):
+    bench = script("bench_interfaces")
+    monkeypatch.setattr(bench, "MAGI_BLOCKS", ((64, 64), (128, 1)))
+    bench.main(["--tokens", "384", "--density", "0.4", "--rounds", "1", "--csv", "interfaces"])
+    rows = read(tmp_path / "interfaces.csv")
+    assert [(row["system"], row["q_block"], row["k_block"], row["what"]) for row in rows if row["provider"] == "ssta"] == [
+        ("flex-block-attn", "384", "384", "forward"), ("flex-block-attn", "384", "384", "backward"),
+        ("MagiAttention", "64", "64", "forward"), ("MagiAttention", "64", "64", "backward"),
+        ("MagiAttention", "128", "1", "forward"), ("MagiAttention", "128", "1", "backward"),
+        ("FlashInfer", "64", "64", "forward"), ("FlashInfer", "128", "128", "forward")]
+    assert all(float(row["median_ms"]) > 0 and 0 <= float(row["error"]) < 1e-4 for row in rows)
+
+    def wrong(*arguments, **options):
+        out, lse = real(*arguments, **options)
+        return out * 1.01, lse
+
+    real = bench.block_sparse_attn
+    monkeypatch.setattr(bench, "block_sparse_attn", wrong)
+    with pytest.raises(SystemExit, match="MagiAttention .* is wrong"):
+        bench.main(["--tokens", "384", "--rounds", "1"])
+    with pytest.raises(SystemExit):
+        bench.main(["--tokens", "100"])
+    assert "--tokens must be a multiple of 384" in capsys.readouterr().err
+
+
 # The gate
 
 

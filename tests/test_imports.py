@@ -167,7 +167,9 @@ def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
 
 
-@pytest.mark.parametrize("statement", ["import ssta", "import ssta.kernels", "from ssta import SSTAConfig, TokenLayout, ssta_3d_attention"])
+@pytest.mark.parametrize("statement", ["import ssta", "import ssta.kernels", "import ssta.masks",
+                                       "from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention",
+                                       "from ssta import SSTAConfig, TokenLayout, ssta_3d_attention"])
 def test_a_fresh_import_loads_torch_and_nothing_heavier(statement):
     program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT / "tests")

@@ -1,0 +1,145 @@
+"""How fast are other libraries' interfaces on our kernels? FlashInfer stands beside ours where it is installed.
+
+    python benchmark/bench_interfaces.py [--tokens 49152] [--density 0.1] [--rounds 5] [--csv NAME]
+
+Random selections of the given density, head_dim 128, bfloat16. flex-block-attn with 16 heads in blocks of 384; MagiAttention by the table
+of its tuning guide, 64 query heads over 8; FlashInfer with 32 over 4, whose plan_ms is the time of plan() on the host's clock. Before
+any time is printed, the first query block of the last head is checked against float64.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from arguments import add_rounds, new_parser
+from measure import RESULTS, backward_flops, forward_flops, interleaved, print_rows, write_rows
+from torch import Tensor
+from truth import check
+
+from ssta.kernels.interfaces import BlockSparseAttentionWrapper, block_sparse_attn, flex_block_attn_func
+
+HEAD_DIM = 128
+MAGI_BLOCKS = ((1, 64), (8, 64), (16, 64), (64, 64), (128, 128), (384, 384), (128, 1))
+FLASHINFER_BLOCKS = (64, 128)
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    parser = new_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=49_152 if gpu else 768, help="a multiple of 384 (default %(default)s)")
+    parser.add_argument("--density", type=float, default=0.1 if gpu else 0.5, help="fraction of the key blocks kept (default %(default)s)")
+    add_rounds(parser, 5 if gpu else 2)
+    options = parser.parse_args(argv)
+    if options.tokens < 384 or options.tokens % 384 or not 0 < options.density <= 1:
+        parser.error(f"--tokens must be a multiple of 384 and --density in (0, 1], got {options.tokens} and {options.density}")
+    group = 8 if gpu else 2
+    rows = flex_block_attn(options, 2 * group, device, dtype)
+    for blocks in MAGI_BLOCKS:
+        rows += magi_attention(options, blocks, 8 * group if gpu else group, group, device, dtype)
+    for block in FLASHINFER_BLOCKS:
+        rows += flashinfer(options, block, 4 * group, group, device, dtype)
+    print_rows(rows)
+    if options.csv:
+        write_rows(RESULTS / f"{options.csv}.csv", rows)
+
+
+def flex_block_attn(options, heads: int, device: str, dtype: torch.dtype) -> list[dict]:
+    block, tokens = 384, options.tokens
+    q, k, v = torch.randn(3, 1, heads, tokens, HEAD_DIM, device=device, dtype=dtype).unbind()
+    kept = choose((heads, tokens // block), tokens // block, options.density, device)
+    mask = torch.zeros(1, heads, tokens // block, tokens // block, dtype=torch.bool, device=device).scatter_(-1, kept[None], True)
+    attend = partial(flex_block_attn_func, q_block_size=block, kv_block_size=block, block_mask=mask)
+    error = check("flex-block-attn", attend(q, k, v)[0, -1, :block], exact(q[0, -1, :block], k[0, -1], v[0, -1], kept[-1, 0], block))
+    calls = {("forward", "ssta"): lambda: attend(q, k, v), ("backward", "ssta"): backward_of(attend, q, k, v)}
+    return rows_of("flex-block-attn", (block, block), heads * tokens * kept.shape[-1] * block, calls, options.rounds, error)
+
+
+def magi_attention(options, blocks: tuple[int, int], heads: int, group: int, device: str, dtype: torch.dtype) -> list[dict]:
+    (q_block, k_block), tokens, kv_heads = blocks, options.tokens, heads // group
+    q = torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=dtype)
+    k, v = torch.randn(2, tokens, kv_heads, HEAD_DIM, device=device, dtype=dtype).unbind()
+    kept = choose((kv_heads, tokens // q_block), tokens // k_block, options.density, device)
+    attend = partial(block_sparse_attn, q_block_size=q_block, k_block_size=k_block, topk_indices=kept)
+    error = check(f"MagiAttention {blocks}", attend(q, k, v)[0][:q_block, -1],
+                  exact(q[:q_block, -1], k[:, -1], v[:, -1], kept[-1, 0], k_block))
+    calls = {("forward", "ssta"): lambda: attend(q, k, v), ("backward", "ssta"): backward_of(lambda *x: attend(*x)[0], q, k, v)}
+    return rows_of("MagiAttention", blocks, heads * tokens * kept.shape[-1] * k_block, calls, options.rounds, error)
+
+
+def flashinfer(options, block: int, heads: int, group: int, device: str, dtype: torch.dtype) -> list[dict]:
+    tokens, kv_heads = options.tokens, heads // group
+    q = torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=dtype)
+    k, v = torch.randn(2, tokens, kv_heads, HEAD_DIM, device=device, dtype=dtype).unbind()
+    kept = choose((tokens // block,), tokens // block, options.density, device).sort(-1).values
+    indptr = torch.arange(0, kept.numel() + 1, kept.shape[-1], dtype=torch.int32, device=device)
+    arguments = (indptr, kept.flatten(), tokens, tokens, block, block, heads, kv_heads, HEAD_DIM)
+    wrappers = {"ssta": BlockSparseAttentionWrapper}
+    try:
+        import flashinfer as peer
+
+        wrappers["flashinfer"] = peer.sparse.BlockSparseAttentionWrapper
+    except ImportError:
+        print("flashinfer is not installed, so ours stands alone")
+    truth = exact(q[:block, -1], k[:, -1], v[:, -1], kept[0], block)
+    calls, plan_ms, errors = {}, {}, []
+    for name, wrapper in wrappers.items():
+        planned = wrapper(torch.empty(128 << 20 if name != "ssta" else 0, dtype=torch.uint8, device=device))
+        plan = partial(planned.plan, *arguments, q_data_type=dtype, o_data_type=dtype)
+        plan()
+        plan_ms[name] = min(host_milliseconds(plan) for _ in range(options.rounds))
+        errors.append(check(f"FlashInfer's interface by {name}", planned.run(q, k, v)[:block, -1], truth))
+        calls["forward", name] = partial(planned.run, q, k, v)
+    return rows_of("FlashInfer", (block, block), heads * tokens * kept.shape[-1] * block, calls, options.rounds, max(errors), plan_ms)
+
+
+def choose(lists: tuple[int, ...], blocks: int, density: float, device: str) -> Tensor:
+    """int32 ids ``[*lists, kept]``, for each list its own random choice."""
+    torch.manual_seed(0)
+    ids = torch.empty(*lists, max(1, round(density * blocks)), dtype=torch.int32, device=device)
+    for row in range(0, lists[-1], 4096):  # scores of all lists at once may be gigabytes
+        part = ids[..., row:row + 4096, :]
+        part.copy_(torch.rand(*part.shape[:-1], blocks, device=device).topk(part.shape[-1], sorted=False).indices)
+    return ids
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block: int) -> Tensor:
+    """float64 attention of rows q ``[n, D]`` to the listed blocks of one head's k and v ``[tokens, D]``."""
+    keys = (ids.long()[:, None] * block + torch.arange(block, device=q.device)).flatten()
+    scores = q.double() @ k[keys].double().mT * HEAD_DIM**-0.5
+    return scores.softmax(-1) @ v[keys].double()
+
+
+def backward_of(attend: Callable, *inputs: Tensor) -> Callable[[], object]:
+    """A call that runs the backward alone, again and again over one saved forward."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def rows_of(system: str, blocks: tuple[int, int], pairs: float, calls: dict, rounds: int, error: float,
+            plan_ms: dict[str, float] | None = None) -> list[dict]:
+    rows = []
+    for (what, provider), times in interleaved(calls, rounds).items():
+        flops = (forward_flops if what == "forward" else backward_flops)(pairs, HEAD_DIM)
+        rows.append(dict(system=system, q_block=blocks[0], k_block=blocks[1], what=what, provider=provider, **times,
+                         tflops=1e-9 * flops / times["median_ms"], plan_ms=plan_ms[provider] if plan_ms else "", error=error))
+    return rows
+
+
+def host_milliseconds(call: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the interfaces have in common: checks of arguments, and query heads packed into rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import DTYPES
+
+# From this many rows on a block fills a program by itself, without the other heads of its group.
+ENOUGH_ROWS = 128
+
+
+def require_int(name: str, value: int, least: int) -> int:
+    """``value``, an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def require_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
+def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None = None) -> Tensor:
+    """``x``, a floating-point tensor with the dimensions that ``dims`` names: "[tokens, heads, head_dim]"."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.dim() != dims.count(",") + 1:
+        raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device}, got {x.device}")
+    return x
+
+
+def require_groups(heads: int, kv_heads: int) -> int:
+    """How many query heads share a key/value head."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of the {kv_heads} key/value heads, got {heads}")
+    return heads // kv_heads
+
+
+def pack_heads(q: Tensor, kv_heads: int) -> Tensor:
+    """``[B, S, Hq, D]`` -> ``[B, Hkv, S * g, D]``: the g query heads that share a key/value head become g neighbouring rows of a token.
+
+    A block of n tokens is then a block of n * g rows with the key/value head's list. Differentiable; a copy where Hkv > 1.
+    """
+    return q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def unpack_heads(x: Tensor, group: int) -> Tensor:
+    """``[B, Hkv, S * g, ...]`` -> ``[B, S, Hq, ...]``, what ``pack_heads`` did taken back."""
+    return x.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,74 @@
+"""flex-block-attn: its attention over a boolean block mask. Its STA, MoBA and SSTA masks are in ssta/masks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..attention import block_sparse_attention
+from ..blocks import BlockLists
+
+
+def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_block_size: int, block_mask: Tensor) -> Tensor:
+    """Attention within the blocks that a mask keeps; ``flex_block_attn.flex_block_attn_func``.
+
+    Args:
+        q: ``[B, Hq, Sq, D]``, any strides whose last is 1; dtypes and head dimensions as in ``block_sparse_attention``.
+        k: ``[B, Hkv, Skv, D]``, q's dtype and device. Hq must be a multiple of Hkv.
+        v: ``[B, Hkv, Skv, D]``.
+        q_block_size, kv_block_size: tokens of a block, in any ratio.
+        block_mask: bool on q's device, ``[Nq, Nk]`` for all batch elements and heads, or ``[B or 1, H or 1, Nq, Nk]`` with H the query or
+            the key/value heads, or ``[H or 1, Nq, Nk]`` as the mask builders return it. Nq = ceil(Sq / q_block_size), Nk likewise. True
+            attends to the whole block.
+
+    Returns:
+        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, the same bits for the same inputs. Never
+        waits for the device, and fits into CUDA graphs and compiled graphs.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+
+    What differs from upstream: any head dimension, dtype and GPU; block sizes need not be multiples of 16 and 64 nor divide one another or
+    the sequence; query blocks longer than key blocks mean what they say, as does Sq != Skv in the backward; rows without any block give
+    zeros and zero gradients, whatever the block sizes.
+    """
+    blocks = BlockLists.from_mask(_mask(block_mask), q_block_size, kv_block_size)
+    return block_sparse_attention(q, k, v, blocks)
+
+
+def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tuple[int, int]]) -> Tensor:
+    """The mask that keeps the given blocks; ``create_sparse_mask`` of flex-block-attn's benchmarks.
+
+    Args:
+        Q: ``[B, H, S, D]``; its length and device count.
+        block_size: tokens of a block.
+        selected_blocks: pairs (query block, key block).
+
+    Returns:
+        bool ``[N, N]`` on Q's device, N = S // block_size.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came; also a pair outside the N x N blocks.
+    """
+    if not isinstance(Q, Tensor) or Q.dim() != 4:
+        raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be an int of at least 1, got {block_size!r}")
+    number = Q.shape[2] // block_size
+    mask = torch.zeros(number, number, dtype=torch.bool)
+    pairs = torch.tensor(list(selected_blocks), dtype=torch.int64).reshape(-1, 2)
+    outside = (pairs < 0) | (pairs >= number)
+    if outside.any():
+        raise ValueError(f"selected_blocks must lie in {number} x {number} blocks, got {tuple(pairs[outside.any(1)][0].tolist())}")
+    mask[pairs[:, 0], pairs[:, 1]] = True
+    return mask.to(Q.device)
+
+
+def _mask(block_mask: Tensor) -> Tensor:
+    if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
+        raise TypeError(f"block_mask must be a bool tensor, got {getattr(block_mask, 'dtype', type(block_mask).__name__)}")
+    if not 2 <= block_mask.dim() <= 4:
+        raise ValueError(f"block_mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got shape {tuple(block_mask.shape)}")
+    return block_mask

@@ -1,0 +1,140 @@
+"""The STA, MoBA and SSTA masks under the names that users of flex-block-attn and HunyuanVideo-1.5 already call.
+
+``ssta_attention`` needs none of them: it selects by itself. They are for code that builds a mask and hands it to
+``ssta.kernels.interfaces.flex_block_attn.flex_block_attn_func``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .checks import require_int, require_triple
+from .config import SSTAConfig
+from .layout import TokenLayout, tile_layout
+from .selection import budget_mask
+from .window import near
+
+
+def create_sta_3d_mask(
+    canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int], kernel_thw: tuple[int, int, int], text_block_num: int = 0,
+) -> Tensor:
+    """The sliding window: which tiles are near a tile.
+
+    Args:
+        canvas_thw: tokens of the video along t, h, w, multiples of the tile's.
+        tile_thw: tokens of a tile along t, h, w.
+        kernel_thw: the window in tiles along t, h, w; an even entry k reaches as far as k + 1.
+        text_block_num: blocks of text after the N of video. They attend to everything, and everything attends to them.
+
+    Returns:
+        bool ``[N + text_block_num, N + text_block_num]`` on the CPU, rows for query blocks.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    grid = _grid(canvas_thw, tile_thw)
+    mask = near([grid], require_triple("kernel_thw", kernel_thw))
+    return _with_text(mask, require_int("text_block_num", text_block_num, 0), True)
+
+
+@torch.no_grad()
+def create_moba_3d_mask(
+    q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], topk: int, tile_thw: tuple[int, int, int], kernel_thw: tuple[int, int, int],
+    text_block_num: int = 0, add_text_mask: bool = False, threshold: float = 0.0, lambda_: float | None = None,
+    mask_share_within_head: bool = True, q_block_avg_pool: bool = True, adaptive_pool: tuple[int, int, int] | None = None,
+    sampling_type: str | None = None,
+) -> Tensor:
+    """The budget: the tiles most like a tile, or most important to it.
+
+    Args:
+        q: ``[B, H, S, D]`` in tiled order, S = t * h * w of ``canvas_thw``.
+        k: ``[B, Hkv, S, D]`` in tiled order; H a multiple of Hkv.
+        canvas_thw, tile_thw, kernel_thw, text_block_num: as in ``create_sta_3d_mask``; the window itself plays no part here.
+        topk, threshold, lambda_, mask_share_within_head, adaptive_pool: as in ``SSTAConfig``.
+        add_text_mask: selects the rows and columns of the text too, which are left out otherwise.
+        q_block_avg_pool: must be True: scores are those of tiles.
+        sampling_type: "similarity" (also None) or "importance", which needs ``lambda_``.
+
+    Returns:
+        bool ``[H, N + text_block_num, N + text_block_num]`` on q's device, H = 1 with ``mask_share_within_head``; where upstream refuses a
+        batch of several, with the batch in front. Never waits for the device.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    _grid(canvas_thw, tile_thw)
+    if q_block_avg_pool is not True:
+        raise ValueError(f"q_block_avg_pool must be True, because scores are those of tiles, got {q_block_avg_pool}")
+    if not isinstance(add_text_mask, bool):
+        raise TypeError(f"add_text_mask must be a bool, got {type(add_text_mask).__name__}")
+    if sampling_type == "importance" and lambda_ is None:
+        raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
+    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type="block_attn", threshold=threshold,
+                        lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
+                        mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] != prod(canvas_thw):
+            raise ValueError(f"{name} must be a tensor [batch, heads, {prod(canvas_thw)} tokens of canvas_thw, head_dim], "
+                             f"got {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
+    layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)
+    keep = budget_mask(q, k, layout, config)
+    return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
+
+
+@torch.no_grad()
+def create_ssta_3d_mask(
+    q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], topk: int, tile_thw: tuple[int, int, int], kernel_thw: tuple[int, int, int],
+    text_block_num: int = 0, threshold: float = 0.0, lambda_: float | None = None, text_mask: Tensor | None = None,
+    mask_share_within_head: bool = True, adaptive_pool: tuple[int, int, int] | None = None, sampling_type: str | None = None,
+) -> Tensor:
+    """Window, budget and text together.
+
+    Args:
+        text_mask: bool or integer ``[text tokens]`` or ``[B, text tokens]``, nonzero = valid, the valid tokens first. The text blocks past
+            the valid tokens, of which at least one block counts, then attend only to themselves, and nothing else to them.
+        q, k, canvas_thw, topk, tile_thw, kernel_thw, text_block_num, threshold, lambda_, mask_share_within_head, adaptive_pool,
+            sampling_type: as in ``create_moba_3d_mask``.
+
+    Returns:
+        As ``create_moba_3d_mask``. Never waits for the device, where upstream does with a ``text_mask``.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    budget = create_moba_3d_mask(q, k, canvas_thw, topk, tile_thw, kernel_thw, text_block_num, False, threshold, lambda_,
+                                 mask_share_within_head, True, adaptive_pool, sampling_type)
+    mask = budget | create_sta_3d_mask(canvas_thw, tile_thw, kernel_thw, text_block_num).to(q.device)
+    if text_mask is None:
+        return mask
+    if not isinstance(text_mask, Tensor) or text_mask.is_floating_point() or text_mask.is_complex():
+        raise TypeError(f"text_mask must be a bool or integer tensor, got {getattr(text_mask, 'dtype', type(text_mask).__name__)}")
+    if text_mask.dim() not in (1, 2) or (text_mask.dim() == 2 and text_mask.shape[0] != q.shape[0]) or text_mask.device != q.device:
+        raise ValueError(f"text_mask must be [text tokens] or [{q.shape[0]}, text tokens] on {q.device}, "
+                         f"got shape {tuple(text_mask.shape)} on {text_mask.device}")
+    block, total = prod(tile_thw), mask.shape[-1]
+    blocks = (((text_mask != 0).sum(-1, keepdim=True) + block - 1) // block).clamp(min=1)
+    used = torch.arange(total, device=q.device) < total - text_block_num + blocks
+    if text_mask.dim() == 2:
+        mask, used = mask.reshape(q.shape[0], -1, total, total), used[:, None]
+    both = used[..., :, None] & used[..., None, :]
+    alone = torch.eye(total, dtype=torch.bool, device=q.device) & ~used[..., None]
+    return _without_batch(mask & both | alone) if text_mask.dim() == 2 else mask & both | alone
+
+
+def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Tiles along t, h, w."""
+    canvas, tile = require_triple("canvas_thw", canvas_thw), require_triple("tile_thw", tile_thw)
+    if any(n % size for n, size in zip(canvas, tile)):
+        raise ValueError(f"canvas_thw must be a multiple of tile_thw {tile}, got {canvas}; pad the video, or call ssta_3d_attention")
+    return tuple(n // size for n, size in zip(canvas, tile))
+
+
+def _with_text(mask: Tensor, blocks: int, selected: bool) -> Tensor:
+    return torch.nn.functional.pad(mask, (0, blocks, 0, blocks), value=selected)
+
+
+def _without_batch(mask: Tensor) -> Tensor:
+    return mask[0] if mask.shape[0] == 1 else mask

@@ -1,0 +1,82 @@
+"""flex-block-attn's interface: against dense float64, in every ratio of blocks, and called as its users call it."""
+
+import pytest
+import torch
+from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
+
+from ssta.kernels.interfaces import create_sparse_mask, flex_block_attn_func
+
+
+def tokens_of(mask, q_block, kv_block):
+    return mask.repeat_interleave(q_block, -2).repeat_interleave(kv_block, -1)
+
+
+@pytest.mark.parametrize("device, dtype", EVERYWHERE)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("q_block, kv_block", [(16, 64), (48, 64), (64, 64), (128, 64), (32, 192), (384, 384)])
+@pytest.mark.parametrize("form", ["2-D", "4-D", "4-D shared", "4-D per key head", "3-D"])
+def test_against_float64(device, dtype, heads, q_block, kv_block, form):
+    query_heads, kv_heads = heads
+    nq, nk = max(384 // q_block, 2), max(384 // kv_block, 2)
+    shape = {"2-D": (), "4-D": (2, query_heads), "4-D shared": (1, 1), "4-D per key head": (2, kv_heads), "3-D": (query_heads,)}[form]
+    mask = torch.rand(*shape, nq, nk, device=device) < 0.5
+    mask[..., 1, :] = False  # an empty row of blocks gives zeros, whatever the ratio
+    q = torch.randn(2, query_heads, nq * q_block, 64, device=device, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, nk * kv_block, 64, device=device, dtype=dtype).unbind()
+    every = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    every = every.repeat_interleave(query_heads // every.shape[1], 1) if every.shape[1] > 1 else every
+    visible = tokens_of(every, q_block, kv_block)
+    weights = torch.randn_like(q), torch.zeros(q.shape[:3], device=device)
+
+    def attend(*inputs):
+        out = flex_block_attn_func(*inputs, q_block, kv_block, mask)
+        assert out.dtype == dtype
+        return out, dense(*inputs, visible)[1].detach()  # upstream returns no lse
+
+    assert_exact(*(with_gradients(f, [x.to(t) for x in (q, k, v)], weights) for f, t in (
+        (attend, dtype), (lambda *x: dense(*x, visible), dtype), (lambda *x: dense(*x, visible), torch.float64))))
+
+
+def test_as_the_readme_calls_it():
+    query, key, value = (torch.randn(1, 2, 384, 32, requires_grad=True) for _ in range(3))
+    block_size, selected_blocks = 64, [(i, j) for i in range(6) for j in range(6) if abs(i - j) < 2]
+    block_mask = create_sparse_mask(query, block_size, selected_blocks)
+    output = flex_block_attn_func(query, key, value, block_size, block_size, block_mask)
+    output.backward(torch.ones_like(output))
+    exact, _ = dense(query.double(), key.double(), value.double(), tokens_of(block_mask, 64, 64)[None, None])
+    torch.testing.assert_close(output.double(), exact, atol=1e-5, rtol=1e-5)
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+def test_sparse_mask_is_what_was_selected():
+    query = torch.zeros(1, 1, 330, 8)
+    pairs = [(0, 0), (2, 4), (4, 1), (2, 4)]
+    mask = create_sparse_mask(query, 64, pairs)
+    assert mask.shape == (5, 5) and mask.dtype == torch.bool
+    assert [tuple(x) for x in mask.nonzero().tolist()] == sorted(set(pairs))
+    assert not create_sparse_mask(query, 64, []).any()
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    (dict(block_mask=torch.ones(2, 2)), TypeError, "block_mask must be a bool tensor, got torch.float32"),
+    (dict(block_mask=torch.ones(2, dtype=torch.bool)), ValueError, r"block_mask must be \[Nq, Nk\]"),
+    (dict(block_mask=torch.ones(3, 2, dtype=torch.bool)), ValueError, "blocks must have 2 q blocks of 64 for 128 tokens, got 3"),
+    (dict(block_mask=torch.ones(2, 3, dtype=torch.bool)), ValueError, "blocks must have 2 kv blocks of 64 for 128 tokens, got 3"),
+    (dict(q_block_size=0), ValueError, "q_offsets must be a block size of at least 1 token, got 0"),
+    (dict(q=torch.zeros(1, 128, 8)), ValueError, r"q must be \[batch, heads, tokens, head_dim\]"),
+])
+def test_refuses(changes, error, message):
+    x = torch.zeros(1, 1, 128, 8)
+    arguments = dict(q=x, k=x, v=x, q_block_size=64, kv_block_size=64, block_mask=torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(error, match=message):
+        flex_block_attn_func(**(arguments | changes))
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ((torch.zeros(4, 8), 2, []), ValueError, "Q must be a tensor"),
+    ((torch.zeros(1, 1, 4, 8), 0, []), ValueError, "block_size must be an int of at least 1, got 0"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1), (1, 2)]), ValueError, r"selected_blocks must lie in 2 x 2 blocks, got \(1, 2\)"),
+])
+def test_sparse_mask_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        create_sparse_mask(*arguments)
