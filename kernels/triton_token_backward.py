@@ -1,10 +1,13 @@
 """Backward kernels for lists of one query token: dQ along the lists, dK and dV along their inverse. No atomics, so the same bits.
 
 The formulas are those of triton_backward.py. A row of the dK and dV kernel is one query head of one listed token, so that tokens with
-few heads fill a tile together.
+few heads fill a tile together. A key block that very many tokens list, as the first of a sequence often is, would keep one program busy
+long after the others are done: such lists are cut into pieces, whose sums are added in a fixed order.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,8 +16,14 @@ from torch import Tensor
 
 from .launch import token_config, token_dkv_config
 from .token_lists import KeyLists, TokenLists
-from .triton_primitives import LOG2E, finite_or_zero, store_rows
+from .triton_primitives import LOG2E, finite_or_zero, load_rows, store_rows
 from .triton_token_forward import gather_rows, listed_keys
+
+# Pieces that the lists of all key blocks together are cut into, on top of one for each list. Twice as many blocks of dK and of dV are
+# allocated in float32: 128 MiB for blocks of 64 tokens at head_dim 128.
+PIECES = 1024
+# Tokens of a piece at least.
+SHORTEST_PIECE = 256
 
 
 @triton.jit
@@ -50,24 +59,31 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, ids, counts, spans, q_row, q_head
 
 
 @triton.jit
-def _dkv_kernel(q, k, v, dout, dk, dv, lse2, delta, spans, starts, sizes, listed, firsts, counts,
+def _dkv_kernel(q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, spans, starts, sizes, listed, firsts, counts,
+                piece_list, piece_ends, pieces, slots, share,
                 q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head,
-                kv_heads, blocks, scale_log2, scale,
+                kv_heads, blocks, rows_padded, scale_log2, scale,
                 PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     """Scores stand transposed, [N keys, M rows], so that dV and dK accumulate without a transpose."""
-    block, part, kv_head = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    piece, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    at_list = tl.load(piece_list + piece)
+    if at_list >= kv_heads * blocks:
+        return
+    block, kv_head = at_list % blocks, at_list // blocks
     row = tl.load(starts + block) + part * N
     size = tl.load(sizes + block) - part * N
     if size <= 0:
         return
+    number = tl.load(pieces + at_list)
+    piece -= tl.load(piece_ends + at_list) - number
     key = row + tl.arange(0, N)
     real = tl.arange(0, N) < size
     keys = gather_rows(k + kv_head.to(tl.int64) * k_head, key.to(tl.int64), k_row, real, DIM, DIM_PAD)
     values = gather_rows(v + kv_head.to(tl.int64) * v_head, key.to(tl.int64), v_row, real, VDIM, VDIM_PAD)
-    list_at = kv_head * blocks + block
-    listed += tl.load(firsts + list_at)
-    total = tl.load(counts + list_at) * GROUP
+    before = piece * tl.load(share)
+    listed += tl.load(firsts + at_list) + before
+    total = tl.minimum(tl.load(counts + at_list) - before, tl.load(share)) * GROUP
     dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
     dv_acc = tl.zeros([N, VDIM_PAD], tl.float32)
     for first in range(0, total, M):
@@ -91,8 +107,53 @@ def _dkv_kernel(q, k, v, dout, dk, dv, lse2, delta, spans, starts, sizes, listed
         dscores = tl.where(seen, dscores, 0.0)
         # Zero times a NaN is NaN: where the token sees the key, the weight is NaN already.
         dk_acc = tl.dot(dscores.to(queries.dtype), finite_or_zero(queries), dk_acc)
-    store_rows(dk + kv_head.to(tl.int64) * dk_head, row, dk_row, size, dk_acc * scale, N, DIM, DIM_PAD)
-    store_rows(dv + kv_head.to(tl.int64) * dv_head, row, dv_row, size, dv_acc, N, VDIM, VDIM_PAD)
+    if number == 1:
+        store_rows(dk + kv_head.to(tl.int64) * dk_head, row, dk_row, size, dk_acc * scale, N, DIM, DIM_PAD)
+        store_rows(dv + kv_head.to(tl.int64) * dv_head, row, dv_row, size, dv_acc, N, VDIM, VDIM_PAD)
+    else:
+        at_part = (tl.load(slots + at_list) + piece).to(tl.int64) * rows_padded + part * N
+        store_rows(dk_parts, at_part, DIM, size, dk_acc * scale, N, DIM, DIM_PAD)
+        store_rows(dv_parts, at_part, VDIM, size, dv_acc, N, VDIM, VDIM_PAD)
+
+
+@triton.jit
+def _add_kernel(parts, total, starts, sizes, pieces, slots, row_stride, head_stride, blocks, rows_padded,
+                PARTS: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The gradient of a key block whose list was cut: its pieces' parts, added in order."""
+    at_list, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    block, kv_head = at_list % blocks, at_list // blocks
+    number = tl.load(pieces + at_list)
+    size = tl.load(sizes + block) - part * N
+    if (number == 1) | (size <= 0):
+        return
+    at_part = tl.load(slots + at_list).to(tl.int64) * rows_padded + part * N
+    acc = tl.zeros([N, DIM_PAD], tl.float32)
+    for _ in range(number):
+        acc += load_rows(parts, at_part, DIM, size, N, DIM, DIM_PAD, True)
+        at_part += rows_padded
+    store_rows(total + kv_head.to(tl.int64) * head_stride, tl.load(starts + block) + part * N, row_stride, size, acc, N, DIM, DIM_PAD)
+
+
+class _Pieces(NamedTuple):
+    """How the lists of all key blocks are cut; made on the device, because only it knows how long they are."""
+
+    lists: Tensor   # int32 [pieces], to which list a piece belongs; the number of lists for spare ones
+    ends: Tensor    # int32 [lists], up to which piece a list goes
+    number: Tensor  # int32 [lists], its pieces
+    slots: Tensor   # int32 [lists], where its parts begin if it has more than one
+    share: Tensor   # int32 [1], tokens of a piece
+
+
+def _cut(inverse: KeyLists) -> tuple[_Pieces, int]:
+    """Pieces of equal length, so long that a bounded number comes on top of the lists themselves; and how many slots their parts need."""
+    counts, most = inverse.counts.flatten(), min(PIECES, len(inverse.tokens) // SHORTEST_PIECE)
+    share = ((counts.sum() + PIECES - 1) // PIECES).clamp(min=SHORTEST_PIECE)
+    number = ((counts + share - 1) // share).clamp(min=1)
+    ends = number.cumsum(0)
+    lists = torch.searchsorted(ends, torch.arange(len(counts) + most, device=counts.device), right=True)
+    cut = torch.where(number > 1, number, 0)
+    # A list of more than one piece has at most 2 * count / share of them.
+    return _Pieces(lists.int(), ends.int(), number.int(), (cut.cumsum(0) - cut).int(), share[None].int()), 2 * most
 
 
 def triton_token_backward(
@@ -126,8 +187,14 @@ def triton_token_backward(
 
     config = token_dkv_config(dim, v_dim, lists.block_size)
     parts, blocks = triton.cdiv(lists.block_size, config.block_n), len(inverse.starts)
-    _dkv_kernel[(blocks * parts, kv_heads)](
-        q, k, v, dout, dk, dv, lse2, delta, lists.spans, inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts,
-        *strides, *dk.stride()[:2], *dv.stride()[:2], kv_heads, blocks, scale * LOG2E, scale,
+    (pieces, number), rows = _cut(inverse), parts * config.block_n
+    dk_parts, dv_parts = (torch.empty(number * rows, size, dtype=torch.float32, device=q.device) for size in (dim, v_dim))
+    _dkv_kernel[(len(pieces.lists) * parts,)](
+        q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, lists.spans, inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts,
+        inverse.counts, *pieces, *strides, *dk.stride()[:2], *dv.stride()[:2], kv_heads, blocks, rows, scale * LOG2E, scale,
         PARTS=parts, M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
+    for x, x_parts, size in ((dk, dk_parts, dim), (dv, dv_parts, v_dim)):
+        _add_kernel[(blocks * kv_heads * parts,)](
+            x_parts, x, inverse.starts, inverse.sizes, pieces.number, pieces.slots, *x.stride()[:2], blocks, rows,
+            PARTS=parts, N=config.block_n, DIM=size, DIM_PAD=max(triton.next_power_of_2(size), 16))
     return dq, dk, dv

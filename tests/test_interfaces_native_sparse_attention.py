@@ -213,6 +213,26 @@ def test_splits_change_nothing(device, impl):
     assert (out[1] == 0).all() and (lse[1] == float("-inf")).all()
 
 
+@everywhere
+def test_long_lists_are_cut(device, impl, monkeypatch):
+    """All tokens look at the first block, as at an attention sink, so that its list is cut into pieces and others are not."""
+    if impl != "triton":
+        return
+    from ssta.kernels import triton_token_backward
+    from ssta.kernels.token_lists import KeyLists
+
+    monkeypatch.setattr(triton_token_backward, "PIECES", 4)
+    monkeypatch.setattr(triton_token_backward, "SHORTEST_PIECE", 4)
+    q, k, v = inputs(1, 40, 4, 2, 16, 16, device)
+    indices = torch.randint(-1, 5, (1, 40, 2, 2))
+    indices[..., 0] = 0
+    counts = torch.tensor([[40, 3, 0], [0, 21, 40]])
+    pieces, slots = triton_token_backward._cut(KeyLists(None, None, torch.empty(160, dtype=torch.int32), None, counts))
+    assert pieces.number.tolist() == [2, 1, 1, 1, 1, 2] and slots == 8
+    attend = partial(selected_attention, block_indices=indices.to(device), block_size=8, return_lse=True, impl=impl)
+    check(attend, (q, k, v), visible_keys(indices, None, 8, 4, 40), 0.25)
+
+
 def test_gradients_by_differences():
     """float64 all the way: against finite differences, which share nothing with the formulas."""
     q, k, v = (x.requires_grad_() for x in inputs(1, 9, 2, 1, 4, 3, "cpu", torch.float64))

@@ -19,7 +19,7 @@ everywhere = pytest.mark.parametrize("device, impl", [
     pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
     pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)])
 
-LENGTHS = [13, 0, 22, 5]
+LENGTHS = [7, 0, 14, 3]
 
 
 def packed(lengths, device):
@@ -99,11 +99,10 @@ def test_upstream_argument_order(device, impl):
 def test_one_sequence_alone_is_the_same(device, impl):
     tokens, longest = sum(LENGTHS), max(LENGTHS)
     q, k, v = inputs(tokens, 4, 2, 16, device)
-    mask = torch.rand(4, 2, longest, 3, device=device) < 0.5
+    mask = torch.rand(4, 2, longest, 2, device=device) < 0.5
     cu = packed(LENGTHS, device)
     together = block_1d_gqa_sparse_attn_varlen_func(q, k, v, cu, cu, longest, 0.25, mask, 8, impl=impl)
-    alone = packed([22], device)
-    some = slice(13, 35)
+    alone, some = packed([14], device), slice(7, 21)
     by_itself = block_1d_gqa_sparse_attn_varlen_func(q[some], k[some], v[some], alone, alone, longest, 0.25, mask[2:3], 8, impl=impl)
     torch.testing.assert_close(together[some], by_itself, atol=1e-3, rtol=1e-3)
 
@@ -139,7 +138,7 @@ def test_pooling(device, impl, heads, kv_heads, block_size):
 def test_same_bits_twice(device, impl):
     cu, longest = packed(LENGTHS, device), max(LENGTHS)
     q, k, v = (x.requires_grad_() for x in inputs(sum(LENGTHS), 4, 2, 16, device))
-    mask = torch.rand(4, 2, longest, 3, device=device) < 0.5
+    mask = torch.rand(4, 2, longest, 2, device=device) < 0.5
 
     def step():
         out = block_1d_gqa_sparse_attn_varlen_func(q, k, v, cu, cu, longest, 0.25, mask, 8, impl=impl)

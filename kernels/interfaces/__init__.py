@@ -1,25 +1,27 @@
-"""Other libraries' interfaces on these kernels: change the import and keep the code. Each module is imported when it is first asked for."""
+"""The same kernels under the signatures that users of other libraries already call; one module a library, loaded when first asked for."""
 
-import importlib
+# As in kernels/__init__.py: under its top-level name this folder stays empty.
+if __name__ == "ssta.kernels.interfaces":
+    from importlib import import_module
 
-_MODULES = {
-    "seer_attention": (
-        "attn_pooling", "attn_pooling_qk_varlen", "block_1d_gqa_sparse_attn_varlen_func", "block_1d_gqa_sparse_attn_varlen_sim_func",
-        "block_2d_sparse_attn_varlen_func"),
-    "seer_decode": (
-        "block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask", "block_sparse_flash_decode_leftpad_gqa_indice",
-        "block_sparse_flash_decode_leftpad_gqa_mask"),
-    "native_sparse_attention": ("parallel_nsa", "selected_attention"),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_HOME)
+    _MODULES = {
+        "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "block_1d_gqa_sparse_attn_varlen_func",
+                           "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func"),
+        "seer_decode": ("block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
+                        "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
+        # Its factory has the module's own name and is taken from the module.
+        "native_sparse_attention": ("parallel_nsa", "selected_attention"),
+    }
+    _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
+    __all__ = sorted([*_MODULES, *_HOME])
 
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name in _HOME:
+            return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
