@@ -255,6 +255,18 @@ def test_compiles_without_a_break(impl):
         torch.testing.assert_close(a, b)
 
 
+def test_operator_registration():
+    """torch's own checks of schema, fake tensors and autograd registration."""
+    from ssta.kernels.token_attention import _forward
+    from ssta.kernels.token_lists import Packed, lists_from_ids
+
+    q, k, v = (x[0].requires_grad_() for x in inputs(1, 12, 4, 2, 16, 8, "cpu", torch.float32))
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+    packed = Packed(cu, cu, 12, 12)
+    lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4)
+    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 5, 4, 0.25, "gather"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("heads, kv_heads, dim, block_size", [(16, 1, 128, 64), (64, 4, 64, 32), (32, 2, 100, 64), (8, 1, 256, 64),
