@@ -80,13 +80,48 @@ def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLi
     return _fit(best, head_dim, q_block, best.block_n, limits.shared_memory - 8192 * limited, stationary)
 
 
+def token_config(group: int, head_dim: int, v_head_dim: int) -> LaunchConfig:
+    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head.
+
+    Not chosen by measuring: a tile of 64 keys in flight is 32 KiB at head_dim 128, of which three programs fit on any GPU from Ampere on;
+    fewer than 16 rows cannot be multiplied by the matrix unit.
+    """
+    m = max(16, 1 << (group - 1).bit_length())
+    n = 64 if _padded(head_dim) + _padded(v_head_dim) <= 256 else 32
+    return LaunchConfig(m, n, 8 if m >= 128 else 4, 3)
+
+
+def token_dkv_config(head_dim: int, v_head_dim: int, block_size: int) -> LaunchConfig:
+    """The one of their dK and dV, which hold ``block_n`` keys and stream ``block_m`` rows of queries.
+
+    Not chosen by measuring but by what the compiler says: the addresses of gathered rows take registers, so that 64 by 64 needs 8 warps to
+    spill next to nothing, and 32 by 32 is what fits with 4 and beyond a head_dim of 128.
+    """
+    if _padded(head_dim) + _padded(v_head_dim) <= 256 and block_size > 32:
+        return LaunchConfig(64, 64, 8, 2)
+    return LaunchConfig(32, min(_step(block_size, 64), 32), 4, 2)
+
+
+def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
+    """How many programs share one list of at most ``steps`` steps, given how many ``programs`` there are without sharing.
+
+    Four programs a multiprocessor are in flight; a program keeps at least two steps, and a power of two keeps the kernels few.
+    """
+    wanted = min(4 * multiprocessors // max(programs, 1), steps // 2, 64)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limit: int, stationary: int) -> LaunchConfig:
     """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory.
 
     ``stationary`` tiles of ``block_m`` rows stay for the whole program; two tiles of ``block_n`` rows are streamed.
     """
     m, n, stages = _step(rows, config.block_m), _step(streamed_block, config.block_n), config.num_stages
-    dim = max(16, 1 << (head_dim - 1).bit_length())
+    dim = _padded(head_dim)
 
     def bytes_used() -> int:
         # Triton 3.6 keeps two copies of a streamed tile for up to three stages; read off the compiled kernels.
@@ -125,3 +160,15 @@ def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     return DeviceLimits(shared, copy_engine=torch.version.hip is None and properties.major >= 9)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Those of ``device``; where there is no GPU to ask (Triton's interpreter) one, so that it runs few programs."""
+    if device.type != "cuda":
+        return 1
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

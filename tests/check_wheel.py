@@ -9,7 +9,7 @@ import torch
 import ssta
 import ssta.kernels
 
-for package in ("ssta", "ssta.kernels", "ssta.pipelines"):
+for package in ("ssta", "ssta.kernels", "ssta.kernels.interfaces", "ssta.pipelines"):
     origin = Path(importlib.util.find_spec(package).origin)
     assert origin.is_relative_to(sys.prefix), f"{package} comes from {origin}, not from the wheel"
 assert importlib.util.find_spec("diffusers") is None, "diffusers is installed here, so this checks nothing"

@@ -462,3 +462,21 @@ def test_the_commit_may_come_from_the_environment(monkeypatch):
 
     monkeypatch.setenv("SSTA_COMMIT", "0123abc")
     assert machine()["commit"] == "0123abc"
+
+
+# Lists of single tokens
+
+
+def test_tokens_are_checked_and_measured(script, tmp_path, monkeypatch):
+    bench_tokens = script("bench_tokens")
+    bench_tokens.main(["--tokens", "128", "--rounds", "1", "--csv", "tokens"])
+    rows = {row["what"]: row for row in read(tmp_path / "tokens.csv")}
+    assert {"selected blocks, forward", "selected blocks, backward", "seer 1-D, backward", "decoding by mask", "copy"} <= set(rows)
+    assert all(float(row["median_ms"]) > 0 and float(row["rate"]) > 0 for row in rows.values())
+
+    right = bench_tokens.selected_attention
+    monkeypatch.setattr(bench_tokens, "selected_attention", lambda *args, **options: 1.01 * right(*args, **options))
+    from truth import Wrong
+
+    with pytest.raises(Wrong, match="selected blocks, token 0, is wrong"):
+        bench_tokens.main(["--tokens", "128", "--rounds", "1"])

@@ -1,0 +1,202 @@
+"""Native sparse attention (Yuan et al. 2025): every token attends to the key blocks selected for it, with the names of fla and tilelang.
+
+``selected_attention`` is the selected branch itself, ``parallel_nsa`` fla's function, and ``native_sparse_attention`` tilelang's factory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..token_attention import check_size, check_tensor, check_token_inputs, token_attention
+from ..token_lists import Packed, lists_from_ids
+
+DIMS = "[batch, tokens, heads, head_dim]"
+INTEGERS = (torch.int32, torch.int64)
+# Keys that the window branch takes as one block.
+WINDOW_BLOCK = 64
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = None, block_size: int = 64,
+    scale: float | None = None, cu_seqlens: Tensor | None = None, *, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of every token to the key blocks selected for it; a block that is not yet over is seen up to the token.
+
+    Args:
+        q: ``[B, T, HQ, D]``, float16 or bfloat16; in plain torch also float32 and float64.
+        k: ``[B, Tk, H, D]``, HQ a multiple of H. With Tk > T the queries are the last T positions.
+        v: ``[B, Tk, H, Dv]``.
+        block_indices: int32 or int64 ``[B, T, H, S]``, block numbers within the sequence, shared by the query heads of a key/value head.
+            Unsorted is fine. Numbers below 0 and blocks that begin after the token or past the keys are skipped, whatever the number.
+        block_counts: how many of the S count: None for all, an int, or int32 or int64 ``[B, T, H]``.
+        block_size: tokens of a block.
+        scale: factor on the scores; default 1 / sqrt(D).
+        cu_seqlens: int32 or int64 ``[N + 1]``: B is 1 and sequences lie behind one another; blocks and block_indices begin anew in each.
+        return_lse: also return the log-sum-exp of each row's scaled scores.
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+
+    Returns:
+        out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
+
+    Differentiable in q, k and v; the same bits for the same inputs, without waiting for the device.
+
+    Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
+    counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
+    check_size("block_size", block_size)
+    packed = _packed(q, k, cu_seqlens)
+    if isinstance(block_counts, Tensor):
+        check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
+        block_counts = block_counts.flatten(0, 1)
+    elif block_counts is not None:
+        check_size("block_counts", block_counts, 0)
+        block_indices, block_counts = block_indices[..., :block_counts], None
+    lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size)
+    out, lse = _attend(q, k, v, lists, scale, impl)
+    return (out, lse) if return_lse else out
+
+
+def parallel_nsa(
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None, g_swa: Tensor | None = None,
+    block_indices: Tensor | None = None, block_counts: Tensor | int | None = None, block_size: int = 64, window_size: int = 0,
+    scale: float | None = None, cu_seqlens: Tensor | None = None, *, impl: str = "auto",
+) -> Tensor:
+    """fla's parallel_nsa: ``selected_attention * g_slc``, plus ``sliding window * g_swa`` where window_size > 0.
+
+    Args:
+        q, k, v, block_counts, block_size, scale, cu_seqlens, impl: as in ``selected_attention``.
+        g_cmp: must be None: the compressed branch, and the selection by it, are not part of this library.
+        g_slc, g_swa: ``[B, T, HQ]`` gates, or None for 1. g_swa needs a window.
+        block_indices: as in ``selected_attention``; required.
+        window_size: keys that the window branch sees, the token's own included; 0 for no such branch.
+
+    Returns:
+        ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention``; block_counts defaults to all.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    if g_cmp is not None:
+        raise ValueError("g_cmp must be None, because the compressed branch is not supported: select blocks and pass block_indices")
+    if block_indices is None:
+        raise TypeError("block_indices must be a tensor [B, T, H, S], got None")
+    check_size("window_size", window_size, 0)
+    if g_swa is not None and not window_size:
+        raise ValueError("g_swa must be None without a window, got window_size 0")
+    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
+    for name, gate in (("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None:
+            check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), out.shape[:3], "[B, T, HQ]", out.device)
+    if g_slc is not None:
+        out = out * g_slc[..., None]
+    if window_size:
+        near = _window_attention(q, k, v, window_size, scale, cu_seqlens, impl)
+        out = out + (near if g_swa is None else near * g_swa[..., None])
+    return out
+
+
+def native_sparse_attention(
+    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool, scale: float | None = None, block_size: int = 64, groups: int = 1,
+    selected_blocks: int = 16,
+) -> NativeSparseAttention:
+    """tilelang's factory: the callable for one problem size.
+
+    Args:
+        batch, seq_len: B and T of the tensors.
+        heads: query heads; ``groups`` of them share a key/value head.
+        dim: head dimension.
+        is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
+        scale: factor on the scores; default 1 / sqrt(dim).
+        block_size: tokens of a block.
+        selected_blocks: S of the block indices.
+
+    Returns:
+        A callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) -> Output``.
+
+    Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
+    too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
+    for name, value in sizes.items():
+        check_size(name, value)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
+    if heads % groups:
+        raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
+    return NativeSparseAttention(**sizes, is_causal=is_causal, scale=scale)
+
+
+@dataclass(frozen=True)
+class NativeSparseAttention:
+    """What ``native_sparse_attention`` returns: selected-blocks attention for tensors of one size."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    dim: int
+    is_causal: bool
+    scale: float | None
+    block_size: int
+    groups: int
+    selected_blocks: int
+
+    def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
+        """Output ``[B, T, heads, dim]`` in Q's dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
+        q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+        kv_heads = self.heads // self.groups
+        for name, x, heads, last, dtypes in (("Q", q, self.heads, self.dim, (q.dtype,)), ("K", k, kv_heads, self.dim, (q.dtype,)),
+                                             ("V", v, kv_heads, self.dim, (q.dtype,)),
+                                             ("BlockIndices", BlockIndices, kv_heads, self.selected_blocks, INTEGERS)):
+            check_tensor(name, x, dtypes, (self.batch, self.seq_len, heads, last), "the size that it was made for", q.device)
+        packed = _packed(q, k, None)
+        spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
+        lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size)
+        return _attend(q, k, v, lists, self.scale, impl)[0]
+
+
+def _packed(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Packed:
+    """How the sequences lie in q and k [B, T, H, D] with their first two dimensions made one."""
+    batch = q.shape[0]
+    if k.shape[0] != batch:
+        raise ValueError(f"k must have q's batch {batch}, got {k.shape[0]}")
+    if cu_seqlens is None:
+        if k.shape[1] < q.shape[1]:
+            raise ValueError(f"k must have at least q's {q.shape[1]} tokens, got {k.shape[1]}")
+        # As columns of one range, whose step may be 0 tokens.
+        number = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        return Packed(number * q.shape[1], number * k.shape[1], batch * q.shape[1], batch * k.shape[1])
+    if batch != 1:
+        raise ValueError(f"q must have batch 1 with cu_seqlens, got {batch}")
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k must have q's {q.shape[1]} tokens with cu_seqlens, got {k.shape[1]}")
+    check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[N + 1]", q.device)
+    if len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_seqlens)}")
+    return Packed(cu_seqlens.int(), cu_seqlens.int(), q.shape[1], k.shape[1])
+
+
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, cu_seqlens: Tensor | None, impl: str) -> Tensor:
+    """Attention of every token to the last ``window`` keys up to its own."""
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    packed = _packed(q, k, cu_seqlens)
+    spans = packed.spans(window=window)
+    # As many blocks as a window can touch, from the one that it begins in.
+    ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
+    lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK)
+    return _attend(q, k, v, lists, scale, impl)[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
