@@ -48,6 +48,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
 	$(BIN)/python benchmark/bench_layer.py
 	$(BIN)/python benchmark/bench_errors.py
+	$(BIN)/python benchmark/bench_interfaces.py
 	$(BIN)/python benchmark/tune.py
 	$(BIN)/python benchmark/table.py --check
 
