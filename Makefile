@@ -49,6 +49,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_layer.py
 	$(BIN)/python benchmark/bench_errors.py
 	$(BIN)/python benchmark/bench_tokens.py
+	$(BIN)/python benchmark/bench_interfaces.py
 	$(BIN)/python benchmark/tune.py
 	$(BIN)/python benchmark/table.py --check
 

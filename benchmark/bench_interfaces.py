@@ -1,10 +1,10 @@
 """How fast are other libraries' interfaces on our kernels? FlashInfer stands beside ours where it is installed.
 
-    python benchmark/bench_interfaces.py [--tokens 49152] [--density 0.1] [--rounds 5] [--csv NAME]
+    python benchmark/bench_interfaces.py [--tokens 49152] [--density 0.1] [--rounds 7] [--csv NAME]
 
 Random selections of the given density, head_dim 128, bfloat16. flex-block-attn with 16 heads in blocks of 384; MagiAttention by the table
 of its tuning guide, 64 query heads over 8; FlashInfer with 32 over 4, whose plan_ms is the time of plan() on the host's clock. Before
-any time is printed, the first query block of the last head is checked against float64.
+any time is taken, the first query block of the last head is checked against float64.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 from arguments import add_rounds, new_parser
-from measure import RESULTS, backward_flops, forward_flops, interleaved, print_rows, write_rows
+from measure import RESULTS, backward_flops, forward_flops, interleaved, print_machine, print_rows, write_rows
 from torch import Tensor
-from truth import check
+from truth import Wrong, check
 
 from ssta.kernels.interfaces import BlockSparseAttentionWrapper, block_sparse_attn, flex_block_attn_func
 
@@ -30,21 +30,30 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     parser = new_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=49_152 if gpu else 768, help="a multiple of 384 (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=49_152 if gpu else 384, help="a multiple of 384 (default %(default)s)")
     parser.add_argument("--density", type=float, default=0.1 if gpu else 0.5, help="fraction of the key blocks kept (default %(default)s)")
-    add_rounds(parser, 5 if gpu else 2)
+    add_rounds(parser, 7 if gpu else 1)
     options = parser.parse_args(argv)
     if options.tokens < 384 or options.tokens % 384 or not 0 < options.density <= 1:
         parser.error(f"--tokens must be a multiple of 384 and --density in (0, 1], got {options.tokens} and {options.density}")
-    group = 8 if gpu else 2
-    rows = flex_block_attn(options, 2 * group, device, dtype)
-    for blocks in MAGI_BLOCKS:
-        rows += magi_attention(options, blocks, 8 * group if gpu else group, group, device, dtype)
-    for block in FLASHINFER_BLOCKS:
-        rows += flashinfer(options, block, 4 * group, group, device, dtype)
+    print_machine()
+    try:
+        rows = measure(options, 8 if gpu else 2, 8 if gpu else 1, device, dtype)
+    except Wrong as error:
+        raise SystemExit(f"{error}; no time is taken") from None
     print_rows(rows)
     if options.csv:
         write_rows(RESULTS / f"{options.csv}.csv", rows)
+
+
+def measure(options, group: int, kv_heads: int, device: str, dtype: torch.dtype) -> list[dict]:
+    """The rows of every system, of ``group`` query heads over each of MagiAttention's ``kv_heads``."""
+    rows = flex_block_attn(options, 2 * kv_heads, device, dtype)
+    for blocks in MAGI_BLOCKS:
+        rows += magi_attention(options, blocks, kv_heads * group, group, device, dtype)
+    for block in FLASHINFER_BLOCKS:
+        rows += flashinfer(options, block, 4 * group, group, device, dtype)
+    return rows
 
 
 def flex_block_attn(options, heads: int, device: str, dtype: torch.dtype) -> list[dict]:
@@ -124,11 +133,18 @@ def backward_of(attend: Callable, *inputs: Tensor) -> Callable[[], object]:
 def rows_of(system: str, blocks: tuple[int, int], pairs: float, calls: dict, rounds: int, error: float,
             plan_ms: dict[str, float] | None = None) -> list[dict]:
     rows = []
-    for (what, provider), times in interleaved(calls, rounds).items():
+    for (what, provider), times in interleaved(calls, rounds, failed=failed).items():
         flops = (forward_flops if what == "forward" else backward_flops)(pairs, HEAD_DIM)
         rows.append(dict(system=system, q_block=blocks[0], k_block=blocks[1], what=what, provider=provider, **times,
-                         tflops=1e-9 * flops / times["median_ms"], plan_ms=plan_ms[provider] if plan_ms else "", error=error))
+                         tflops=1e-9 * flops / times["median_ms"] if times["median_ms"] else "",
+                         plan_ms=plan_ms[provider] if plan_ms else "", error=error))
     return rows
+
+
+def failed(call: tuple[str, str], note: str) -> None:
+    what, provider = call
+    if provider == "ssta":
+        raise SystemExit(f"{what} failed: {note}")
 
 
 def host_milliseconds(call: Callable[[], object]) -> float:
