@@ -104,13 +104,14 @@ def parallel_nsa(
 
 
 def native_sparse_attention(
-    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool, scale: float | None = None, block_size: int = 64, groups: int = 1,
-    selected_blocks: int = 16,
+    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+    groups: int = 1, selected_blocks: int = 16,
 ) -> NativeSparseAttention:
     """tilelang's factory: the callable for one problem size.
 
     Args:
-        batch, seq_len: B and T of the tensors.
+        batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
+            tilelang's decode example.
         heads: query heads; ``groups`` of them share a key/value head.
         dim: head dimension.
         is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
@@ -152,13 +153,16 @@ class NativeSparseAttention:
     selected_blocks: int
 
     def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
-        """Output ``[B, T, heads, dim]`` in Q's dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
+        """Output in Q's shape and dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
         q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
         kv_heads = self.heads // self.groups
-        for name, x, heads, last, dtypes in (("Q", q, self.heads, self.dim, (q.dtype,)), ("K", k, kv_heads, self.dim, (q.dtype,)),
-                                             ("V", v, kv_heads, self.dim, (q.dtype,)),
-                                             ("BlockIndices", BlockIndices, kv_heads, self.selected_blocks, INTEGERS)):
-            check_tensor(name, x, dtypes, (self.batch, self.seq_len, heads, last), "the size that it was made for", q.device)
+        tokens = 1 if q.shape[1] == 1 else self.seq_len
+        for name, x, dtypes, *shape in (
+                ("Q", q, (q.dtype,), tokens, self.heads, self.dim),
+                ("K", k, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("V", v, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("BlockIndices", BlockIndices, INTEGERS, tokens, kv_heads, self.selected_blocks)):
+            check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
         packed = _packed(q, k, None)
         spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
         lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size)
