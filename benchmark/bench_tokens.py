@@ -16,7 +16,7 @@ import math
 import torch
 from arguments import add_rounds, new_parser
 from measure import NO_TIMES, RESULTS, backward_flops, forward_flops, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
-from truth import check
+from truth import Wrong, check
 
 from ssta.kernels.interfaces import attn_pooling, block_1d_gqa_sparse_attn_varlen_func, selected_attention
 from ssta.kernels.interfaces import block_sparse_flash_decode_gqa_indice as decode_by_indices
@@ -37,8 +37,11 @@ def main(argv: list[str] | None = None) -> None:
     heads, kv_heads, dim = (64, 4, 128) if gpu else (16, 1, 64)
     print_machine()
     torch.manual_seed(0)
-    rows = measure(prefill(options.tokens, heads, kv_heads, dim, device, dtype), options.rounds)
-    rows += measure(decoding(16, options.tokens // 2, 8 * kv_heads, 2 * kv_heads, dim, device, dtype), options.rounds)
+    try:
+        rows = measure(prefill(options.tokens, heads, kv_heads, dim, device, dtype), options.rounds)
+        rows += measure(decoding(16, options.tokens // 2, 8 * kv_heads, 2 * kv_heads, dim, device, dtype), options.rounds)
+    except Wrong as error:
+        raise SystemExit(f"{error}; no time is printed") from None
     print_rows(rows)
     if options.csv:
         write_rows(RESULTS / f"{options.csv}.csv", rows)

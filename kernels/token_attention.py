@@ -94,14 +94,6 @@ def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: t
         raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
 
 
-def check_size(name: str, value: int, least: int = 1) -> None:
-    """Refuses what is not an int of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "gather":

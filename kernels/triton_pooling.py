@@ -14,6 +14,8 @@ from .triton_primitives import LOG2E, load_rows, softmax_step
 
 # A block is one tile of the matrix unit.
 LARGEST_BLOCK = 128
+# Elements of a tile of keys that is loaded ahead; a larger one would not leave room for itself in 99 KiB beside the queries.
+PREFETCHED = 64 * 128
 # Columns of the result that are stored together.
 COLUMNS = 16
 
@@ -77,9 +79,15 @@ def triton_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block
     lse2 = torch.empty(heads, length, dtype=torch.float32, device=q.device)
     shape = dict(DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
     strides, group = (*q.stride()[:2], *k.stride()[:2]), heads // k.shape[1]
-    _lse_kernel[(triton.cdiv(length, 64), heads)](q, k, lse2, *strides, group, length, scale * LOG2E, M=64, N=64, **shape)
+
+    def stages(rows: int) -> int:
+        return 3 if rows * shape["DIM_PAD"] <= PREFETCHED else 1
+
+    _lse_kernel[(triton.cdiv(length, 64), heads)](
+        q, k, lse2, *strides, group, length, scale * LOG2E, M=64, N=64, **shape, num_stages=stages(64))
     tile = max(triton.next_power_of_2(block_size), 16)
     _peaks_kernel[(number, heads)](
         q, k, lse2, by_token, by_block, *strides, *by_block.stride()[:2], group, length, number, scale * LOG2E,
-        BLOCK=block_size, TILE=tile, COLUMNS=COLUMNS, **shape, num_warps=8 if tile > 64 else 4)
+        BLOCK=block_size, TILE=tile, COLUMNS=COLUMNS, **shape, num_warps=8 if tile > 64 else 4,
+        num_stages=stages(tile))
     return by_token

@@ -136,6 +136,9 @@ def test_factory(device, impl, is_causal):
     visible = visible_keys(indices, None, block_size, heads, tokens, whole_blocks=not is_causal)
     attend = partial(kernel, BlockIndices=indices.int().to(device), impl=impl)
     check(attend, (q, k, v), visible, 0.1, with_lse=False)
+    # As its decode example does: the last token alone.
+    last = kernel(q[:, -1:], k, v, indices[:, -1:].int().to(device), impl=impl)
+    torch.testing.assert_close(last, attend(q, k, v)[:, -1:], atol=2e-3, rtol=2e-3)
 
 
 @everywhere

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..token_attention import check_size, check_tensor, check_token_inputs, token_attention
+from ..token_attention import check_tensor, check_token_inputs, token_attention
 from ..token_lists import Packed, lists_from_ids
+from .arguments import require_bool, require_int
 
 DIMS = "[batch, tokens, heads, head_dim]"
 INTEGERS = (torch.int32, torch.int64)
@@ -51,13 +52,13 @@ def selected_attention(
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
-    check_size("block_size", block_size)
+    require_int("block_size", block_size, 1)
     packed = _packed(q, k, cu_seqlens)
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
         block_counts = block_counts.flatten(0, 1)
     elif block_counts is not None:
-        check_size("block_counts", block_counts, 0)
+        require_int("block_counts", block_counts, 0)
         block_indices, block_counts = block_indices[..., :block_counts], None
     lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size)
     out, lse = _attend(q, k, v, lists, scale, impl)
@@ -88,7 +89,7 @@ def parallel_nsa(
         raise ValueError("g_cmp must be None, because the compressed branch is not supported: select blocks and pass block_indices")
     if block_indices is None:
         raise TypeError("block_indices must be a tensor [B, T, H, S], got None")
-    check_size("window_size", window_size, 0)
+    require_int("window_size", window_size, 0)
     if g_swa is not None and not window_size:
         raise ValueError("g_swa must be None without a window, got window_size 0")
     out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
@@ -104,13 +105,14 @@ def parallel_nsa(
 
 
 def native_sparse_attention(
-    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool, scale: float | None = None, block_size: int = 64, groups: int = 1,
-    selected_blocks: int = 16,
+    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+    groups: int = 1, selected_blocks: int = 16,
 ) -> NativeSparseAttention:
     """tilelang's factory: the callable for one problem size.
 
     Args:
-        batch, seq_len: B and T of the tensors.
+        batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
+            tilelang's decode example.
         heads: query heads; ``groups`` of them share a key/value head.
         dim: head dimension.
         is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
@@ -129,9 +131,8 @@ def native_sparse_attention(
     """
     sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
     for name, value in sizes.items():
-        check_size(name, value)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
+        require_int(name, value, 1)
+    require_bool("is_causal", is_causal)
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
     return NativeSparseAttention(**sizes, is_causal=is_causal, scale=scale)
@@ -152,13 +153,16 @@ class NativeSparseAttention:
     selected_blocks: int
 
     def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
-        """Output ``[B, T, heads, dim]`` in Q's dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
+        """Output in Q's shape and dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
         q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
         kv_heads = self.heads // self.groups
-        for name, x, heads, last, dtypes in (("Q", q, self.heads, self.dim, (q.dtype,)), ("K", k, kv_heads, self.dim, (q.dtype,)),
-                                             ("V", v, kv_heads, self.dim, (q.dtype,)),
-                                             ("BlockIndices", BlockIndices, kv_heads, self.selected_blocks, INTEGERS)):
-            check_tensor(name, x, dtypes, (self.batch, self.seq_len, heads, last), "the size that it was made for", q.device)
+        tokens = 1 if q.shape[1] == 1 else self.seq_len
+        for name, x, dtypes, *shape in (
+                ("Q", q, (q.dtype,), tokens, self.heads, self.dim),
+                ("K", k, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("V", v, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("BlockIndices", BlockIndices, INTEGERS, tokens, kv_heads, self.selected_blocks)):
+            check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
         packed = _packed(q, k, None)
         spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
         lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size)

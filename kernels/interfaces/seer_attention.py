@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention, resolve_scale
 from ..blocks import BlockLists
-from ..token_attention import check_size, check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ..token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
 from ..token_lists import Packed, lists_from_mask
+from .arguments import require_int
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -133,7 +134,7 @@ def attn_pooling(
     q, k, _ = check_token_inputs(q, k, k)
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
     for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        check_size(name, value)
+        require_int(name, value, 1)
     scale, impl = resolve_scale(sm_scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1])
     if impl == "triton":
         from ..triton_pooling import LARGEST_BLOCK
@@ -173,7 +174,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor, m
     if len(cu_q) < 2:
         raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_q)}")
     for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        check_size(name, value)
+        require_int(name, value, 1)
     return q, k, v, Packed(cu_q.int(), cu_k.int(), q.shape[0], k.shape[0])
 
 

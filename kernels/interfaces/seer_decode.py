@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..token_attention import check_size, check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ..token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
 from ..token_lists import TokenLists, lists_from_rows
+from .arguments import require_bool, require_int
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -94,9 +95,8 @@ def block_sparse_flash_decode_leftpad_gqa_mask(
         debug: must be False: upstream then returns buffers of its own kernel, which this one does not have.
         The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``.
     """
-    for name, flag in (("first_block_unmasked", first_block_unmasked), ("debug", debug)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    require_bool("first_block_unmasked", first_block_unmasked)
+    require_bool("debug", debug)
     if debug:
         raise ValueError("debug must be False: upstream's internal buffers do not exist here, got True")
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
@@ -122,7 +122,7 @@ class _Cache:
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"k_cache must have q's batch {q.shape[0]}, got {k.shape[0]}")
         check_tensor("cache_seqlens", cache_seqlens, INTEGERS, (q.shape[0],), "[B]", q.device)
-        check_size("block_size", block_size)
+        require_int("block_size", block_size, 1)
         self.q, self.lengths, self.block_size = q[:, 0], cache_seqlens, block_size
         self.capacity, self.kv_heads = k.shape[1], k.shape[2]
         self.pitch = _pitch(k)
@@ -131,7 +131,7 @@ class _Cache:
         self.k, self.v = (x.as_strided((max(x.shape[0] - 1, 0) * self.pitch + x.shape[1], *x.shape[2:]), x.stride()[1:]) for x in (k, v))
 
     def check_capacity(self, max_cache_seqlen: int) -> None:
-        check_size("max_cache_seqlen", max_cache_seqlen)
+        require_int("max_cache_seqlen", max_cache_seqlen, 1)
         if max_cache_seqlen != self.capacity:
             raise ValueError(f"max_cache_seqlen must be k_cache's {self.capacity} tokens, got {max_cache_seqlen}")
 
