@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .blocks import BlockLists
+from .operators import watched
 
 IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,7 +72,7 @@ def block_sparse_attention(
         out, lse = reference_attention(q, k, v, blocks, scale, causal)
     else:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if not (torch.compiler.is_compiling() or needs_grad or _watched(q, k, v)):
+        if not (needs_grad or watched(q, k, v)):
             out, lse = _run(q, k, v, blocks, scale, causal, impl)
             return (out, lse) if return_lse else out
         # The transpose is an input of the operator, so that lists used by many layers are transposed once.
@@ -226,26 +226,6 @@ def _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, nu
     q_offsets = max_q_length if q_offsets is None else q_offsets
     kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
     return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-
-
-def _watched(*tensors: Tensor) -> bool:
-    """Whether anything but the device's own code would see an operator called on these tensors: a mode, a transform, a tracer or a
-    subclass of tensors. If not, the operator itself can be passed by, which costs more than everything else before a launch."""
-    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
-    for x in tensors:
-        keys |= torch._C._dispatch_keys(x).raw_repr()
-    return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
-
-
-@lru_cache
-def _plain_keys(device_type: str) -> int:
-    """The bits of torch's dispatch keys that say nothing of the kind: device, autograd and autocast."""
-    key, names = torch._C.DispatchKey, torch._C.DispatchKey.__members__
-    plain = (name for name in (device_type.upper(), f"Autograd{device_type.upper()}", f"Autocast{device_type.upper()}") if name in names)
-    keys = torch._C.DispatchKeySet(key.BackendSelect) | torch._C.DispatchKeySet(key.ADInplaceOrView)
-    for name in plain:
-        keys = keys | torch._C.DispatchKeySet(names[name])
-    return keys.raw_repr()
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str) -> tuple[Tensor, Tensor]:

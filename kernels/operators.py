@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
@@ -24,16 +26,33 @@ def operator(name: str, fake: Callable) -> Callable:
         registered.register_fake(fake)
 
         def call(x: Tensor, *args):
-            return registered(x, *args) if _watched(x) else run(x, *args)
+            return registered(x, *args) if watched(x) else run(x, *args)
 
         return call
 
     return decorate
 
 
-def _watched(x: Tensor) -> bool:
-    """Whether someone wants to see the operator: a compiler, a dispatch mode, or a tensor of their own kind."""
-    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+def watched(*tensors: Tensor) -> bool:
+    """Whether anything but the device's own code would see an operator called on these tensors: a compiler, a mode, a transform, a tracer
+    or a subclass of tensors. If not, the operator can be passed by, which costs more than everything else before a launch."""
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        keys |= torch._C._dispatch_keys(x).raw_repr()
+    return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
+
+
+@lru_cache
+def _plain_keys(device_type: str) -> int:
+    """The bits of torch's dispatch keys that say nothing of the kind: device, autograd and autocast."""
+    key, names = torch._C.DispatchKey, torch._C.DispatchKey.__members__
+    plain = (name for name in (device_type.upper(), f"Autograd{device_type.upper()}", f"Autocast{device_type.upper()}") if name in names)
+    keys = torch._C.DispatchKeySet(key.BackendSelect) | torch._C.DispatchKeySet(key.ADInplaceOrView)
+    for name in plain:
+        keys = keys | torch._C.DispatchKeySet(names[name])
+    return keys.raw_repr()
 
 
 def kernels_run(x: Tensor) -> bool:
