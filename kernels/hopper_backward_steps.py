@@ -225,9 +225,10 @@ def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.cons
 def _hand_over(work, group: gl.constexpr, i, ds):
     """Leaves dS of visit ``i`` to the dQ partition."""
     buffer = i % 2
+    # What stood there two visits ago is read. The first round finds the barriers fresh and does not wait.
     mbarrier.wait(work.ds_empty.index(buffer), ((i // 2) & 1) ^ 1)
     work.ds.index(buffer).slice(group * ds.shape[0], ds.shape[0]).store(ds)
-    # The matrix unit reads shared memory past the ordinary cache.
+    # The matrix unit reads shared memory past the ordinary cache, and what every warp of the warpgroup stored.
     fence_async_shared()
     barrier()
     mbarrier.arrive(work.ds_full.index(buffer), count=1)
@@ -278,7 +279,7 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_r
         _hand_over(work, group, last, ds)
         dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
 
-    # This warpgroup alone reads its part of V. K is free once the last dQ is computed.
+    # This warpgroup alone reads its part of V, so it is free when all its warps are here; K once the last dQ is computed.
     barrier()
     row = work.row + group * KEYS
     _store(dv_tiles, dv + group * KEYS * dv_row, dv_row, work.v, group, dv_sum.to(dtype), work.batch, work.kv_head, row, rows)
@@ -315,6 +316,7 @@ def add_dq(work, dq_tiles, turns, rank, D: gl.constexpr, ORDERED: gl.constexpr):
                     patience -= 1
             part = warpgroup_mma_wait(0, deps=[token])
             if half == HALVES - 1:
+                # dS is read.
                 mbarrier.arrive(work.ds_empty.index(buffer), count=1)
             if half == 0:
                 # What was staged for the visit before must be read and, before the next program's turn, added.
@@ -327,10 +329,12 @@ def add_dq(work, dq_tiles, turns, rank, D: gl.constexpr, ORDERED: gl.constexpr):
                     gl.atomic_add(turns + before, 1, sem="relaxed")
             staging = work.dq.index(half)
             staging.reshape([QUERIES, HALF]).store(part)
+            # The copy engine sees what every warp stored.
             fence_async_shared()
             barrier()
             copy_add(dq_tiles, [slot, 0, half * HALF], staging)
     if ORDERED:
+        # The last turn ends like the others.
         copies_done()
         barrier()
         if work.number > 0:
