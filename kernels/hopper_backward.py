@@ -124,7 +124,7 @@ def hopper_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     slots = fill_slots(dout, dlse, out, lse, scale, queries)
-    visits = list_visits(blocks, flipped, queries, keys, heads, kv_heads, slots.number)
+    visits = list_visits(blocks, flipped, queries, keys, heads, kv_heads, slots.number, deterministic)
     # Whose turn it is at each slot: the number of programs that have added. Never read where they do not take turns.
     turns = torch.zeros(batch * heads * slots.number, dtype=torch.int32, device=q.device) if deterministic else visits.numbers
     parts = triton.cdiv(keys.length, KEYS)

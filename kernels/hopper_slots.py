@@ -42,7 +42,7 @@ class Visits(NamedTuple):
 
     chunks: Tensor   # int32 [B|1, Hkv|1, Nk, width]: first token * QUERIES + tokens - 1
     slots: Tensor    # int32, same shape: head within the group * slots of a head + slot
-    ranks: Tensor    # int32, same shape: programs that add to the chunk's dQ before those of this key block
+    ranks: Tensor    # int32, same shape: programs that add to the chunk's dQ before those of this key block; any tensor where not asked for
     numbers: Tensor  # int32 [B|1, Hkv|1, Nk]: entries in use
 
 
@@ -111,7 +111,8 @@ def _visits_kernel(counts, indices, listed_counts, listed_indices, row_starts, r
                    row_batch, row_head, row_group, item_batch, item_head, item_group,
                    rows, items, row_length, row_tokens, item_length, item_tokens, capacity, listed_capacity, width, parts,
                    slots_a_head, group,
-                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
+                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr,
+                   RANKED: tl.constexpr):
     row, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_at = batch * row_batch + (kv_head // row_group) * row_head
     first_key, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
@@ -132,21 +133,22 @@ def _visits_kernel(counts, indices, listed_counts, listed_indices, row_starts, r
             start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
             part = entry % parts
             seen = known & (size > part * M)
-            # Programs are launched from the last key block to the first: those of later blocks come before.
-            before = tl.zeros([SEGMENT], tl.int32)
-            listed_count = tl.minimum(tl.load(listed_counts + listed_row + item, mask=known, other=0), listed_capacity)
-            for at in range(0, tl.max(listed_count, 0), 16):
-                place = at + tl.arange(0, 16)
-                other = tl.load(listed_indices + (listed_row + item)[:, None] * listed_capacity + place[None, :],
-                                mask=place[None, :] < listed_count[:, None], other=-1)
-                later = (other > row) & (other < rows)
-                other_start, other_size = block_bounds(row_starts, row_sizes, row_at, tl.where(later, other, 0), row_length, row_tokens,
-                                                       UNIFORM_ROWS)
-                before += tl.sum(tl.where(later, (tl.maximum(other_size, 0) + N - 1) // N, 0), 1)
             to = out_row * width + number + tl.cumsum(seen.to(tl.int32), 0) - 1
             tl.store(chunks + to, (start + part * M) * M + tl.minimum(size - part * M, M) - 1, mask=seen)
             tl.store(slots + to, member * slots_a_head + start // M + item + part, mask=seen)
-            tl.store(ranks + to, before, mask=seen)
+            if RANKED:
+                # Programs are launched from the last key block to the first: those of later blocks come before.
+                before = tl.zeros([SEGMENT], tl.int32)
+                listed_count = tl.minimum(tl.load(listed_counts + listed_row + item, mask=known, other=0), listed_capacity)
+                for at in range(0, tl.max(listed_count, 0), 16):
+                    place = at + tl.arange(0, 16)
+                    other = tl.load(listed_indices + (listed_row + item)[:, None] * listed_capacity + place[None, :],
+                                    mask=place[None, :] < listed_count[:, None], other=-1)
+                    later = (other > row) & (other < rows)
+                    other_start, other_size = block_bounds(row_starts, row_sizes, row_at, tl.where(later, other, 0), row_length, row_tokens,
+                                                           UNIFORM_ROWS)
+                    before += tl.sum(tl.where(later, (tl.maximum(other_size, 0) + N - 1) // N, 0), 1)
+                tl.store(ranks + to, before, mask=seen)
             number += tl.sum(seen.to(tl.int32), 0)
     tl.store(numbers + out_row, tl.where(row_size > 0, number, 0))
 
@@ -175,7 +177,8 @@ def finish_dq(slots: Slots, dq: Tensor, scale: float, cut: Cut) -> None:
         UNIFORM=cut.uniform, PARTS=parts, M=QUERIES, DIM=dim)
 
 
-def list_visits(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, heads: int, kv_heads: int, slots: int) -> Visits:
+def list_visits(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, heads: int, kv_heads: int, slots: int,
+                ranked: bool) -> Visits:
     """Which query chunks each key block's programs visit; ``flipped`` is ``blocks.transpose()``, ``slots`` those of a head."""
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     listed_counts, listed_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
@@ -186,7 +189,8 @@ def list_visits(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut
     own = kv_heads if any(x.shape[1] > 1 for x in known) else 1
     parts = triton.cdiv(queries.length, QUERIES)
     width = max(group * indices.shape[3] * parts, 1)
-    chunks, where, ranks = torch.empty(3, batch, own, keys.number, width, dtype=torch.int32, device=counts.device)
+    chunks, where, *ranks = torch.empty(2 + ranked, batch, own, keys.number, width, dtype=torch.int32, device=counts.device)
+    ranks = ranks[0] if ranked else where
     numbers = torch.empty(batch, own, keys.number, dtype=torch.int32, device=counts.device)
     heads = own * group
     _visits_kernel[(keys.number, own, batch)](
@@ -195,7 +199,7 @@ def list_visits(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut
         *shared_strides(counts, heads), *shared_strides(listed_counts, heads), *keys.strides(own), *queries.strides(heads),
         keys.number, queries.number, keys.length, keys.tokens, queries.length, queries.tokens, indices.shape[3], listed_indices.shape[3],
         width, parts, slots, group,
-        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, UNIFORM_ROWS=keys.uniform, UNIFORM_ITEMS=queries.uniform)
+        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, UNIFORM_ROWS=keys.uniform, UNIFORM_ITEMS=queries.uniform, RANKED=ranked)
     return Visits(chunks, where, ranks, numbers)
 
 

@@ -63,7 +63,7 @@ def test_every_chunk_is_visited_once_and_in_turn(device, name):
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
     queries, keys = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
     slots = q_len // QUERIES + queries.number + 1
-    visits = list_visits(blocks, blocks.transpose(), queries, keys, heads, kv_heads, slots)
+    visits = list_visits(blocks, blocks.transpose(), queries, keys, heads, kv_heads, slots, ranked=True)
     wanted = expected_visits(blocks, heads, kv_heads, q_len, kv_len)
     kv_size = blocks.kv_bounds(kv_len)[1]
     group = heads // kv_heads
