@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_names import aggregate, barrier, copies_done, copy_add, copy_in, copy_out
+from .hopper_primitives import clean, matrix, product_layout
 
 
 @aggregate
@@ -75,18 +76,6 @@ class Work:
         self.rows = rows
 
 
-@gluon.constexpr_function
-def product_layout(columns):
-    """The registers of a product of 64 rows by four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def _matrix(buffer):
-    """A [1, 1, rows, D] tile as the matrix it is."""
-    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
-
-
 @gluon.jit
 def load(work, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, slots_a_head):
     """The loading partition: K and V once, then q, dO and what stands with them of every chunk."""
@@ -111,23 +100,12 @@ def load(work, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, slots_a_head):
 
 
 @gluon.jit
-def _zero_rows(buffer, size, share: gl.constexpr, SHARES: gl.constexpr):
-    """Zeroes the rows from ``size`` on in one of SHARES equal parts of a matrix: a weight of zero times a NaN is NaN."""
-    ROWS: gl.constexpr = buffer.shape[0] // SHARES
-    part = buffer.slice(share * ROWS, ROWS)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = part.load(layout)
-    rows = share * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    part.store(gl.where((rows < size)[:, None], values, 0.0))
-
-
-@gluon.jit
 def _store(tiles, pointer, stride, buffer, share: gl.constexpr, result, batch, head, row, rows):
     """Writes the first ``rows`` of a warpgroup's result, through its share of ``buffer`` where all of them are the block's."""
     ROWS: gl.constexpr = result.shape[0]
     D: gl.constexpr = result.shape[1]
     if rows >= ROWS:
-        _matrix(buffer).slice(share * ROWS, ROWS).store(result)
+        matrix(buffer).slice(share * ROWS, ROWS).store(result)
         fence_async_shared()
         barrier()
         copy_out(tiles, [batch, head, row, 0], buffer.slice(share * ROWS, ROWS, 2))
@@ -151,8 +129,8 @@ def _await_queries(work, i, cut, group: gl.constexpr, CUT_QUERIES: gl.constexpr)
         size = gl.load(work.chunks + i) % QUERIES + 1
         if size < QUERIES:
             mbarrier.wait(work.do_full.index(stage), phase)
-            _zero_rows(_matrix(work.q.index(stage)), size, group, 2)
-            _zero_rows(_matrix(work.do.index(stage)), size, group, 2)
+            clean(matrix(work.q.index(stage)), size, group, 2, False)
+            clean(matrix(work.do.index(stage)), size, group, 2, False)
             fence_async_shared()
             barrier()
             mbarrier.arrive(work.clean, count=1)
@@ -209,7 +187,7 @@ def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.cons
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
     dtype: gl.constexpr = work.q.dtype
     stage = i % STAGES
-    do = _matrix(work.do.index(stage))
+    do = matrix(work.do.index(stage))
     if CUT_KEYS:
         scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     # Kept in 16 bits: the registers of the float32 weights are those of dP.
@@ -246,8 +224,8 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_r
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
-    k = _matrix(work.k).slice(group * KEYS, KEYS)
-    v = _matrix(work.v).slice(group * KEYS, KEYS)
+    k = matrix(work.k).slice(group * KEYS, KEYS)
+    v = matrix(work.v).slice(group * KEYS, KEYS)
     rows = work.rows - group * KEYS
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
@@ -257,25 +235,25 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_r
     if CUT_KEYS:
         if rows < KEYS:
             # Keys of other blocks must not reach dQ.
-            _zero_rows(k, rows, 0, 1)
-            _zero_rows(v, rows, 0, 1)
+            clean(k, rows, 0, 1, False)
+            clean(v, rows, 0, 1, False)
             fence_async_shared()
             barrier()
     if work.number > 0:
         cut = _await_queries(work, 0, gl.to_tensor(0), group, CUT_QUERIES)
-        scores = warpgroup_mma_wait(0, deps=[_product(work, k, _matrix(work.q.index(0)), 0, 0, zero)])
+        scores = warpgroup_mma_wait(0, deps=[_product(work, k, matrix(work.q.index(0)), 0, 0, zero)])
         for i in range(work.number - 1):
             dv_sum, ds = _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
-            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), _matrix(work.q.index(i % STAGES)), dk_sum, is_async=True)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(i % STAGES)), dk_sum, is_async=True)
             _hand_over(work, group, i, ds)
             # The next scores begin before this dK is complete, and end in this round.
             cut = _await_queries(work, i + 1, cut, group, CUT_QUERIES)
-            s_token = _product(work, k, _matrix(work.q.index((i + 1) % STAGES)), (i + 1) % STAGES, 0, zero)
+            s_token = _product(work, k, matrix(work.q.index((i + 1) % STAGES)), (i + 1) % STAGES, 0, zero)
             dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
             mbarrier.arrive(work.empty.index(i % STAGES), count=1)
         last = work.number - 1
         dv_sum, ds = _weigh(work, v, last, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
-        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), _matrix(work.q.index(last % STAGES)), dk_sum, is_async=True)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(last % STAGES)), dk_sum, is_async=True)
         _hand_over(work, group, last, ds)
         dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
 
@@ -297,7 +275,7 @@ def add_dq(work, dq_tiles, turns, rank, D: gl.constexpr, ORDERED: gl.constexpr):
     HALVES: gl.constexpr = D // HALF
     layout: gl.constexpr = product_layout(HALF)
     zero = gl.zeros([QUERIES, HALF], gl.float32, layout)
-    k = _matrix(work.k)
+    k = matrix(work.k)
     slot = work.first_slot
     # Rounds of waiting for a turn that never comes, as where a list names a block twice: dQ is then added up in another order.
     patience = gl.to_tensor(1 << 20)

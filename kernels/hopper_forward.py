@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .blocks import BlockLists
 from .hopper_names import aggregate, barrier, copy_in, copy_out
+from .hopper_primitives import clean, matrix, not_finite, product_layout
 from .hopper_tiles import reachable, tiles
 from .triton_chunks import ENTRY, HEADER, empty_outputs, kv_cut, q_cut, work_queue
 
@@ -79,12 +80,6 @@ class Work:
 
 
 @gluon.jit
-def _matrix(buffer):
-    """A [1, 1, rows, D] tile as the matrix it is."""
-    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
-
-
-@gluon.jit
 def _load_chunk(work, i, start, k_tiles, v_tiles):
     """K and V of the ``i``-th chunk that the program walks, as soon as its stage is free."""
     STAGES: gl.constexpr = work.k.shape[0]
@@ -125,11 +120,6 @@ def _softmax(scores, top, total, scale_log2):
 
 
 @gluon.jit
-def _not_finite(x):
-    return (x != x) | (gl.abs(x.to(gl.float32)) == float("inf"))
-
-
-@gluon.jit
 def _first_not_finite(buffer, size, column_layout: gl.constexpr):
     """For each column of a [CHUNK, D] matrix the first of ``size`` rows that is not finite, CHUNK if there is none: int32 [D]."""
     CHUNK: gl.constexpr = buffer.shape[0]
@@ -138,26 +128,9 @@ def _first_not_finite(buffer, size, column_layout: gl.constexpr):
     first = gl.full([buffer.shape[1]], CHUNK, gl.int32, gl.SliceLayout(0, layout))
     for step in gl.static_range(CHUNK // STEP):
         rows = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, layout))
-        bad = _not_finite(buffer.slice(step * STEP, STEP).load(layout)) & (rows < size)[:, None]
+        bad = not_finite(buffer.slice(step * STEP, STEP).load(layout)) & (rows < size)[:, None]
         first = gl.minimum(first, gl.min(gl.where(bad, rows[:, None], CHUNK), axis=0))
     return gl.convert_layout(first, column_layout)
-
-
-@gluon.jit
-def _clean(buffer, size, share: gl.constexpr, SHARES: gl.constexpr, FINITE: gl.constexpr):
-    """Zeroes the rows from ``size`` on in one of SHARES equal parts of a [CHUNK, D] matrix: a weight of zero times a NaN is NaN.
-
-    FINITE: also what is not finite in the rows before.
-    """
-    ROWS: gl.constexpr = buffer.shape[0] // SHARES
-    part = buffer.slice(share * ROWS, ROWS)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = part.load(layout)
-    rows = share * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    kept = (rows < size)[:, None]
-    if FINITE:
-        kept = kept & (_not_finite(values) == 0)
-    part.store(gl.where(kept, values, 0.0))
 
 
 @gluon.jit
@@ -166,8 +139,8 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
     CHUNK: gl.constexpr = work.k.shape[3]
     ROWS: gl.constexpr = work.q.shape[3]
     STAGES: gl.constexpr = work.k.shape[0]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(CHUNK)
+    o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -177,7 +150,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
     zero = gl.zeros([ROWS, CHUNK], gl.float32, s_layout)
     top = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
     total = gl.zeros([ROWS], gl.float32, s_rows)
-    q = _matrix(work.q.index(group))
+    q = matrix(work.q.index(group))
     mbarrier.wait(work.q_full.index(group), 0)
 
     for i in range(work.cut):
@@ -186,7 +159,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
         phase = (i // STAGES) & 1
         size = gl.load(work.cut_sizes - 1 - i)
         mbarrier.wait(work.k_full.index(stage), phase)
-        token = warpgroup_mma(q, _matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(work.k_empty.index(stage), count=1)
         visible = (keys < size)[None, :]
@@ -196,7 +169,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
             visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
         weights, factor, top, total = _softmax(gl.where(visible, scores, float("-inf")), top, total, scale_log2)
         mbarrier.wait(work.v_full.index(stage), phase)
-        v = _matrix(work.v.index(stage))
+        v = matrix(work.v.index(stage))
         acc = acc * gl.convert_layout(factor, o_rows)[:, None]
         if CAUSAL:
             # What is not finite must reach the rows that see it and no others: so by hand, and not through the matrix unit.
@@ -206,7 +179,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
             barrier()
             mbarrier.arrive(work.v_clean, count=1)
             mbarrier.wait(work.v_clean, 0)
-        _clean(v, size, group, work.q.shape[0], CAUSAL)
+        clean(v, size, group, work.q.shape[0], CAUSAL)
         # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from both warpgroups.
         fence_async_shared()
         barrier()
@@ -220,7 +193,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
     if work.whole > 0:
         stage = work.cut % STAGES
         mbarrier.wait(work.k_full.index(stage), (work.cut // STAGES) & 1)
-        token = warpgroup_mma(q, _matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(work.k_empty.index(stage), count=1)
         weights, factor, top, total = _softmax(scores, top, total, scale_log2)
@@ -232,9 +205,9 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
             mbarrier.wait(work.k_full.index(stage), (i // STAGES) & 1)
             # The compiler waits for both products before the exponentials, and the other warpgroup multiplies meanwhile. Exponentials
             # beside the own product measured 5 % slower on an H200, turns between the warpgroups 1 to 5 %.
-            s_token = warpgroup_mma(q, _matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
             mbarrier.wait(work.v_full.index(before), ((i - 1) // STAGES) & 1)
-            o_token = warpgroup_mma(p, _matrix(work.v.index(before)), acc, is_async=True)
+            o_token = warpgroup_mma(p, matrix(work.v.index(before)), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[s_token])
             mbarrier.arrive(work.k_empty.index(stage), count=1)
             weights, factor, top, total = _softmax(scores, top, total, scale_log2)
@@ -244,7 +217,7 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
             p = gl.convert_layout(weights.to(dtype), p_layout)
         before = work.cut + work.whole - 1
         mbarrier.wait(work.v_full.index(before % STAGES), (before // STAGES) & 1)
-        token = warpgroup_mma(p, _matrix(work.v.index(before % STAGES)), acc, is_async=True)
+        token = warpgroup_mma(p, matrix(work.v.index(before % STAGES)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
 
     empty = total == 0

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from interface_oracle import assert_exact, dense
 
 from ssta.kernels.interfaces import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
@@ -308,21 +309,7 @@ def test_gpu_runs_never_wait_and_fit_a_cuda_graph(options):
     k, v = torch.randn(2, 256, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
     wrapper = BlockSparseAttentionWrapper(torch.empty(1, device="cuda"))
     wrapper.plan(indptr, indices, 256, 256, 16, 16, 8, 2, 128, q_data_type="bfloat16", o_data_type="bfloat16", **options)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        wrapper.run(q, k, v)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            eager = wrapper.run(q, k, v)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = wrapper.run(q, k, v)
-    graph.replay()
-    assert torch.equal(captured, eager)
+    assert_never_waits_and_fits_a_cuda_graph(lambda: (wrapper.run(q, k, v),))
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(logits_soft_cap=2.0)])

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import assert_as_exact_as_torch, dense
 
 from ssta.kernels.interfaces import (
@@ -191,22 +192,7 @@ def test_gpu_never_waits_and_fits_a_cuda_graph():
         out = out + block_2d_sparse_attn_varlen_func(q, k, v, cu, cu, 300, 0.1, per_block)
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            eager = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    for a, b in zip(captured, eager):
-        assert torch.equal(a, b)
+    assert_never_waits_and_fits_a_cuda_graph(step)
 
 
 def call(function=block_1d_gqa_sparse_attn_varlen_func, **changes):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import assert_close, dense
 
 from ssta.kernels.interfaces import (
@@ -162,23 +163,9 @@ def test_gpu_never_waits_and_fits_a_cuda_graph():
     mask = torch.rand(4, 8, 64, device="cuda") < 0.2
 
     def step():
-        return block_sparse_flash_decode_gqa_mask(q, k, v, lengths, 2048, mask, 32)
+        return (block_sparse_flash_decode_gqa_mask(q, k, v, lengths, 2048, mask, 32),)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            eager = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert torch.equal(captured, eager)
+    assert_never_waits_and_fits_a_cuda_graph(step)
 
 
 def call(**changes):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_as_exact_as_torch, attention_with_gradients
@@ -389,22 +390,7 @@ def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
         out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 128, 128), impl=impl)
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            eager = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    for a, b in zip(captured, eager):
-        assert torch.equal(a, b)
+    assert_never_waits_and_fits_a_cuda_graph(step)
 
 
 @pytest.mark.gpu
