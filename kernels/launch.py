@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -65,8 +65,11 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int) -> LaunchConfig:
+def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int, ordered: bool = False) -> LaunchConfig:
     """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
+
+    ``ordered``, under a causal order among listed keys, one stage: with two or three, Triton 3.6 on an H200 hides keys that a row should see
+    where blocks of one key make tiles of 32 (test_interfaces_flashinfer's 16-1 cases); the compiled code shows no cause.
 
     A tile holds keys of any blocks, so their length plays no part. Not measured, but what compiles for sm_90a without spilling registers
     and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys spill 900 and 128 keys 8,900.
@@ -76,6 +79,8 @@ def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLi
         best = LaunchConfig(32, 32, 4, 2) if limited else LaunchConfig(128, 32, 8, 3)
     else:
         best = LaunchConfig(128, 32 if limited else 64, 8, 3)
+    if ordered:
+        best = replace(best, num_stages=1)
     # Masks and the search for NaN pass through some shared memory of their own.
     return _fit(best, head_dim, q_block, best.block_n, limits.shared_memory - 8192 * limited, stationary)
 

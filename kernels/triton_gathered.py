@@ -187,7 +187,8 @@ def gathered_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert within.order is None or within.order.shape == blocks.indices.shape
     limited = causal or within.mask is not None or within.order is not None
-    config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1)
+    config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1,
+                                       ordered=within.order is not None)
     lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
     mask = lists[0] if within.mask is None else within.mask.contiguous().view(torch.uint8)
     order, total = (lists[1], lists[0]) if within.order is None else (within.order.contiguous(), within.total.contiguous())
