@@ -15,7 +15,7 @@ STAGES = {
     "tile": (("ssta.layout", "TileLayout.tile_qkv"),),
     "score": (("ssta.selection", "descriptors"), ("ssta.selection", "tile_scores")),
     "select": (("ssta.attention", "select_tiles"),),
-    "attend": (("ssta.attention", "block_sparse_attention"),),
+    "attend": (("ssta.attention", "attend_in_place"),),
     "untile": (("ssta.layout", "TileLayout.untile"),)}
 
 

@@ -3,11 +3,11 @@
 # From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
 # look for. Under that name it stays empty: a second import would register the operators twice.
 if __name__ == "ssta.kernels":
-    from .attention import IMPLEMENTATIONS, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
+    from .attention import IMPLEMENTATIONS, attend_in_place, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
     from .blocks import BlockLists
     from .operators import kernels_run
     from .pick import best_blocks, pick_blocks, score_blocks
-    from .reorder import gather_blocks, new_tokens, take_tokens
+    from .reorder import gather_blocks, take_tokens
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks", "kernels_run",
-               "new_tokens", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
+               "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]

@@ -13,6 +13,7 @@ from .blocks import BlockLists
 from .operators import watched
 
 IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
+KERNELS = ("triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 TRITON_HEAD_DIMS = range(16, 257)
@@ -81,6 +82,25 @@ def block_sparse_attention(
         out, lse = _forward(q, k, v, *_flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                             float(scale), causal, deterministic, impl)
     return (out, lse) if return_lse else out
+
+
+def attend_in_place(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+) -> Tensor:
+    """``block_sparse_attention`` for a caller that has made q itself and does not need it any more: without a gradient, and where
+    kernels run, the result takes q's memory.
+
+    For use inside the package: q's memory must be nobody else's, and no part of it may be q twice (an expanded dimension). The arguments,
+    the result and what is raised are as there.
+    """
+    q, k, v = autocast_inputs(q=q, k=k, v=v)
+    plain = not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v))
+    if plain:
+        _check(q, k, v, blocks)
+        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, blocks.max_kv_length)
+    if not plain or impl not in KERNELS:
+        return block_sparse_attention(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
+    return _run(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, impl, in_place=True)[0]
 
 
 def resolve_impl(
@@ -228,12 +248,13 @@ def _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, nu
     return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str,
+         **options) -> tuple[Tensor, Tensor]:
     if not torch.is_autocast_enabled(q.device.type):
-        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+        return _implementation(impl)[0](q, k, v, blocks, scale, causal, **options)
     # What is summed in float32 must stay so under autocast.
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[0](q, k, v, blocks, scale, causal)
+        return _implementation(impl)[0](q, k, v, blocks, scale, causal, **options)
 
 
 @lru_cache

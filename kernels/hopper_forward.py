@@ -20,7 +20,8 @@ from .blocks import BlockLists
 from .hopper_names import aggregate, barrier, copy_in, copy_out
 from .hopper_primitives import clean, matrix, not_finite, product_layout
 from .hopper_tiles import reachable, tiles
-from .triton_chunks import ENTRY, HEADER, empty_outputs, kv_cut, q_cut, work_queue
+from .triton_chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
+from .triton_outputs import empty_outputs
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 WARPGROUPS = 2
@@ -311,20 +312,25 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, queue, out_b
     ], [4, 1], [240, 24])
 
 
-def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128."""
+def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, in_place: bool = False,
+                   ) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128.
+
+    ``in_place``: out may take q's memory. A warpgroup has its 64 rows in shared memory before it multiplies, and writes at its end the
+    ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
+    """
     q, k, v = reachable(q), reachable(k), reachable(v)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     rows = q_cut(blocks, q_len)
     if q.numel() == 0 or k.numel() == 0:
-        out, lse = empty_outputs(q, rows.uniform)
+        out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
     # Blocks of up to 64 keys would fill at most half a chunk.
     chunk = 64 if blocks.max_kv_length <= 64 else CHUNK
     # First of all, so that the GPU cuts the lists while the rest is prepared here.
     queue = work_queue(blocks, rows, kv_cut(blocks, kv_len), chunk, kv_len - q_len if causal else None)
-    out, lse = empty_outputs(q, rows.uniform)
+    out, lse = empty_outputs(q, rows, in_place)
     parts = -(-rows.length // (ROWS * WARPGROUPS))
     # One program a tile. As many programs as multiprocessors, which take tile after tile, measured 1 % slower on an H200 at 72 chunks a
     # tile and 3 % slower at 144.

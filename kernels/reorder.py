@@ -8,7 +8,7 @@ from torch import Tensor
 from .operators import kernels_run, operator
 
 
-def take_tokens(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """``x[:, :, index]``, zeros where the index is -1.
 
     By Triton's kernel where it runs and no gradient is asked for, else differentiable and in plain torch.
@@ -16,19 +16,14 @@ def take_tokens(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         x: ``[B, H, S, D]``, any strides.
         index: int64 ``[P]``, -1 or a token below S, which is not checked.
-        out: ``[B, H, P, D]`` of x's dtype to write to; None makes one in x's memory order: where x's heads lie closer together than its
-            tokens, as projections leave them, so do those of the result.
+
+    Returns:
+        ``[B, H, P, D]`` in x's memory order: where x's heads lie closer together than its tokens, as projections leave them, so do those
+        of the result.
     """
     if not kernels_run(x) or torch.is_grad_enabled() and x.requires_grad:
-        taken = _take_in_torch(x, index)
-    elif out is None:
-        return _take(x, index)
-    else:
-        from .triton_reorder import take
-
-        take(x, index, out)
-        return out
-    return taken if out is None else out.copy_(taken)
+        return _take_in_torch(x, index)
+    return _take(x, index)
 
 
 def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, ...]:

@@ -225,11 +225,3 @@ def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     if not (aligned(x) and device_limits(x.device).copy_engine):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])
-
-
-def empty_outputs(q: Tensor, covered: bool) -> tuple[Tensor, Tensor]:
-    """out and lse before a forward kernel: unwritten where blocks cover every row, else what a row outside them must give."""
-    lse_shape = q.shape[:3]
-    if covered:
-        return torch.empty_like(q), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    return torch.zeros_like(q), torch.full(lse_shape, float("-inf"), dtype=torch.float32, device=q.device)

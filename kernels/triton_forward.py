@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import GATHERED_BELOW, LaunchConfig, device_limits, forward_config
-from .triton_chunks import chunk_lists, descriptor, empty_outputs, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
 from .triton_gathered import gathered_forward
+from .triton_outputs import empty_outputs
 from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, softmax_step, store_rows, visible_keys
 
 
@@ -90,8 +91,12 @@ def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, ch
 
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, config: LaunchConfig | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table."""
+    """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table.
+
+    ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
+    """
     if blocks.max_kv_length < GATHERED_BELOW:
         return gathered_forward(q, k, v, blocks, scale, causal, config=config)
     q, k, v = map(readable, (q, k, v))
@@ -99,7 +104,7 @@ def triton_forward(
     kv_len = k.shape[2]
     config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
     rows = q_cut(blocks, q_len)
-    out, lse = empty_outputs(q, rows.uniform)
+    out, lse = empty_outputs(q, rows, in_place)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     chunks = chunk_lists(blocks, rows, kv_cut(blocks, kv_len), config.block_n, kv_len - q_len if causal else None)

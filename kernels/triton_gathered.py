@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, gathered_config
-from .triton_chunks import Cut, empty_outputs, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
+from .triton_outputs import empty_outputs
 from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_rows, softmax_step, store_rows
 
 
@@ -182,7 +183,7 @@ def gathered_forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
-    out, lse = empty_outputs(q, rows.uniform)
+    out, lse = empty_outputs(q, rows)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     assert within.order is None or within.order.shape == blocks.indices.shape

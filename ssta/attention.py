@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, autocast_inputs, block_sparse_attention, new_tokens, resolve_impl, resolve_scale
-from .layout import TileLayout, TokenLayout, tile_layout
+from .kernels import BlockLists, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
+from .layout import TokenLayout, tile_layout
 from .selection import check_text_mask, select_tiles
-
-# Query tokens times heads of one group: 4,096 programs of 128 rows, about 30 for every multiprocessor of an H200, so that the end of
-# a launch, where some of them have run out of work, is short beside it.
-GROUP = 1 << 19
 
 
 def ssta_3d_attention(
@@ -95,47 +89,14 @@ def ssta_attention(
     # A compiled graph asks the GPU when it runs.
     if not torch.compiler.is_compiling():
         impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
-    step = partial(_attend, tiles=tiles, config=config, text_mask=text_mask,
-                   attend=partial(block_sparse_attention, scale=scale, deterministic=deterministic, impl=impl))
-    groups = _head_groups(query, key, value, config)
-    if groups == 1:
-        out, blocks = step(query, key, value)
-        return (out, blocks) if return_blocks else out
-    out = new_tokens(query, query.shape[2])
-    selections = [step(*parts)[1] for parts in zip(*[x.chunk(groups, 1) for x in (query, key, value, out)])]
-    return (out, _of_all_heads(selections, tiles, config)) if return_blocks else out
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None = None, *, tiles: TileLayout, config: SSTAConfig,
-            text_mask: Tensor | None, attend: Callable[..., Tensor]) -> tuple[Tensor, BlockLists]:
-    """Tile, select, attend, untile (into ``out`` where it is given): the output and the selection."""
     q, k, v, means = tiles.tile_qkv(query, key, value)
     blocks = select_tiles(q, k, tiles, config, text_mask, means)
-    tiled_out = attend(q, k, v, blocks)
-    # The tiled copies are as large as the inputs; without a backward pass they need not outlive the kernel.
+    # The tiled copies are this call's own: the result may take the place of q, and k and v need not outlive the kernel. Beside the
+    # inputs there are then never more than the three copies.
+    tiled_out = attend_in_place(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
     del q, k, v
-    return tiles.untile(tiled_out, out), blocks
-
-
-def _of_all_heads(selections: list[BlockLists], tiles: TileLayout, config: SSTAConfig) -> BlockLists:
-    """The selections of groups of heads as one. Without scores they are the same for all heads."""
-    if config.sparse_type == "sta" or not tiles.video:
-        return selections[0]
-    counts, indices = (torch.cat([getattr(blocks, name) for blocks in selections], 1) for name in ("counts", "indices"))
-    return replace(selections[0], counts=counts, indices=indices)
-
-
-def _head_groups(query: Tensor, key: Tensor, value: Tensor, config: SSTAConfig) -> int:
-    """How many groups of heads go one after the other, so that just one group's tiled copies are in memory at a time: 1 or 2.
-
-    Heads do not depend on one another unless they share their pattern, or a function of the user's own sees them together. A backward pass
-    needs all copies anyway, and a compiled graph plans its memory itself. Small inputs are not worth a second launch.
-    """
-    differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    apart = not (config.mask_share_within_head or callable(config.sampling_type) or config.budget)
-    large = query.shape[0] * query.shape[1] * query.shape[2] >= 2 * GROUP
-    splits = apart and large and key.shape[1] % 2 == 0 and not differentiable and not torch.compiler.is_compiling()
-    return 2 if splits else 1
+    out = tiles.untile(tiled_out)
+    return (out, blocks) if return_blocks else out
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:

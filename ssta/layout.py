@@ -221,13 +221,10 @@ class TileLayout:
         q, k, v, *means = _TileQKV.apply(q, k, v, self)
         return q, k, v, tuple(means)
 
-    def untile(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order without padding, differentiable.
-
-        ``out`` is where to write it, without a gradient; None makes a tensor in x's memory order.
-        """
+    def untile(self, x: Tensor) -> Tensor:
+        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order without padding; memory order kept, differentiable."""
         self._check("untile", x, self.num_slots)
-        return _Untile.apply(x, self) if out is None else take_tokens(x, self.inverse, out)
+        return _Untile.apply(x, self)
 
     def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
         if not isinstance(x, Tensor):

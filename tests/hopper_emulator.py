@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 # Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
-from ssta.kernels import hopper_slots, triton_chunks  # noqa: F401
+from ssta.kernels import hopper_slots, triton_chunks, triton_outputs  # noqa: F401
 
 TIMEOUT = 20.0  # seconds without which a wait counts as a deadlock
 _late = False
@@ -282,8 +282,8 @@ def module(name):
     return modules[name]
 
 
-def run(name, *arguments, late: bool):
+def run(name, *arguments, late: bool, **options):
     """The function ``name`` of the kernel's module of that name; ``late``: everything asynchronous happens as late as it may."""
     global _late
     _late = late
-    return getattr(module(name), name)(*arguments)
+    return getattr(module(name), name)(*arguments, **options)

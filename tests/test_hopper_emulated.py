@@ -31,6 +31,17 @@ def test_small_blocks(name, causal, late):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_a_result_in_the_place_of_q_is_the_same(name, late):
+    """Programs run one after another, so the later ones find rows beside their own overwritten."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 64)
+    expected = run("hopper_forward", q, k, v, blocks, 0.125, False, late=late)
+    got = run("hopper_forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_blocks(dim, causal, late):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_as_exact_as_torch, attention_with_gradients
 
-from ssta.kernels import BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels import BlockLists, attend_in_place, block_sparse_attention, resolve_impl
 from ssta.kernels.reference import reference_attention
 
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
@@ -274,6 +274,24 @@ def test_callers_tensors_and_strides(device, impl):
     for a, b in zip((q, k, v), plain):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-3)
     assert torch.equal(qkv, before)
+
+
+@everywhere
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_a_result_in_the_place_of_q_is_the_same(device, impl, name):
+    """Bit for bit, also beside rows that no block covers; k and v are left alone, and so is q where a gradient may need it."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device, impl=impl)
+    k_before, v_before = k.clone(), v.clone()
+    expected = block_sparse_attention(q, k, v, blocks, impl=impl)
+    kept = q.clone().requires_grad_()
+    attend_in_place(kept, k, v, blocks, impl=impl).sum().backward()
+    assert torch.equal(kept, q) and kept.grad is not None
+    out = attend_in_place(q, k, v, blocks, impl=impl)
+    assert torch.equal(out, expected) and torch.equal(k, k_before) and torch.equal(v, v_before)
+    assert out.stride() == q.stride()
+    if impl in ("triton", "hopper") and blocks.max_kv_length >= 16:
+        assert out.data_ptr() == q.data_ptr()
 
 
 def test_gather_gradients_by_differences():

@@ -296,39 +296,3 @@ def test_compiled_code_follows_a_new_resolution():
         x = torch.randn(1, 1, thw[0] * thw[1] * thw[2] + 5, 16)
         torch.testing.assert_close(compiled(x, x, x, thw, topk=2, tile_thw=(2, 2, 2), text_len=5),
                                    ssta_3d_attention(x, x, x, thw, topk=2, tile_thw=(2, 2, 2), text_len=5))
-
-
-@pytest.fixture
-def groups(monkeypatch):
-    """Every input counts as large; the list fills with the heads of each group that goes through."""
-    import ssta.attention
-
-    heads, attend = [], ssta.attention._attend
-    monkeypatch.setattr(ssta.attention, "GROUP", 1)
-    monkeypatch.setattr(ssta.attention, "_attend", lambda *args, **options: heads.append(args[0].shape[1]) or attend(*args, **options))
-    return heads
-
-
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("sparse_type", ["sta", "ssta"])
-@pytest.mark.parametrize("parts", [(VideoGrid(2, 5, 6), DenseRun(9)), (DenseRun(69),)])
-def test_heads_in_groups_are_the_same_heads(groups, padding, sparse_type, parts):
-    q, k, v = (torch.randn(2, 69, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
-    layout, config = TokenLayout(parts), SSTAConfig(tile_thw=(2, 2, 4), topk=3, sparse_type=sparse_type, pad_type=padding)
-    text_mask = torch.arange(layout.dense_length) < torch.tensor([[5], [layout.dense_length]])
-    together, selected = ssta_attention(q.requires_grad_(), k, v, layout, config, text_mask=text_mask, return_blocks=True)
-    assert groups == [4], "a backward pass needs all copies anyway"
-    with torch.no_grad():
-        apart, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, return_blocks=True)
-    assert groups == [4, 2, 2]
-    torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-6)
-    assert apart.stride() == together.stride() == q.stride()
-    assert torch.equal(blocks.to_mask(), selected.to_mask()) and blocks.counts.shape == selected.counts.shape
-
-
-@pytest.mark.parametrize("changes", [dict(mask_share_within_head=True), dict(sampling_type=lambda q, k: q @ k.mT),
-                                     dict(budget=lambda scores: scores > 0)])
-def test_heads_that_are_looked_at_together_stay_together(groups, changes):
-    x = torch.randn(1, 4, 60, 16)
-    ssta_attention(x, x, x, TokenLayout.video_text((2, 5, 6)), SSTAConfig(tile_thw=(2, 2, 4), topk=3, **changes))
-    assert groups == [4]

@@ -98,9 +98,9 @@ def test_a_gpu_attends_over_its_selection_with_its_gradients(padding, by_token):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("padding, bound", [("none", 1.0), ("zero", 1.0)])
+@pytest.mark.parametrize("padding, bound", [("none", 0.8), ("zero", 1.0)])
 def test_memory_on_top_of_the_inputs(padding, bound):
-    """In bytes of q, k, v and out, all heads: one half of the heads has its tiled copies in memory at a time, besides the output."""
+    """In bytes of q, k, v and out: the three tiled copies, in the place of one of which the result comes."""
     heads, thw, text_len = 16, (31, 45, 80), 1985
     q, k, v = (torch.randn(1, 31 * 45 * 80 + text_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     arguments = dict(thw=thw, topk=2, kernel_thw=(1, 1, 3), text_len=text_len, sampling_type="importance", pad_type=padding)
