@@ -113,3 +113,19 @@ def test_memory_on_top_of_the_inputs(padding, bound):
     ssta_3d_attention(q, k, v, **arguments)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= bound * 4 * q.numel() * q.element_size(), f"{peak / (4 * q.numel() * q.element_size()):.3f}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_the_result_in_the_place_of_tiled_q_has_the_same_bits(padding):
+    """With a gradient the result has memory of its own, without one it takes q's, beside rows of text that nobody computes."""
+    thw, text_len, valid = (7, 21, 30), 800, [3, 515]
+    q, k, v = (torch.randn(2, 7 * 21 * 30 + text_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+               for heads in (4, 2, 2))
+    text_mask = torch.arange(text_len, device="cuda") < torch.tensor(valid, device="cuda")[:, None]
+    before = q.clone()
+    arguments = dict(thw=thw, topk=6, text_len=text_len, text_mask=text_mask, pad_type=padding)
+    with torch.no_grad():
+        out = ssta_3d_attention(q, k, v, **arguments)
+    assert torch.equal(q, before)
+    assert torch.equal(out, ssta_3d_attention(q.requires_grad_(), k, v, **arguments))

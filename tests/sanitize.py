@@ -1,0 +1,164 @@
+"""Runs every family of kernels once, on small shapes, under compute-sanitizer's memcheck and racecheck, and prints a line for each.
+
+    python tests/sanitize.py [--tool memcheck racecheck] [--family NAME ...] [--workers 8]
+
+Needs an NVIDIA GPU and compute-sanitizer, which comes with CUDA. Exits with 1 if anything was found, and also if the planted errors were
+not: then the tool does not work here. memcheck sees each tensor as an allocation of its own, so that a step beyond one shows.
+
+What racecheck can say: it watches loads and stores of threads to shared memory, ordered by barriers of the block and, on recent versions,
+by mbarriers. The copy engine and wgmma touch shared memory past that, so for the Hopper kernels it judges only what threads store by hand
+(cleaned values, dS, results on their way out); the order of copies and products is what tests/hopper_emulator.py tries to break.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ssta import ssta_3d_attention
+from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice
+from ssta.kernels.interfaces.native_sparse_attention import selected_attention
+
+TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"]}
+SECONDS = 120
+FOUND = re.compile(r"^========= (?:Error|Warning|Invalid|Program hit|Race|.*hazard).*", re.M)
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+
+
+def ragged_attention(impl: str, dim: int, **options) -> None:
+    """Forward and backward over whole, cut, short and empty blocks, with grouped heads and keys that no list names."""
+    lengths = [128, 150, 0, 33, 256]
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    blocks = BlockLists.from_mask(torch.rand(2, 2, 5, 5, device="cuda") < 0.6, offsets, offsets)
+    q = make(2, sum(lengths), 2, dim).transpose(1, 2).requires_grad_()
+    k, v = (make(2, 1, sum(lengths), dim).requires_grad_() for _ in range(2))
+    out, lse = block_sparse_attention(q, k, v, blocks, return_lse=True, impl=impl, **options)
+    (out.float().sum() + lse.clamp(min=-9).sum()).backward()
+
+
+def gathered_keys() -> None:
+    q, k, v = make(1, 2, 70, 64), *make(2, 1, 1, 90, 64)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    blocks = BlockLists.from_mask(torch.rand(1, 1, 5, 90, device="cuda") < 0.3, 16, 1)
+    block_sparse_attention(*leaves, blocks, impl="triton").float().sum().backward()
+
+
+def layer(padding: str) -> None:
+    """Tile order, means, scores, choice, attention in the place of q, gaps cleared, and back."""
+    tokens, text = 5 * 9 * 11, 70
+    q, k, v = (make(2, tokens + text, heads, 64).transpose(1, 2) for heads in (4, 2, 2))
+    mask = torch.arange(text, device="cuda") < torch.tensor([[5], [70]], device="cuda")
+    for scores in ("similarity", "importance"):
+        ssta_3d_attention(q, k, v, (5, 9, 11), topk=3, tile_thw=(4, 6, 6), text_len=text, text_mask=mask, sampling_type=scores,
+                          pad_type=padding)
+
+
+def token_lists() -> None:
+    q, k, v = (make(1, 50, heads, 64).requires_grad_() for heads in (8, 2, 2))
+    selected_attention(q, k, v, torch.randint(-1, 4, (1, 50, 2, 3), device="cuda"), block_size=16).float().sum().backward()
+
+
+def decode() -> None:
+    q, cache = make(2, 8, 64), make(2, 2, 300, 2, 64)
+    ids = torch.rand(2, 2, 19, device="cuda").topk(7).indices.int()
+    block_sparse_flash_decode_gqa_indice(q, *cache, torch.tensor([290, 37], device="cuda"), 300, 7, ids, 16)
+
+
+def pooling() -> None:
+    attn_pooling(make(60, 4, 64), make(60, 2, 64), torch.tensor([0, 37, 60], device="cuda").int(), 37, 0.1, 16)
+
+
+@gluon.jit
+def _fill(buffer, value: gl.constexpr, layout: gl.constexpr):
+    buffer.store(gl.full([128], value, gl.int32, layout))
+
+
+@gluon.jit
+def _planted_kernel(out, beyond):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    buffer = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Two partitions write the same words, and nothing says which comes first.
+    gl.warp_specialize([(_fill, (buffer, 1, layout)), (_fill, (buffer, 2, layout))], [4], [40])
+    gl.store(out + beyond + gl.arange(0, 128, layout=layout), buffer.load(layout))
+
+
+def planted() -> None:
+    _planted_kernel[(1,)](torch.zeros(128, device="cuda", dtype=torch.int32), 1 << 24, num_warps=4, maxnreg=128)
+
+
+FAMILIES = {
+    "hopper, dQ in turns": partial(ragged_attention, "hopper", 64),
+    "hopper, dQ in any order": partial(ragged_attention, "hopper", 128, deterministic=False),
+    "hopper, causal": partial(ragged_attention, "hopper", 64, causal=True),
+    "triton": partial(ragged_attention, "triton", 64),
+    "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
+    "gathered keys": gathered_keys,
+    "layer, partial tiles": partial(layer, "none"),
+    "layer, zero tokens": partial(layer, "zero"),
+    "token lists": token_lists,
+    "decode": decode,
+    "pooling": pooling,
+    "planted errors": planted,
+}
+
+
+def run(family: str) -> None:
+    torch.manual_seed(0)
+    FAMILIES[family]()
+    torch.cuda.synchronize()
+
+
+def report(tool: str, family: str) -> bool:
+    """Prints what ``tool`` says of ``family``; whether it is what it should be."""
+    command = ["compute-sanitizer", *TOOLS[tool], sys.executable, __file__, "--run", family]
+    try:
+        said = subprocess.run(command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True,
+                              timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{tool}: {family}: not done after {SECONDS} s", flush=True)
+        return False
+    text = said.stdout + said.stderr
+    summary = SUMMARY.findall(text)
+    errors = int(summary[-1]) if summary else None
+    first = next(iter(FOUND.findall(text)), "")[10:150]
+    if family == "planted errors":
+        fine = bool(errors)
+        verdict = f"found, {errors}" if fine else "NOT found: this tool does not work here"
+    else:
+        fine = errors == 0 and said.returncode == 0
+        last = (text.strip().splitlines() or [""])[-1]
+        verdict = "clean" if fine else f"{errors} errors: {first}" if errors else f"did not run: {last[:150]}"
+    print(f"{tool}: {family}: {verdict}", flush=True)
+    return fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME", help=", ".join(FAMILIES))
+    parser.add_argument("--workers", type=int, default=8, help="processes at a time (default 8)")
+    parser.add_argument("--run", choices=FAMILIES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run)
+        return 0
+    if not shutil.which("compute-sanitizer"):
+        parser.error("compute-sanitizer must be on the PATH; it comes with CUDA")
+    with ThreadPoolExecutor(options.workers) as pool:
+        fine = list(pool.map(lambda work: report(*work), product(options.tool, options.family)))
+    return int(not all(fine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

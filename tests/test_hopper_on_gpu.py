@@ -1,0 +1,107 @@
+"""The Hopper kernels on a GPU, forward and backward in both orders of dQ: sizes and views that fit nothing, long sequences, the same bits."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import assert_as_exact_as_torch
+from test_kernels import ragged
+
+from ssta.kernels import BlockLists, block_sparse_attention
+
+pytestmark = pytest.mark.gpu
+BENCHMARK = Path(__file__).parent.parent / "benchmark"
+orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+dims = pytest.mark.parametrize("dim", [64, 128])
+dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+# Neither a block nor the sum is a multiple of 16 or of 64; one block is empty, one short, one just longer than two tiles of 128.
+LENGTHS = [384, 131, 0, 333, 257, 7, 200]
+HEADS, KV_HEADS = 6, 2
+
+
+def fused(batch, tokens, dim, dtype):
+    """q, k and v as a projection leaves them: views into one [B, S, heads, D], every row of which also holds what is nobody's."""
+    width = HEADS + 2 * KV_HEADS + 1
+    qkv = torch.randn(batch, tokens, width, dim, device="cuda", dtype=dtype).transpose(1, 2)
+    return qkv[:, :HEADS], qkv[:, HEADS:HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS:-1]
+
+
+def some(*shape):
+    return torch.rand(shape, device="cuda") < 0.6
+
+
+def lists(kind):
+    """Lists of every kind of sharing over blocks of LENGTHS; of two batch elements the second has shorter blocks."""
+    offsets, number = ragged(LENGTHS, "cuda"), len(LENGTHS)
+    valid = torch.tensor([LENGTHS, [max(n - 129, 0) for n in LENGTHS]], device="cuda", dtype=torch.int32)[:, None]
+    shape = {"shared": (1, 1), "per batch element": (2, 1), "per head": (2, HEADS), "per key head": (1, KV_HEADS)}[kind]
+    lengths = dict(q_lengths=valid, kv_lengths=valid) if kind == "per batch element" else {}
+    return BlockLists.from_mask(some(*shape, number, number), offsets, offsets, **lengths)
+
+
+@orders
+@dims
+@dtypes
+@pytest.mark.parametrize("kind", ["shared", "per batch element", "per head", "per key head"])
+def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic):
+    blocks = lists(kind)
+    q, k, v = fused(2, sum(LENGTHS), dim, dtype)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
+    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+
+
+@orders
+@dims
+@dtypes
+@pytest.mark.parametrize("sizes", [(100, 100), (384, 128), (128, 384), (192, 80)], ids=str)
+def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic):
+    """Uniform blocks whose last one is cut, on either side; more keys than queries and the other way round."""
+    for q_len, kv_len in ((1201, 777), (505, 1313)):
+        mask = some(2, 1, -(-q_len // sizes[0]), -(-kv_len // sizes[1]))
+        blocks = BlockLists.from_mask(mask, *sizes)
+        q, k, v = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype)
+                   for heads, tokens in ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len)))
+        attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
+        assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+
+
+def gradients(q, k, v, dout, blocks, deterministic):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = block_sparse_attention(*leaves, blocks, deterministic=deterministic, impl="hopper")
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@dims
+@dtypes
+def test_the_same_bits_in_every_run(dim, dtype):
+    """With several programs on every multiprocessor, which meet in another way each time. In any order only dQ may differ."""
+    tokens, block = 12_345, 384
+    q, k, v, dout = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    number = -(-tokens // block)
+    blocks = BlockLists.from_mask(some(2, HEADS, number, number), block, block)
+    first = gradients(q, k, v, dout, blocks, True)
+    for deterministic in (True, True, True, False, False):
+        out, dq, dk, dv = gradients(q, k, v, dout, blocks, deterministic)
+        assert torch.equal(out, first[0]) and torch.equal(dk, first[2]) and torch.equal(dv, first[3])
+        if deterministic:
+            assert torch.equal(dq, first[1])
+
+
+def test_300_000_tokens_in_heads_beyond_32_bit_offsets(monkeypatch):
+    """q has 2.2 thousand million elements. Sampled blocks of out and of all gradients against float64, one in the last head."""
+    monkeypatch.syspath_prepend(BENCHMARK)
+    from truth import truth
+
+    heads, tokens, dim, block, kept = 57, 300_000, 128, 384, 6
+    assert heads * tokens * dim > 1 << 31 and tokens % block
+    q, k, v, dout = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    number = -(-tokens // block)
+    chosen = torch.rand(heads, number, number, device="cuda").topk(kept).indices
+    blocks = BlockLists.from_topk(chosen, block, block, num_kv_blocks=number)
+    exact = truth(q, k, v, blocks, dout)
+    for deterministic in (True, False):
+        out, *grads = gradients(q, k, v, dout, blocks, deterministic)
+        exact.forward_error("hopper", out)
+        exact.backward_error(f"hopper, deterministic={deterministic}", grads)
+        del out, grads
