@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
-# Others: make compat (every supported Triton), make gpu-test, make lint, make wheel, make check-wheel, make clean.
+# Others: make compat (every supported Triton), make gpu-test, make sanitize, make lint, make wheel, make check-wheel, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test gpu-test bench lint wheel check-wheel clean compat
+.PHONY: help demo test gpu-test sanitize bench lint wheel check-wheel clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +43,10 @@ test: $(STAMP)
 
 gpu-test: $(STAMP)
 	cd tests && ../$(BIN)/python -m pytest -m gpu
+
+# Every family of kernels once, under compute-sanitizer.
+sanitize: $(STAMP)
+	$(BIN)/python tests/sanitize.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py

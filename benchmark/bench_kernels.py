@@ -42,6 +42,8 @@ from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, re
 
 OURS = "ssta"
 DIRECTIONS = ("lists", "forward", "backward")
+# Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
+CHOICES = {"hopper": (("any order", dict(deterministic=False), ("backward",)),)}
 COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
            "extra_mib", "error", "note")
 
@@ -116,13 +118,15 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
     calls: dict[str, dict] = {direction: {} for direction in DIRECTIONS}
     facts: dict[tuple, dict] = {}
 
-    def add(name: str, release: str, pattern: Pattern, prepare, exact: Truth, roundings: float, fatal: bool) -> None:
+    def add(name: str, release: str, pattern: Pattern, prepare, exact: Truth, roundings: float, fatal: bool,
+            directions: tuple[str, ...] = DIRECTIONS) -> None:
         providers.append((name, release, pattern))
         with warnings.catch_warnings():
             if not fatal:  # what libraries say as they compile
                 warnings.simplefilter("ignore")
             checked = checked_calls(name, prepare, exact, roundings, fatal)
-        for direction, (call, fact) in checked.items():
+        for direction in checked.keys() & set(directions):
+            call, fact = checked[direction]
             facts[direction, name, pattern] = fact
             if call:
                 calls[direction][name, pattern] = call
@@ -134,6 +138,8 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
         inputs = Inputs(tensors, mask, pattern.kept, problem.block)
         for impl in impls:
             add(f"{OURS} {impl}", "", pattern, partial(ours, inputs, impl, impl == impls[0]), exact, 4, fatal=True)
+            for choice, options, directions in CHOICES.get(impl, ()):
+                add(f"{OURS} {impl}, {choice}", "", pattern, partial(ours, inputs, impl, False, **options), exact, 4, True, directions)
         for peer in peers:
             if not peer.dense:
                 add(peer.name, peer.version, pattern, partial(peer.prepare, inputs), exact, peer.roundings, fatal=False)
@@ -172,14 +178,14 @@ def rate(flops, problem: Problem, pattern: Pattern, ms: float | str) -> float | 
     return "" if flops is None or ms == "" else 1e-9 * flops(pairs(problem, pattern.kept), problem.head_dim) / ms
 
 
-def ours(inputs: Inputs, impl: str, times_lists: bool) -> Calls:
+def ours(inputs: Inputs, impl: str, times_lists: bool, **options) -> Calls:
     """The lists are the same for all implementations, so only one of them times them."""
     x = inputs.tensors
 
     def build():
         return BlockLists.from_mask(inputs.mask, inputs.block, inputs.block)
 
-    attend = partial(block_sparse_attention, blocks=build(), impl=impl)
+    attend = partial(block_sparse_attention, blocks=build(), impl=impl, **options)
     return Calls(build if times_lists else None, lambda: attend(x.q, x.k, x.v), by_autograd(attend, x.leaves, x.dout))
 
 

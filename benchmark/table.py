@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from measure import RESULTS
@@ -89,11 +90,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def times_table(rows: list[Row]) -> list[list[str]]:
-    """One line a problem, pattern and direction; milliseconds of every provider, and the rate of the first."""
+    """One line a problem, pattern and direction: milliseconds of every provider, the rate of the first, and how many times as long as ours
+    the fastest other library takes."""
     measured = [row for row in rows if row["what"] in ("forward", "backward")]
     providers = with_times(measured)
+    others = [name for name in providers if not name.startswith("ssta")]
+    compared = [name for name in providers if others and name.split(",")[0] == providers[0]]
     lines = [["tokens", "heads", "dim", "blocks kept", "direction", f"{title(providers[0])}, TFLOP/s",
-              *(f"{title(name)}, ms" for name in providers)]]
+              *(f"{title(name)}, ms" for name in providers), *(f"fastest other / {title(name)}" for name in compared)]]
     for problem, of_problem in grouped(measured, problem_of).items():
         # What knows no patterns computes everything once for all patterns of the problem.
         everything = {(row["what"], row["provider"]): row for row in of_problem if is_dense(row)}
@@ -101,8 +105,15 @@ def times_table(rows: list[Row]) -> list[list[str]]:
             cells = {row["provider"]: row for row in found} | {name: row for (of, name), row in everything.items() if of == what}
             if any(cells.get(name, {}).get("median_ms") for name in providers if (what, name) not in everything):
                 lines.append([*shape_cells(problem), kept_cell(found[0]), what, figures(cells[providers[0]]["tflops"]),
-                              *(milliseconds(cells.get(name)) for name in providers)])
+                              *(milliseconds(cells.get(name)) for name in providers),
+                              *(ratio(cells.get(name), map(cells.get, others)) for name in compared)])
     return lines
+
+
+def ratio(row: Row | None, others: Iterable[Row | None]) -> str:
+    """The least time of ``others`` over that of ``row``."""
+    times = [float(other["median_ms"]) for other in others if other and other["median_ms"]]
+    return f"{min(times) / float(row['median_ms']):.2f}" if times and row and row["median_ms"] else "–"
 
 
 def around_table(rows: list[Row]) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Which launch configurations suit this GPU? Sweeps the candidates of kernels/launch.py and says which line to change.
 
-    python benchmark/tune.py [--kernel forward dq dkv hopper] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
+    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
 
 Each candidate is checked against float64 before it is timed, all of one kernel take turns, and what does not fit on the GPU says so. dq and
 dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import product
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -26,8 +26,9 @@ from ssta.kernels import BlockLists, resolve_impl
 from ssta.kernels.launch import LaunchConfig, device_limits, dkv_config, dq_config, forward_config
 
 PORTABLE = ("forward", "dq", "dkv")
-# The Hopper kernels' constants that more than one value compiles for: module, name, values.
-HOPPER = {"hopper": (("hopper_forward", "CHUNK", (64, 128)),)}
+# The Hopper kernels' constants that more than one value compiles for: kernel -> name -> values. The forward's stand in its module, the
+# backward's, in turns and in any order, in what its function ``constants`` returns.
+HOPPER = {"hopper": dict(CHUNK=(64, 128))} | dict.fromkeys(("hopper-turns", "hopper-any-order"), dict(TOGETHER=(1, 2, 4, 8)))
 # Less than this is not worth a change.
 GAIN = 0.02
 
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float16
     parser = new_parser(__doc__)
-    parser.add_argument("--kernel", nargs="+", choices=(*PORTABLE, *HOPPER), help="which kernels (default: all that run here)")
+    parser.add_argument("--kernel", nargs="+", choices=(*PORTABLE, *HOPPER), metavar="NAME",
+                        help=f"of {', '.join((*PORTABLE, *HOPPER))} (default: all that run here)")
     parser.add_argument("--wide", action="store_true", help="more candidates; several times as long")
     usual = Problem(46_080) if gpu else Problem(64, heads=1, head_dim=16, block=32)
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
@@ -154,19 +156,36 @@ def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], 
 
 
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
-    from ssta.kernels.hopper_forward import hopper_forward
+    """Every constant by itself, with the others as they are."""
+    from ssta.kernels import hopper_backward, hopper_forward
 
-    found = []
-    for module, name, values in HOPPER[kernel]:
-        home = import_module(f"ssta.kernels.{module}")
-        for value in values:
+    given = setting.q, setting.k, setting.v
+    pattern = setting.blocks, setting.scale, False
+    if kernel == "hopper":
+        return [Candidate(f"hopper_forward.{name} = {value}",
+                          with_patch(hopper_forward, name, value, lambda: hopper_forward.hopper_forward(*given, *pattern)[0]),
+                          value == getattr(hopper_forward, name)) for name, values in HOPPER[kernel].items() for value in values]
+    out, lse = hopper_forward.hopper_forward(*given, *pattern)
+    usual, deterministic = hopper_backward.constants, kernel == "hopper-turns"
+    present = usual(setting.problem.head_dim, deterministic)
 
-            def run(home=home, name=name, value=value):
-                with patch.object(home, name, value):
-                    return hopper_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False)[0]
+    def run():
+        return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:],
+                                               deterministic)
 
-            found.append(Candidate(f"{module}.{name} = {value}", run, value == getattr(home, name)))
-    return found
+    return [Candidate(f"hopper_backward.constants, {name} = {value}",
+                      with_patch(hopper_backward, "constants", lambda *key, change={name: value}: usual(*key) | change, run),
+                      value == present[name]) for name, values in HOPPER[kernel].items() for value in values]
+
+
+def with_patch(home: ModuleType, name: str, value: object, run: Callable[[], object]) -> Callable[[], object]:
+    """``run`` while ``home.name`` is ``value``."""
+
+    def patched() -> object:
+        with patch.object(home, name, value):
+            return run()
+
+    return patched
 
 
 def advise(kernel: str, rows: list[dict]) -> str:

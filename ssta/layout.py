@@ -222,7 +222,7 @@ class TileLayout:
         return q, k, v, tuple(means)
 
     def untile(self, x: Tensor) -> Tensor:
-        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order without padding; memory order kept, differentiable."""
+        """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order, no padding, in x's memory order; differentiable."""
         self._check("untile", x, self.num_slots)
         return _Untile.apply(x, self)
 

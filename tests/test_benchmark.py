@@ -147,6 +147,16 @@ def test_a_wrong_layer_gets_no_time(script, monkeypatch):
         bench.main(["--rounds", "1"])
 
 
+def test_a_choice_is_measured_in_the_directions_that_it_changes(script, monkeypatch, tmp_path):
+    bench = script("bench_kernels")
+    monkeypatch.setattr(bench, "CHOICES", {"gather": (("any order", dict(deterministic=False), ("backward",)),)})
+    bench.main(["--shape", TINY, "--rounds", "1", "--impl", "gather", "--peers", "--csv", "mine"])
+    rows = read(tmp_path / "mine.csv")
+    assert [(row["what"], row["provider"]) for row in rows] == [
+        ("lists", "ssta gather"), ("forward", "ssta gather"), ("backward", "ssta gather"), ("backward", "ssta gather, any order")]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
 # Patterns
 
 

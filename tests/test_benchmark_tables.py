@@ -41,6 +41,7 @@ def made_up(tmp_path, monkeypatch):
         kernel_row("forward", "Other", "", version="1.0", note="failed | badly"),
         kernel_row("forward", "ssta triton", 20.0, "full", 120), kernel_row("forward", "fast", 15.0, "full", 120, version="4.0"),
         kernel_row("forward", "SDPA cuDNN", 1234.5, "full", 120, version="2.9"), kernel_row("backward", "ssta triton", 21.0),
+        kernel_row("backward", "ssta triton, any order", 16.0),
         kernel_row("backward", "SDPA cuDNN", 99.96, "full", 120, version="2.9")])
     readme, other = tmp_path / "README.md", tmp_path / "other.md"
     readme.write_text("before\n<!-- table:kernels -->\nstale\n<!-- /table -->\nafter\n<!-- table:errors -->\nkept\n<!-- /table -->\n")
@@ -59,11 +60,12 @@ def test_a_table_from_a_made_up_csv(made_up, capsys):
     table.main([])
     assert readme.read_text() == """before
 <!-- table:kernels -->
-| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | FlexAttention, ms | fast, ms | SDPA cuDNN, ms |
-|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|
-| 46,080 | 16 | 128 | 48 of 120 | forward | 400 | 8.00 | 10.0 | – | 1,230 |
-| 46,080 | 16 | 128 | 120 of 120, all | forward | 400 | 20.0 | – | 15.0 | 1,230 |
-| 46,080 | 16 | 128 | 48 of 120 | backward | 400 | 21.0 | – | – | 100 |
+| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, any order, ms | FlexAttention, ms \
+| fast, ms | SDPA cuDNN, ms | fastest other / SSTA triton | fastest other / SSTA triton, any order |
+|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| 46,080 | 16 | 128 | 48 of 120 | forward | 400 | 8.00 | – | 10.0 | – | 1,230 | 1.25 | – |
+| 46,080 | 16 | 128 | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
+| 46,080 | 16 | 128 | 48 of 120 | backward | 400 | 21.0 | 16.0 | – | – | 100 | 4.76 | 6.25 |
 
 Card, driver 1, torch 2.9, triton 3.5, fast 4.0; commit abc, 2026-01-02
 <!-- /table -->
@@ -74,7 +76,7 @@ kept
 """
     around, missing = other.read_text().split("<!-- /table -->\n")[:2]
     assert "| 46,080 | 16 | 128 | 48 of 120 | SSTA triton | 0.0500 | 2.0% | 2.0% | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
-    assert "Other" not in around and around.count("\n| 46,080") == 5
+    assert "Other" not in around and around.count("\n| 46,080") == 6
     assert "| flashinfer |  | not installed |\n| Other | forward | failed / badly |\n" in missing
     table.main(["--check"])
     table.main([])
@@ -103,9 +105,10 @@ def test_a_plot_shows_every_measured_rate(made_up, tmp_path):
     forward, backward = plots.plot_kernels(table.read_rows(tmp_path / "kernels_card.csv")).axes
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in forward.containers}
     # What knows no patterns stands beside each of them.
-    assert heights == {"SSTA triton": [400.4] * 2, "FlexAttention": [400.4], "fast": [400.4], "SDPA cuDNN": [400.4] * 2}
+    assert heights == {"SSTA triton": [400.4] * 2, "FlexAttention": [400.4], "fast": [400.4], "SDPA cuDNN": [400.4] * 2,
+                       "SSTA triton, any order": []}
     assert [text.get_text().split("\n")[-1] for text in forward.get_xticklabels()] == ["48 of 120", "120 of 120, all"]
-    assert sum(map(len, backward.containers)) == 3
+    assert sum(map(len, backward.containers)) == 4
 
 
 def layer_csv(folder):

@@ -76,3 +76,18 @@ def test_dkv_is_written_as_its_line_in_the_launch_table():
     config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, copy_engine=False))
     assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
     assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"
+
+
+def test_the_hopper_kernels_have_the_constants_that_are_swept():
+    """Their present values are among the candidates, and a candidate changes nothing but its own call."""
+    import tune
+
+    from ssta.kernels import hopper_backward, hopper_forward
+
+    assert hopper_forward.CHUNK in tune.HOPPER["hopper"]["CHUNK"]
+    for kernel, deterministic in (("hopper-turns", True), ("hopper-any-order", False)):
+        for dim in (64, 128):
+            present = hopper_backward.constants(dim, deterministic)
+            assert all(present[name] in values for name, values in tune.HOPPER[kernel].items())
+    swept = tune.with_patch(hopper_forward, "CHUNK", 64, lambda: hopper_forward.CHUNK)
+    assert swept() == 64 and hopper_forward.CHUNK == 128

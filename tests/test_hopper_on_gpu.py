@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU, forward and backward in both orders of dQ: sizes and views that fit nothing, long sequences, the same bits."""
+"""The Hopper kernels on a GPU, forward and backward in both orders of dQ: awkward sizes and views, long sequences, the same bits."""
 
 from functools import partial
 from pathlib import Path
