@@ -203,6 +203,23 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+# Lists of single tokens, and other libraries' interfaces
+
+
+def tokens_table(rows: list[Row]) -> list[list[str]]:
+    """One line a call, with its rate in its own unit."""
+    lines = [["call", "ms", "spread", "rate", "extra MiB"]]
+    return lines + [[row["what"], milliseconds(row), spread(row), f"{figures(row['rate'])} {row['unit']}".strip(), figures(row["extra_mib"])]
+                    for row in rows]
+
+
+def interfaces_table(rows: list[Row]) -> list[list[str]]:
+    """One line an interface, block size, direction and library."""
+    lines = [["interface", "blocks", "direction", "library", "ms", "TFLOP/s", "plan, ms"]]
+    return lines + [[row["system"], f"({row['q_block']}, {row['k_block']})", row["what"], row["provider"].replace("ssta", "SSTA"),
+                     milliseconds(row), figures(row["tflops"]), figures(row["plan_ms"])] for row in rows]
+
+
 # Exactness
 
 
@@ -220,7 +237,7 @@ def errors_table(rows: list[Row]) -> list[list[str]]:
 # A document's name of a table -> the CSVs that it is made from, and how.
 TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table), "missing": ("kernels", missing_table),
           "sweep": ("sweep", times_table), "layer": ("layer", layer_table), "stages": ("layer", stages_table),
-          "errors": ("errors", errors_table)}
+          "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table), "errors": ("errors", errors_table)}
 
 
 def captioned(lines: list[list[str]], rows: list[Row]) -> str:

@@ -132,8 +132,15 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "errors_a.csv", [
         dict(impl="gather", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
         for name in ("out", "lse", "dq", "dk", "dv")])
-    filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("layer", "stages", "errors")), tmp_path)
-    layer, stages, errors = filled.split("<!-- /table -->\n")[:3]
+    times = dict(median_ms=2.0, q1_ms=1.9, q3_ms=2.1)
+    measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])
+    measure.write_rows(tmp_path / "interfaces_a.csv", [
+        dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
+    names = ("layer", "stages", "errors", "tokens", "interfaces")
+    filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
+    layer, stages, errors, tokens, interfaces = filled.split("<!-- /table -->\n")[:5]
+    assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
+    assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
     assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
     assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
     assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
