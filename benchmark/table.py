@@ -209,7 +209,7 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
 def tokens_table(rows: list[Row]) -> list[list[str]]:
     """One line a call, with its rate in its own unit."""
     lines = [["call", "ms", "spread", "rate", "extra MiB"]]
-    return lines + [[row["what"], milliseconds(row), spread(row), f"{figures(row['rate'])} {row['unit']}".strip(), figures(row["extra_mib"])]
+    return lines + [[row["what"], milliseconds(row), spread(row), f"{figures(row['rate'])} {row['unit']}", figures(row["extra_mib"])]
                     for row in rows]
 
 
