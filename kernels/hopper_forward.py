@@ -1,9 +1,8 @@
 """Hopper forward kernel: one warp brings tiles in through the copy engine, two warpgroups of 64 query rows multiply and take softmax.
 
 A program owns 128 query rows of one block, the blocks with the longest lists first, and walks the chunks of 128 keys that the block
-attends to, first those that a ragged tail cuts, then the whole ones. The scores of the next chunk are computed while the values of this
-one are added up. Another warp zeroes what stands behind a ragged tail's values before they are multiplied. Chunks that the causal diagonal
-cuts go one at a time.
+attends to: first those that a ragged tail or the causal diagonal cuts, one at a time, then the whole ones, where the scores of the next
+chunk are computed while the values of this one are added up.
 """
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .blocks import BlockLists
 from .hopper_names import aggregate, barrier, copy_in, copy_out
-from .hopper_primitives import clean, matrix, not_finite, product_layout, zero_tail
+from .hopper_primitives import clean, matrix, not_finite, product_layout
 from .hopper_tiles import reachable, tiles
 from .triton_chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
 from .triton_outputs import empty_outputs
@@ -27,7 +26,7 @@ from .triton_outputs import empty_outputs
 ROWS = 64          # of a warpgroup: the height of one wgmma
 WARPGROUPS = 2
 CHUNK = 128        # keys of a step, where blocks are long enough
-# 168 registers at entry for 4 + 4 + 1 + 1 warps, which count as 12; warp_specialize then gives the multiplying ones 240, the others 24.
+# 168 registers at entry for 4 + 4 + 1 warps; warp_specialize then gives the multiplying ones 240 and the loading one 24.
 OPTIONS = dict(num_warps=4, maxnreg=168)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
@@ -43,10 +42,9 @@ class Work:
     q_full: gl.shared_memory_descriptor    # one barrier a warpgroup
     k_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written it
     k_empty: gl.shared_memory_descriptor   # both warpgroups have read it
-    v_landed: gl.shared_memory_descriptor  # the copy engine has written V of a cut chunk, which is not clean yet
-    v_full: gl.shared_memory_descriptor    # it has written V, or what it wrote is clean
+    v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    v_clean: gl.shared_memory_descriptor   # under a causal mask: both warpgroups are done with a step of cleaning a cut chunk
+    v_clean: gl.shared_memory_descriptor   # both warpgroups are done with a step of cleaning a cut chunk
     starts: gl.tensor                      # pointer to the first tokens of the row's whole chunks, which stand at the front
     cut_starts: gl.tensor                  # pointer behind those of the cut ones, which stand at the back
     cut_sizes: gl.tensor                   # pointer behind their numbers of tokens
@@ -59,7 +57,7 @@ class Work:
     rows: gl.tensor                        # rows from there to the end of the block
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, q_full, k_full, k_empty, v_landed, v_full, v_empty, v_clean, starts, cut_starts, cut_sizes, whole, cut,
+    def __init__(self, q, k, v, q_full, k_full, k_empty, v_full, v_empty, v_clean, starts, cut_starts, cut_sizes, whole, cut,
                  batch, head, kv_head, row, rows):
         self.q = q
         self.k = k
@@ -67,7 +65,6 @@ class Work:
         self.q_full = q_full
         self.k_full = k_full
         self.k_empty = k_empty
-        self.v_landed = v_landed
         self.v_full = v_full
         self.v_empty = v_empty
         self.v_clean = v_clean
@@ -84,7 +81,7 @@ class Work:
 
 
 @gluon.jit
-def _load_chunk(work, i, start, k_tiles, v_tiles, v_full):
+def _load_chunk(work, i, start, k_tiles, v_tiles):
     """K and V of the ``i``-th chunk that the program walks, as soon as its stage is free."""
     STAGES: gl.constexpr = work.k.shape[0]
     stage = i % STAGES
@@ -94,12 +91,12 @@ def _load_chunk(work, i, start, k_tiles, v_tiles, v_full):
     mbarrier.expect(work.k_full.index(stage), k_tiles.block_type.nbytes)
     copy_in(k_tiles, [work.batch, work.kv_head, start, 0], work.k_full.index(stage), work.k.index(stage))
     mbarrier.wait(work.v_empty.index(stage), phase)
-    mbarrier.expect(v_full.index(stage), v_tiles.block_type.nbytes)
-    copy_in(v_tiles, [work.batch, work.kv_head, start, 0], v_full.index(stage), work.v.index(stage))
+    mbarrier.expect(work.v_full.index(stage), v_tiles.block_type.nbytes)
+    copy_in(v_tiles, [work.batch, work.kv_head, start, 0], work.v_full.index(stage), work.v.index(stage))
 
 
 @gluon.jit
-def _load(work, q_tiles, k_tiles, v_tiles, CAUSAL: gl.constexpr):
+def _load(work, q_tiles, k_tiles, v_tiles):
     """The loading partition: q once, then K and V of every chunk, cut ones first."""
     WARPGROUPS: gl.constexpr = work.q.shape[0]
     ROWS: gl.constexpr = work.q.shape[3]
@@ -107,24 +104,9 @@ def _load(work, q_tiles, k_tiles, v_tiles, CAUSAL: gl.constexpr):
         mbarrier.expect(work.q_full.index(group), q_tiles.block_type.nbytes)
         copy_in(q_tiles, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
     for i in range(work.cut):
-        _load_chunk(work, i, gl.load(work.cut_starts - 1 - i), k_tiles, v_tiles, work.v_full if CAUSAL else work.v_landed)
+        _load_chunk(work, i, gl.load(work.cut_starts - 1 - i), k_tiles, v_tiles)
     for i in range(work.whole):
-        _load_chunk(work, work.cut + i, gl.load(work.starts + i), k_tiles, v_tiles, work.v_full)
-
-
-@gluon.jit
-def _clean_tails(work, CAUSAL: gl.constexpr):
-    """The cleaning partition: a weight of zero times a NaN behind the last key would be NaN. Under a causal mask `_attend` does it."""
-    STAGES: gl.constexpr = work.k.shape[0]
-    if not CAUSAL:
-        for i in range(work.cut):
-            stage = i % STAGES
-            mbarrier.wait(work.v_landed.index(stage), (i // STAGES) & 1)
-            zero_tail(matrix(work.v.index(stage)), gl.load(work.cut_sizes - 1 - i))
-            # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there.
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(work.v_full.index(stage), count=1)
+        _load_chunk(work, work.cut + i, gl.load(work.starts + i), k_tiles, v_tiles)
 
 
 @gluon.jit
@@ -153,65 +135,8 @@ def _first_not_finite(buffer, size, column_layout: gl.constexpr):
 
 
 @gluon.jit
-def _before(scores, size):
-    """The scores of a chunk's first ``size`` keys, -inf for the others."""
-    CHUNK: gl.constexpr = scores.shape[1]
-    keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, product_layout(CHUNK)))
-    return gl.where((keys < size)[None, :], scores, float("-inf"))
-
-
-@gluon.jit
-def _step(work, i, q, p, acc, top, total, zero, scale_log2, CUT: gl.constexpr):
-    """Weights of the ``i``-th chunk, while the values of the one before it, weighted by p, are added to acc; (p, acc, top, total)."""
-    STAGES: gl.constexpr = work.k.shape[0]
-    o_layout: gl.constexpr = product_layout(work.k.shape[4])
-    stage = i % STAGES
-    before = (i - 1) % STAGES
-    mbarrier.wait(work.k_full.index(stage), (i // STAGES) & 1)
-    # The compiler waits for both products before the exponentials, and the other warpgroup multiplies meanwhile. Exponentials
-    # beside the own product measured 5 % slower on an H200, turns between the warpgroups 1 to 5 %.
-    s_token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(work.v_full.index(before), ((i - 1) // STAGES) & 1)
-    o_token = warpgroup_mma(p, matrix(work.v.index(before)), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[s_token])
-    mbarrier.arrive(work.k_empty.index(stage), count=1)
-    if CUT:
-        scores = _before(scores, gl.load(work.cut_sizes - 1 - i))
-    weights, factor, top, total = _softmax(scores, top, total, scale_log2)
-    acc = warpgroup_mma_wait(0, deps=[o_token])
-    mbarrier.arrive(work.v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
-    return gl.convert_layout(weights.to(work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), acc, top, total
-
-
-@gluon.jit
 def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr):
     """A multiplying partition: 64 query rows from the first chunk to the stored result."""
-    if CAUSAL:
-        _attend_rows(work, group, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)
-    else:
-        if work.rows > group * work.q.shape[3]:
-            _attend_rows(work, group, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)
-        else:
-            _let_go(work, group)
-
-
-@gluon.jit
-def _let_go(work, group: gl.constexpr):
-    """What a warpgroup without rows owes the others: it has read every chunk."""
-    STAGES: gl.constexpr = work.k.shape[0]
-    mbarrier.wait(work.q_full.index(group), 0)
-    for i in range(work.cut + work.whole):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(work.k_full.index(stage), phase)
-        mbarrier.arrive(work.k_empty.index(stage), count=1)
-        mbarrier.wait(work.v_full.index(stage), phase)
-        mbarrier.arrive(work.v_empty.index(stage), count=1)
-
-
-@gluon.jit
-def _attend_rows(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr):
     CHUNK: gl.constexpr = work.k.shape[3]
     ROWS: gl.constexpr = work.q.shape[3]
     STAGES: gl.constexpr = work.k.shape[0]
@@ -229,23 +154,25 @@ def _attend_rows(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift,
     q = matrix(work.q.index(group))
     mbarrier.wait(work.q_full.index(group), 0)
 
-    if CAUSAL:
-        for i in range(work.cut):
-            keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
-            stage = i % STAGES
-            phase = (i // STAGES) & 1
-            size = gl.load(work.cut_sizes - 1 - i)
-            mbarrier.wait(work.k_full.index(stage), phase)
-            token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[token])
-            mbarrier.arrive(work.k_empty.index(stage), count=1)
+    for i in range(work.cut):
+        keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        size = gl.load(work.cut_sizes - 1 - i)
+        mbarrier.wait(work.k_full.index(stage), phase)
+        token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(work.k_empty.index(stage), count=1)
+        visible = (keys < size)[None, :]
+        if CAUSAL:
             # The last key of the chunk that the first row sees.
             last = work.row + group * ROWS + shift - gl.load(work.cut_starts - 1 - i)
-            visible = (keys < size)[None, :] & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
-            weights, factor, top, total = _softmax(gl.where(visible, scores, float("-inf")), top, total, scale_log2)
-            mbarrier.wait(work.v_full.index(stage), phase)
-            v = matrix(work.v.index(stage))
-            acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+            visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
+        weights, factor, top, total = _softmax(gl.where(visible, scores, float("-inf")), top, total, scale_log2)
+        mbarrier.wait(work.v_full.index(stage), phase)
+        v = matrix(work.v.index(stage))
+        acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+        if CAUSAL:
             # What is not finite must reach the rows that see it and no others: so by hand, and not through the matrix unit.
             bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
             limit = gl.minimum(last + gl.arange(0, ROWS, layout=o_rows), CHUNK - 1)
@@ -253,36 +180,43 @@ def _attend_rows(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift,
             barrier()
             mbarrier.arrive(work.v_clean, count=1)
             mbarrier.wait(work.v_clean, 0)
-            clean(v, size, group, work.q.shape[0], True)
-            # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from both warpgroups.
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(work.v_clean, count=1)
-            mbarrier.wait(work.v_clean, 1)
-            token = warpgroup_mma(gl.convert_layout(weights.to(dtype), p_layout), v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[token])
-            mbarrier.arrive(work.v_empty.index(stage), count=1)
+        clean(v, size, group, work.q.shape[0], CAUSAL)
+        # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from both warpgroups.
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(work.v_clean, count=1)
+        # Under a causal mask this is the second step of two.
+        mbarrier.wait(work.v_clean, 1 if CAUSAL else i & 1)
+        token = warpgroup_mma(gl.convert_layout(weights.to(dtype), p_layout), v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(work.v_empty.index(stage), count=1)
 
-    first = work.cut if CAUSAL else 0
-    chunks = work.cut + work.whole
-    if chunks > first:
-        stage = first % STAGES
-        mbarrier.wait(work.k_full.index(stage), (first // STAGES) & 1)
+    if work.whole > 0:
+        stage = work.cut % STAGES
+        mbarrier.wait(work.k_full.index(stage), (work.cut // STAGES) & 1)
         token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(work.k_empty.index(stage), count=1)
-        if not CAUSAL:
-            scores = _before(scores, gl.where(work.cut > 0, gl.load(work.cut_sizes - 1), CHUNK))
         weights, factor, top, total = _softmax(scores, top, total, scale_log2)
+        acc = acc * gl.convert_layout(factor, o_rows)[:, None]
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        if not CAUSAL:
-            for i in range(1, work.cut):
-                p, acc, top, total = _step(work, i, q, p, acc, top, total, zero, scale_log2, True)
-        else:
+        for i in range(work.cut + 1, work.cut + work.whole):
+            stage = i % STAGES
+            before = (i - 1) % STAGES
+            mbarrier.wait(work.k_full.index(stage), (i // STAGES) & 1)
+            # The compiler waits for both products before the exponentials, and the other warpgroup multiplies meanwhile. Exponentials
+            # beside the own product measured 5 % slower on an H200, turns between the warpgroups 1 to 5 %.
+            s_token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(work.v_full.index(before), ((i - 1) // STAGES) & 1)
+            o_token = warpgroup_mma(p, matrix(work.v.index(before)), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[s_token])
+            mbarrier.arrive(work.k_empty.index(stage), count=1)
+            weights, factor, top, total = _softmax(scores, top, total, scale_log2)
+            acc = warpgroup_mma_wait(0, deps=[o_token])
+            mbarrier.arrive(work.v_empty.index(before), count=1)
             acc = acc * gl.convert_layout(factor, o_rows)[:, None]
-        for i in range(work.cut + 1 if CAUSAL else gl.maximum(work.cut, 1), chunks):
-            p, acc, top, total = _step(work, i, q, p, acc, top, total, zero, scale_log2, False)
-        before = chunks - 1
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+        before = work.cut + work.whole - 1
         mbarrier.wait(work.v_full.index(before % STAGES), (before // STAGES) & 1)
         token = warpgroup_mma(p, matrix(work.v.index(before % STAGES)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
@@ -354,7 +288,6 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, queue, out_b
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], barriers)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_clean = gl.allocate_shared_memory(gl.int64, [1], barriers)
@@ -363,22 +296,20 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, queue, out_b
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=WARPGROUPS)
-        mbarrier.init(v_landed.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     mbarrier.init(v_clean, count=WARPGROUPS)
     # The copy engine must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(q, k, v, q_full, k_full, k_empty, v_landed, v_full, v_empty, v_clean,
+    work = Work(q, k, v, q_full, k_full, k_empty, v_full, v_empty, v_clean,
                 starts, cut_starts, cut_starts + lists.to(gl.int64) * number * width,
                 gl.load(entry + 2), gl.load(entry + 3), batch, head, head // group, row, rows)
     gl.warp_specialize([
         (_attend, (work, 0, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)),
         (_attend, (work, 1, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)),
-        (_load, (work, q_tiles, k_tiles, v_tiles, CAUSAL)),
-        (_clean_tails, (work, CAUSAL)),
-    ], [4, 1, 1], [240, 24, 24])
+        (_load, (work, q_tiles, k_tiles, v_tiles)),
+    ], [4, 1], [240, 24])
 
 
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, in_place: bool = False,

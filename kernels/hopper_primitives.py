@@ -36,20 +36,3 @@ def clean(buffer, size, share: gl.constexpr, SHARES: gl.constexpr, FINITE: gl.co
     if FINITE:
         kept = kept & (not_finite(values) == 0)
     part.store(gl.where(kept, values, 0.0))
-
-
-@gluon.jit
-def zero_tail(buffer, size):
-    """Zeroes the rows from ``size`` on of a [CHUNK, D] matrix, by one warp that has few registers."""
-    ROWS: gl.constexpr = 8
-    COLUMNS: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for step in gl.static_range(buffer.shape[0] // ROWS):
-        if size < (step + 1) * ROWS:
-            for column in gl.static_range(buffer.shape[1] // COLUMNS):
-                part = buffer.slice(step * ROWS, ROWS).slice(column * COLUMNS, COLUMNS, dim=1)
-                if size <= step * ROWS:
-                    part.store(gl.zeros([ROWS, COLUMNS], buffer.dtype, layout))
-                else:
-                    rows = step * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-                    part.store(gl.where((rows < size)[:, None], part.load(layout), 0.0))
