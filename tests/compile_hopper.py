@@ -24,8 +24,8 @@ SHARED_MEMORY = 227 * 1024
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 # Bytes: what the program keeps for its end, when dK and dV are stored, while the loop has all registers.
 SPILLS_OUTSIDE_THE_LOOP = 900
-# A word or two of the forward at head_dim 128, set aside at the start of the program for its end.
-SPILLS_OF_FORWARD = 16
+# Triton 3.9's assembler sets aside two words of the forward under a causal mask at head_dim 128; 3.6 to 3.8 none.
+SPILLS_OF_CAUSAL = 16
 
 
 def tiles(rows: int, dim: int, name: str) -> str:
@@ -83,7 +83,7 @@ def passes(label: str, shared: int, said: str, spills: int = 0) -> bool:
 
 def main() -> int:
     fine = [passes(f"forward D={dim} chunk={chunk} {name} causal={causal}", *compile_forward(dim, chunk, name, causal),
-                   SPILLS_OF_FORWARD)
+                   SPILLS_OF_CAUSAL * causal)
             for dim in (64, 128) for chunk in (64, 128) for name in DTYPES for causal in (False, True)]
     fine += [passes(f"backward D={dim} {name} deterministic={deterministic} cut={cut}", *compile_backward(dim, name, deterministic, cut),
                     SPILLS_OUTSIDE_THE_LOOP)

@@ -5,9 +5,11 @@
 Needs an NVIDIA GPU and compute-sanitizer, which comes with CUDA. Exits with 1 if anything was found, and also if the planted errors were
 not: then the tool does not work here. memcheck sees each tensor as an allocation of its own, so that a step beyond one shows.
 
-What racecheck can say: it watches loads and stores of threads to shared memory, ordered by barriers of the block and, on recent versions,
-by mbarriers. The copy engine and wgmma touch shared memory past that, so for the Hopper kernels it judges only what threads store by hand
-(cleaned values, dS, results on their way out); the order of copies and products is what tests/hopper_emulator.py tries to break.
+What racecheck says of words that are no data is left out, and counted: the mbarriers, which many threads change on purpose, and the words
+through which Triton hands a kernel's arguments to its partitions, which all threads of the first one write alike. Which words these are
+is read from the compiled kernels. The copy engine and wgmma touch shared memory past racecheck, so for the Hopper kernels it judges what
+threads load and store themselves (cleaned values, dS, results on their way out); the order of copies and products is what
+tests/hopper_emulator.py tries to break.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from triton.experimental import gluon
@@ -29,10 +33,14 @@ from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice
 from ssta.kernels.interfaces.native_sparse_attention import selected_attention
 
-TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"]}
+TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
+OPTIONS = ["--print-limit", "1000000", "--show-backtrace", "no"]
 SECONDS = 120
-FOUND = re.compile(r"^========= (?:Error|Warning|Invalid|Program hit|Race|.*hazard).*", re.M)
+FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Potential|Uninitialized|Address).*)\n=========\s+(.*)", re.M)
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
+# Where a program's own shared memory begins: CUDA keeps what is before.
+RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
 
 
@@ -119,28 +127,64 @@ def run(family: str) -> None:
     torch.cuda.synchronize()
 
 
-def report(tool: str, family: str) -> bool:
-    """Prints what ``tool`` says of ``family``; whether it is what it should be."""
-    command = ["compute-sanitizer", *TOOLS[tool], sys.executable, __file__, "--run", family]
+def words_without_data(ptx: str) -> set[int]:
+    """Offsets in shared memory, in bytes, of the words of a kernel's mbarriers and of those that are stored to at a fixed address."""
+    known: dict[str, int] = {}
+    words: set[int] = set()
+
+    def offset(address: str) -> int | None:
+        base, _, more = address.partition("+")
+        start = 0 if base == "global_smem" else known.get(base)
+        return None if start is None else start + int(more or 0)
+
+    for line in ptx.splitlines():
+        if found := re.search(r"mov\.b32\s+(%r\d+), (global_smem(?:\+\d+)?);", line):
+            known[found[1]] = offset(found[2])
+        elif (found := re.search(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", line)) and found[2] in known:
+            known[found[1]] = known[found[2]] + int(found[3])
+        elif found := re.search(r"(mbarrier\.init\.shared\S*|st\.shared\S*)\s+\[([^\]]+)\]", line):
+            start = offset(found[2])
+            if start is not None:
+                size = re.search(r"(?:\.v(\d))?\.b(\d+)$", found[1])
+                size = int(size[1] or 1) * int(size[2]) // 8
+                words |= set(range(start // 4 * 4, start + size, 4))
+    return words
+
+
+def report(tool: str, family: str, cache: Path) -> bool:
+    """Prints what ``tool`` says of ``family``; whether it is what it should be. ``cache`` is where Triton keeps what it compiles."""
+    command = ["compute-sanitizer", *TOOLS[tool], *OPTIONS, sys.executable, __file__, "--run", family]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(cache)}
     try:
-        said = subprocess.run(command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True,
-                              timeout=SECONDS)
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{tool}: {family}: not done after {SECONDS} s", flush=True)
         return False
     text = said.stdout + said.stderr
-    summary = SUMMARY.findall(text)
-    errors = int(summary[-1]) if summary else None
-    first = next(iter(FOUND.findall(text)), "")[10:150]
-    if family == "planted errors":
+    errors, left_out = judge(text, {path.stem: words_without_data(path.read_text()) for path in cache.rglob("*.ptx")})
+    if not SUMMARY.search(text):
+        fine, verdict = False, f"did not run: {(text.strip().splitlines() or [''])[-1][:150]}"
+    elif family == "planted errors":
         fine = bool(errors)
-        verdict = f"found, {errors}" if fine else "NOT found: this tool does not work here"
+        verdict = f"found, {len(errors)}: {errors[0][:100]}" if fine else "NOT found: this tool does not work here"
     else:
-        fine = errors == 0 and said.returncode == 0
-        last = (text.strip().splitlines() or [""])[-1]
-        verdict = "clean" if fine else f"{errors} errors: {first}" if errors else f"did not run: {last[:150]}"
-    print(f"{tool}: {family}: {verdict}", flush=True)
+        fine = not errors and said.returncode == 0
+        first = "".join(f"\n    {error}" for error in list(dict.fromkeys(errors))[:4])
+        verdict = "clean" if fine else f"{len(errors)} errors, exit {said.returncode}{first}"
+    print(f"{tool}: {family}: {verdict}" + (f" ({left_out} reports of words without data)" if left_out else ""), flush=True)
     return fine
+
+
+def judge(text: str, without_data: dict[str, set[int]]) -> tuple[list[str], int]:
+    """What a tool found, one line each, and how many hazards on words ``without_data`` (kernel -> offsets) are not among them."""
+    errors, left_out = [], 0
+    for what, where in FOUND.findall(text):
+        hazard, kernel = HAZARD.search(what), re.search(r" at (\w+)", where)
+        if hazard and kernel and (int(hazard[1], 16) - RESERVED) // 4 * 4 in without_data.get(kernel[1], ()):
+            left_out += 1
+        else:
+            errors.append(f"{what}; {where}")
+    return errors, left_out
 
 
 def main() -> int:
@@ -155,8 +199,8 @@ def main() -> int:
         return 0
     if not shutil.which("compute-sanitizer"):
         parser.error("compute-sanitizer must be on the PATH; it comes with CUDA")
-    with ThreadPoolExecutor(options.workers) as pool:
-        fine = list(pool.map(lambda work: report(*work), product(options.tool, options.family)))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
+        fine = list(pool.map(lambda work: report(*work, Path(folder, *work)), product(options.tool, options.family)))
     return int(not all(fine))
 
 

@@ -15,6 +15,8 @@ BENCHMARK = Path(__file__).parent.parent / "benchmark"
 orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
 dims = pytest.mark.parametrize("dim", [64, 128])
 dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+# Every kernel that is compiled takes seconds, and dtype and head_dim have nothing to do with one another: not all pairs everywhere.
+both = pytest.mark.parametrize("dim, dtype", [(64, torch.float16), (128, torch.bfloat16)], ids=["64 fp16", "128 bf16"])
 # Neither a block nor the sum is a multiple of 16 or of 64; one block is empty, one short, one just longer than two tiles of 128.
 LENGTHS = [384, 131, 0, 333, 257, 7, 200]
 HEADS, KV_HEADS = 6, 2
@@ -52,9 +54,8 @@ def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, determin
 
 
 @orders
-@dims
-@dtypes
-@pytest.mark.parametrize("sizes", [(100, 100), (384, 128), (128, 384), (192, 80)], ids=str)
+@both
+@pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)
 def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic):
     """Uniform blocks whose last one is cut, on either side; more keys than queries and the other way round."""
     for q_len, kv_len in ((1201, 777), (505, 1313)):
@@ -72,8 +73,7 @@ def gradients(q, k, v, dout, blocks, deterministic):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-@dims
-@dtypes
+@both
 def test_the_same_bits_in_every_run(dim, dtype):
     """With several programs on every multiprocessor, which meet in another way each time. In any order only dQ may differ."""
     tokens, block = 12_345, 384
