@@ -20,10 +20,12 @@ def test_words_of_barriers_and_fixed_stores():
 def test_only_hazards_on_such_words_are_left_out():
     def hazard(kind, address, kernel):
         return (f"========= Error: Potential {kind} hazard detected at __shared__ {address:#x} in block (8,0,0) :\n"
-                f"=========     Write Thread (0,0,0) at {kernel}+0x1a0 in some.py:32\n=========     Current Value : 2, Incoming Value : 3\n")
+                f"=========     Write Thread (0,0,0) at {kernel}+0x1a0 in some.py:32\n"
+                "=========     Current Value : 2, Incoming Value : 3\n")
 
     text = (hazard("WAW", 1024 + 1028, "_kernel") + hazard("RAW", 1024 + 1032, "_kernel") + hazard("WAW", 1024 + 512, "_other")
             + "========= Invalid __global__ write of size 4 bytes\n=========     at _kernel+0x100 in some.py:3\n")
     errors, left_out = sanitize.judge(text, {"_kernel": sanitize.words_without_data(PTX), "_other": set()})
-    assert left_out == 1 and [error.split()[:2] for error in errors] == [["Potential", "RAW"], ["Potential", "WAW"], ["Invalid", "__global__"]]
+    assert left_out == 1
+    assert [error.split()[:2] for error in errors] == [["Potential", "RAW"], ["Potential", "WAW"], ["Invalid", "__global__"]]
     assert sanitize.judge("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", {}) == ([], 0)

@@ -98,7 +98,7 @@ def test_a_gpu_attends_over_its_selection_with_its_gradients(padding, by_token):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("padding, bound", [("none", 0.8), ("zero", 1.0)])
+@pytest.mark.parametrize("padding, bound", [("none", 0.85), ("zero", 1.0)])
 def test_memory_on_top_of_the_inputs(padding, bound):
     """In bytes of q, k, v and out: the three tiled copies, in the place of one of which the result comes."""
     heads, thw, text_len = 16, (31, 45, 80), 1985
