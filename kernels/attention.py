@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockLists
+from .launch import brings_together
 from .operators import watched
 
 IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
@@ -22,6 +23,7 @@ HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_QUERY_BLOCK = 128
 # Its copy engine brings at least 64 neighbouring keys; the portable kernels gather shorter blocks than these key by key.
 HOPPER_KEY_BLOCK = 16
+HOPPER_BACKWARD_KEY_BLOCK = 128
 
 
 def block_sparse_attention(
@@ -66,7 +68,7 @@ def block_sparse_attention(
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     # A compiled graph asks the GPU when it runs, in the operator.
     if not torch.compiler.is_compiling():
-        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, blocks.max_kv_length)
+        impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, _key_run(q, k, blocks, causal))
     if impl == "reference":
         from .reference import reference_attention
 
@@ -78,6 +80,7 @@ def block_sparse_attention(
             return (out, lse) if return_lse else out
         # The transpose is an input of the operator, so that lists used by many layers are transposed once.
         scatters = impl == "gather" or (impl == "auto" and q.device.type == "cpu")
+        scatters = scatters or brings_together(blocks, q.shape[1], k.shape[1], causal, backward=True)
         flipped = _with_kv_blocks(blocks, k.shape[2]).transpose() if needs_grad and not scatters else None
         out, lse = _forward(q, k, v, *_flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                             float(scale), causal, deterministic, impl)
@@ -98,7 +101,7 @@ def attend_in_place(
     if plain:
         _check(q, k, v, blocks)
         impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], blocks.max_q_length, blocks.max_kv_length)
-    if not plain or impl not in KERNELS:
+    if not plain or impl not in KERNELS or brings_together(blocks, q.shape[1], k.shape[1], causal=False):
         return block_sparse_attention(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
     return _run(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, impl, in_place=True)[0]
 
@@ -248,18 +251,24 @@ def _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, nu
     return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
 
 
+def _key_run(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> int:
+    """Neighbouring keys that an implementation finds in memory: those of a block, or of a whole list that is brought together first."""
+    return HOPPER_KEY_BLOCK if brings_together(blocks, q.shape[1], k.shape[1], causal) else blocks.max_kv_length
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str,
          **options) -> tuple[Tensor, Tensor]:
+    forward = _implementation(impl, brings_together(blocks, q.shape[1], k.shape[1], causal))[0]
     if not torch.is_autocast_enabled(q.device.type):
-        return _implementation(impl)[0](q, k, v, blocks, scale, causal, **options)
+        return forward(q, k, v, blocks, scale, causal, **options)
     # What is summed in float32 must stay so under autocast.
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[0](q, k, v, blocks, scale, causal, **options)
+        return forward(q, k, v, blocks, scale, causal, **options)
 
 
 @lru_cache
-def _implementation(impl: str):
-    """(forward, backward) of an implementation, imported when first chosen."""
+def _implementation(impl: str, together: bool = False):
+    """(forward, backward) of an implementation, imported when first chosen; with ``together`` over keys that are first copied together."""
     if impl == "gather":
         from .gather import gather_backward, gather_forward
 
@@ -268,6 +277,10 @@ def _implementation(impl: str):
         import triton  # noqa: F401
     except ImportError as error:
         raise ImportError(f"impl={impl!r} requires triton: pip install triton, or choose impl='gather'") from error
+    if together:
+        from .triton_together import together_backward, together_forward
+
+        return tuple(map(partial, (together_forward, together_backward), _implementation(impl)))
     if impl == "hopper":
         from .hopper_backward import hopper_backward
         from .hopper_forward import hopper_forward
@@ -286,7 +299,7 @@ def _forward(
     counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, max_kv_length)
+    impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, _key_run(q, k, blocks, causal))
     return _run(q, k, v, blocks, scale, causal, impl)
 
 
@@ -308,13 +321,14 @@ def _backward(
         flipped = _unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
                              max_q_length)
     impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, max_kv_length)
-    # The Hopper backward knows no causal mask; both forwards save the same.
-    if impl == "hopper" and causal:
+    # The Hopper backward knows no causal mask, and its tiles of 128 keys would be half empty; both forwards save the same.
+    if impl == "hopper" and (causal or max_kv_length <= HOPPER_BACKWARD_KEY_BLOCK // 2):
         impl = "triton"
     # The others have only one order in which they add up.
     order = (deterministic,) if impl == "hopper" else ()
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+        return _implementation(impl, brings_together(blocks, q.shape[1], k.shape[1], causal, backward=True))[1](
+            dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
 
 
 @_backward.register_fake

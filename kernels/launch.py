@@ -7,9 +7,15 @@ from functools import lru_cache
 
 import torch
 
+from .blocks import BlockLists
+
 HOPPER_SHARED_MEMORY = 227 * 1024
 # Shorter key blocks are gathered: the matrix unit multiplies by at least 16 keys, so as tiles of their own they would be mostly padding.
 GATHERED_BELOW = 16
+# Where this many query rows share a list of such blocks, its keys are first copied behind one another, for the backward always.
+TOGETHER_ROWS = 512
+# Memory for the copies of keys and values.
+TOGETHER_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,16 @@ def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLi
         best = replace(best, num_stages=1)
     # Masks and the search for NaN pass through some shared memory of their own.
     return _fit(best, head_dim, q_block, best.block_n, limits.shared_memory - 8192 * limited, stationary)
+
+
+def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool, backward: bool = False) -> bool:
+    """Whether listed keys are brought together in memory before they are attended to, with ``heads`` query heads.
+
+    Copies know no positions, and parts of equal size need blocks of equal length.
+    """
+    uniform = all(isinstance(x, int) for x in (blocks.q_offsets, blocks.kv_offsets)) and blocks.q_lengths is blocks.kv_lengths is None
+    rows = blocks.max_q_length * (heads // max(kv_heads, blocks.counts.shape[1]))
+    return uniform and not causal and blocks.max_kv_length < GATHERED_BELOW and blocks.capacity > 0 and (backward or rows >= TOGETHER_ROWS)
 
 
 def token_config(group: int, head_dim: int, v_head_dim: int) -> LaunchConfig:
