@@ -6,11 +6,14 @@ such lists stand on it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from .attention import autocast_inputs, resolve_impl, resolve_scale
-from .token_lists import KeyLists, TokenLists
+from .operators import watched
+from .token_lists import KeyLists, PaddedCache, TokenLists
 
 TOKEN_IMPLEMENTATIONS = ("auto", "gather", "triton")
 
@@ -38,8 +41,12 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     inverse = None
     if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         inverse = lists.invert()
+    elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
+        # The operator would cost more than a step of decoding.
+        return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, *keys, lists.block_size, scale, impl)
+    cache = None if lists.cache is None else list(map(int, lists.cache))
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.whole, *keys, cache, lists.block_size, scale, impl)
 
 
 def resolve_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
@@ -94,6 +101,7 @@ def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: t
         raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
 
 
+@lru_cache
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "gather":
@@ -106,13 +114,22 @@ def _implementation(impl: str):
     return triton_token_forward, triton_token_backward
 
 
+def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl: str) -> tuple[Tensor, Tensor]:
+    if not torch.is_autocast_enabled(q.device.type):
+        return _implementation(impl)[0](q, k, v, lists, scale)
+    # What is summed in float32 must stay so under autocast.
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(impl)[0](q, k, v, lists, scale)
+
+
 @torch.library.custom_op("ssta::token_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor, spans: Tensor, starts: Tensor | None, sizes: Tensor | None,
-    tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, block_size: int, scale: float, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, whole: Tensor | None, starts: Tensor | None,
+    sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, cache: list[int] | None,
+    block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[0](q, k, v, TokenLists(ids, counts, spans, block_size), scale)
+    padded = None if cache is None else PaddedCache(cache[0], cache[1], bool(cache[2]))
+    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, whole=whole, cache=padded), scale, impl)
 
 
 @_forward.register_fake
@@ -124,12 +141,13 @@ def _(q, k, v, *_):
 @torch.library.custom_op("ssta::token_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
-    spans: Tensor, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None,
-    block_size: int, scale: float, impl: str,
+    spans: Tensor, whole: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
+    key_counts: Tensor | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)
+    lists = TokenLists(ids, counts, spans, block_size, whole=whole)
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, TokenLists(ids, counts, spans, block_size), inverse, scale)
+        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 
 
 @_backward.register_fake
@@ -138,7 +156,8 @@ def _(dout, dlse, q, k, v, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, block_size, scale, impl = inputs
+    *tensors, cache, block_size, scale, impl = inputs
+    assert cache is None, "no gradient through a cache"
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.options = block_size, scale, impl
     ctx.set_materialize_grads(False)
@@ -147,9 +166,9 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, dout, dlse):
     q, k, v, out, *rest = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 14
+        return (None,) * 16
     dout = torch.zeros_like(out) if dout is None else dout
-    return (*_backward(dout, dlse, q, k, v, out, *rest, *ctx.options), *(None,) * 11)
+    return (*_backward(dout, dlse, q, k, v, out, *rest, *ctx.options), *(None,) * 13)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

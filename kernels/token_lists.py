@@ -7,8 +7,9 @@ and a span of keys that it may see at all: its sequence in a packed batch, what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,24 +26,56 @@ class KeyLists:
     counts: Tensor   # int32 [Hkv, Nk], how long it is
 
 
+class PaddedCache(NamedTuple):
+    """Caches of one size, one for each token, in which a token's keys are the first or, if ``left`` is padded, the last."""
+
+    pitch: int      # rows from one cache to the next
+    capacity: int   # rows of a cache
+    left: bool
+
+
 @dataclass(frozen=True, eq=False)
 class TokenLists:
     """For every (query token, key/value head), the key blocks that it attends to.
 
     Args:
         ids: int32 ``[T, Hkv, capacity]``, block numbers, counted from the token's origin. Ids below 0 or past the span are absent.
-        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count.
+        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count, from the front on; None: all.
         spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
             ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
         block_size: tokens of a key block.
         invert: makes the KeyLists; None where no gradient is asked for.
+        whole: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
+            others at the back. None where nothing is known of them.
+        cache: where given, ``spans`` is instead int32 or int64 ``[T]``, the keys of each token's own padded cache.
     """
 
     ids: Tensor
-    counts: Tensor
+    counts: Tensor | None
     spans: Tensor
     block_size: int
     invert: Callable[[], KeyLists] | None = None
+    whole: Tensor | None = None
+    cache: PaddedCache | None = None
+
+    def used(self) -> Tensor:
+        """bool as ids: which entries count."""
+        capacity = self.ids.shape[2]
+        slot = torch.arange(capacity, device=self.ids.device)
+        if self.counts is None:
+            return torch.ones_like(self.ids, dtype=torch.bool)
+        if self.whole is None:
+            return slot < self.counts[..., None]
+        return (slot < self.whole[..., None]) | (slot >= capacity - (self.counts - self.whole)[..., None])
+
+    def token_spans(self) -> Tensor:
+        """``spans`` in its full form, int32 [T, 3]."""
+        if self.cache is None:
+            return self.spans
+        length = self.spans.clamp(0, self.cache.capacity).int()
+        origin = torch.arange(len(length), dtype=torch.int32, device=length.device) * self.cache.pitch
+        first = self.cache.capacity - length if self.cache.left else torch.zeros_like(length)
+        return torch.stack([origin, first, first + length], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +138,18 @@ class Packed:
         return firsts, (cu[sequence] + before).where(known, 0).int(), sizes.int()
 
 
-def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Tensor, block_size: int) -> TokenLists:
+def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
     """TokenLists from block ids ``[T, Hkv, S]`` of any integer dtype and any values, unsorted.
 
     Ids below 0, past the token's span or at a slot from ``counts`` [T, Hkv] on are left out, and an id that is repeated counts once.
-    Does not synchronise.
+    Does not synchronise. ``impl`` is "triton" or "gather", as the attention's; it changes nothing but speed.
     """
+    if impl == "triton":
+        from .triton_token_lists import chosen_blocks
+
+        ids, counts, whole = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
+        lists = TokenLists(ids, counts, spans, block_size, whole=whole)
+        return replace(lists, invert=partial(_invert, lists, packed))
     nowhere = torch.iinfo(torch.int32).max
     blocks = (spans[:, 2] + (block_size - 1)) // block_size
     known = (ids >= 0) & (ids < blocks[:, None, None])
@@ -120,16 +159,17 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     counts = (ids != nowhere).sum(-1, dtype=torch.int32)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    ids = ids.masked_fill(repeated, -1)
-    return TokenLists(ids, counts, spans, block_size, partial(_invert, ids, counts, packed, block_size))
+    lists = TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size)
+    return replace(lists, invert=partial(_invert, lists, packed))
 
 
-def _invert(ids: Tensor, counts: Tensor, packed: Packed, block_size: int) -> KeyLists:
+def _invert(lists: TokenLists, packed: Packed) -> KeyLists:
     """Sorts all entries by key block; the sort is stable, so tokens stay in order."""
+    ids = lists.ids
     tokens, heads, capacity = ids.shape
-    firsts, starts, sizes = packed.key_blocks(block_size)
+    firsts, starts, sizes = packed.key_blocks(lists.block_size)
     number = len(starts)
-    used = (torch.arange(capacity, device=ids.device) < counts[..., None]) & (ids >= 0)
+    used = lists.used() & (ids >= 0)
     block = (firsts[packed.places()[0], None, None] + ids).where(used, number)
     rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
     keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
@@ -147,24 +187,23 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     if impl == "triton":
         from .triton_token_lists import key_tokens, token_blocks
 
-        ids, counts = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
-        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size))
+        ids, counts, whole = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
+        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), whole)
     sequence, position, inside = packed.places()
     inside = inside & (position < mask.shape[2])
     rows = mask[sequence, :, position.clamp(0, max(mask.shape[2] - 1, 0))] & inside[:, None, None]
     rows = rows & (torch.arange(mask.shape[3], device=mask.device) * block_size < spans[:, 2:, None])
-    ids, counts = _sorted_rows(rows)
-    return TokenLists(ids, counts, spans, block_size, partial(_invert, ids, counts, packed, block_size))
+    lists = TokenLists(*_sorted_rows(rows), spans, block_size)
+    return replace(lists, invert=partial(_invert, lists, packed))
 
 
-def lists_from_rows(mask: Tensor, spans: Tensor, block_size: int, impl: str) -> TokenLists:
-    """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``, one row a token. Does not synchronise."""
+def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
+    """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``, one row a token, each with a cache of its own. Does not synchronise."""
     if impl == "triton":
-        from .triton_token_lists import token_blocks
+        from .triton_token_lists import row_blocks
 
-        one_each = torch.arange(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
-        return TokenLists(*token_blocks(mask[:, :, None], one_each, mask.shape[0], block_size, causal=False), spans, block_size)
-    return TokenLists(*_sorted_rows(mask), spans, block_size)
+        return TokenLists(*row_blocks(mask), lengths, block_size, cache=cache)
+    return TokenLists(*_sorted_rows(mask), lengths, block_size, cache=cache)
 
 
 def _sorted_rows(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .launch import token_config, token_dkv_config
 from .token_lists import KeyLists, TokenLists
 from .triton_primitives import LOG2E, finite_or_zero, load_rows, store_rows
-from .triton_token_forward import gather_rows, listed_keys
+from .triton_token_forward import gather_rows, key_tiles, list_parts, listed_keys, load_tile
 
 # Pieces that the lists of all key blocks together are cut into, on top of one for each list. Twice as many blocks of dK and of dV are
 # allocated in float32: 128 MiB for blocks of 64 tokens at head_dim 128.
@@ -27,14 +27,15 @@ SHORTEST_PIECE = 256
 
 
 @triton.jit
-def _dq_kernel(q, k, v, dout, dq, lse2, delta, ids, counts, spans, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
+def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, whole, spans, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
                dq_row, dq_head, kv_heads, capacity, scale_log2, scale,
                GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     token, kv_head = tl.program_id(0), tl.program_id(1)
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
-    count = tl.minimum(tl.load(counts + at), capacity)
+    TILED: tl.constexpr = BLOCK % N == 0
+    tiled, front, back = list_parts(counts, whole, at, capacity, TILED)
     ids += at * capacity
     k += kv_head.to(tl.int64) * k_head
     v += kv_head.to(tl.int64) * v_head
@@ -45,8 +46,17 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, ids, counts, spans, q_row, q_head
     row_lse2 = tl.load(lse2 + at * GROUP + member, mask=member < GROUP, other=float("inf"))
     row_delta = tl.load(delta + at * GROUP + member, mask=member < GROUP, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    for step in range(tl.cdiv(count * BLOCK, N)):
-        rows, seen = listed_keys(ids, count, origin, low, high, step, N, BLOCK)
+    if TILED:
+        PARTS: tl.constexpr = BLOCK // N
+        for step in range(tiled * PARTS):
+            row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
+            keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
+            values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
+            weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
+            dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
+            acc = tl.dot(dscores.to(keys.dtype), keys, acc)
+    for step in range(tl.cdiv((front + back) * BLOCK, N)):
+        rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
         weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
@@ -180,8 +190,11 @@ def triton_token_backward(
     strides = [stride for x in (q, k, v, dout) for stride in x.stride()[:2]]
 
     config = token_config(group, dim, v_dim)
+    through_engine = (None, None)
+    if lists.whole is not None:
+        through_engine = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
-        q, k, v, dout, dq, lse2, delta, lists.ids, lists.counts, lists.spans, *strides, *dq.stride()[:2], kv_heads, capacity,
+        q, k, v, *through_engine, dout, dq, lse2, delta, lists.ids, lists.counts, lists.whole, lists.spans, *strides, *dq.stride()[:2], kv_heads, capacity,
         scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         num_warps=config.num_warps, num_stages=config.num_stages)
 

@@ -209,7 +209,7 @@ def test_splits_change_nothing(device, impl):
     packed = Packed(cu_q, cu_k, 3, 300)
     ids = torch.randint(-1, 40, (3, 2, 24), device=device)
     ids[1] = -1
-    lists = lists_from_ids(ids, None, packed, packed.spans(), 8)
+    lists = lists_from_ids(ids, None, packed, packed.spans(), 8, impl)
     out, lse = triton_token_forward(q, k, v, lists, 0.25, splits=1)
     for splits in (2, 4, 8):
         for a, b in zip(triton_token_forward(q, k, v, lists, 0.25, splits=splits), (out, lse)):
@@ -267,8 +267,8 @@ def test_operator_registration():
     q, k, v = (x[0].requires_grad_() for x in inputs(1, 12, 4, 2, 16, 8, "cpu", torch.float32))
     cu = torch.tensor([0, 12], dtype=torch.int32)
     packed = Packed(cu, cu, 12, 12)
-    lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4)
-    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 5, 4, 0.25, "gather"))
+    lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4, "gather")
+    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 7, 4, 0.25, "gather"))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..token_attention import check_tensor, check_token_inputs, token_attention
+from ..token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
 from ..token_lists import Packed, lists_from_ids
 from .arguments import require_bool, require_int
 
@@ -60,7 +60,7 @@ def selected_attention(
     elif block_counts is not None:
         require_int("block_counts", block_counts, 0)
         block_indices, block_counts = block_indices[..., :block_counts], None
-    lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size)
+    lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, _lists_impl(q, v, impl))
     out, lse = _attend(q, k, v, lists, scale, impl)
     return (out, lse) if return_lse else out
 
@@ -165,7 +165,7 @@ class NativeSparseAttention:
             check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
         packed = _packed(q, k, None)
         spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
-        lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size)
+        lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, _lists_impl(q, v, impl))
         return _attend(q, k, v, lists, self.scale, impl)[0]
 
 
@@ -197,8 +197,12 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
     spans = packed.spans(window=window)
     # As many blocks as a window can touch, from the one that it begins in.
     ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
-    lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK)
+    lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
     return _attend(q, k, v, lists, scale, impl)[0]
+
+
+def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
+    return resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
-from ..token_lists import TokenLists, lists_from_rows
+from ..token_lists import PaddedCache, TokenLists, lists_from_rows
 from .arguments import require_bool, require_int
 
 INTEGERS = (torch.int32, torch.int64)
@@ -45,7 +45,7 @@ def block_sparse_flash_decode_gqa_indice(
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
     cache.check_capacity(max_cache_seqlen)
     cache.check_indices(block_indices, max_selected_blocks)
-    return cache.attend(_listed(block_indices, cache.spans(left=False), block_size), sm_scale, impl)
+    return cache.attend(cache.listed(block_indices, left=False), sm_scale, impl)
 
 
 def block_sparse_flash_decode_gqa_mask(
@@ -61,8 +61,7 @@ def block_sparse_flash_decode_gqa_mask(
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
     cache.check_capacity(max_cache_seqlen)
     cache.check_mask(block_mask)
-    lists = lists_from_rows(block_mask, cache.spans(left=False), block_size, cache.resolve(impl))
-    return cache.attend(lists, sm_scale, impl)
+    return cache.attend(cache.masked(block_mask, left=False, impl=impl), sm_scale, impl)
 
 
 def block_sparse_flash_decode_leftpad_gqa_indice(
@@ -79,7 +78,7 @@ def block_sparse_flash_decode_leftpad_gqa_indice(
     """
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
     cache.check_indices(block_indices)
-    return cache.attend(_listed(block_indices, cache.spans(left=True), block_size), sm_scale, impl)
+    return cache.attend(cache.listed(block_indices, left=True), sm_scale, impl)
 
 
 def block_sparse_flash_decode_leftpad_gqa_mask(
@@ -101,11 +100,11 @@ def block_sparse_flash_decode_leftpad_gqa_mask(
         raise ValueError("debug must be False: upstream's internal buffers do not exist here, got True")
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
     cache.check_mask(block_mask)
-    spans = cache.spans(left=True)
     if first_block_unmasked:
         block = torch.arange(block_mask.shape[2], device=block_mask.device)
-        block_mask = block_mask | (block == (spans[:, 1] // block_size)[:, None, None])
-    return cache.attend(lists_from_rows(block_mask, spans, block_size, cache.resolve(impl)), sm_scale, impl)
+        first = (cache.capacity - cache.lengths.clamp(0, cache.capacity)) // block_size
+        block_mask = block_mask | (block == first[:, None, None])
+    return cache.attend(cache.masked(block_mask, left=True, impl=impl), sm_scale, impl)
 
 
 class _Cache:
@@ -143,24 +142,19 @@ class _Cache:
         blocks = -(-self.capacity // self.block_size)
         check_tensor("block_mask", block_mask, (torch.bool,), (self.q.shape[0], self.kv_heads, blocks), "[B, Hkv, blocks]", self.q.device)
 
-    def spans(self, left: bool) -> Tensor:
-        """Where the keys of each sequence lie, as TokenLists has it."""
-        number = torch.arange(self.q.shape[0], dtype=torch.int32, device=self.q.device)
-        length = self.lengths.clamp(0, self.capacity).int()
-        low, high = (self.capacity - length, torch.full_like(length, self.capacity)) if left else (torch.zeros_like(length), length)
-        return torch.stack([number * self.pitch, low, high], 1)
+    def listed(self, block_indices: Tensor, left: bool) -> TokenLists:
+        return TokenLists(block_indices.contiguous(), None, self.lengths, self.block_size, cache=self.padded(left))
 
-    def resolve(self, impl: str) -> str:
-        return resolve_token_impl(impl, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+    def masked(self, block_mask: Tensor, left: bool, impl: str) -> TokenLists:
+        impl = resolve_token_impl(impl, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+        return lists_from_rows(block_mask, self.lengths, self.padded(left), self.block_size, impl)
+
+    def padded(self, left: bool) -> PaddedCache:
+        return PaddedCache(self.pitch, self.capacity, left)
 
     def attend(self, lists: TokenLists, scale: float | None, impl: str) -> Tensor:
         with torch.no_grad():
             return token_attention(self.q, self.k, self.v, lists, scale=scale, impl=impl)[0]
-
-
-def _listed(block_indices: Tensor, spans: Tensor, block_size: int) -> TokenLists:
-    counts = torch.full(block_indices.shape[:2], block_indices.shape[2], dtype=torch.int32, device=block_indices.device)
-    return TokenLists(block_indices.contiguous(), counts, spans, block_size)
 
 
 def _pitch(x: Tensor) -> int | None:
