@@ -71,7 +71,9 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int, ordered: bool = False) -> LaunchConfig:
+def gathered_config(
+    head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int, ordered: bool = False,
+) -> LaunchConfig:
     """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
 
     ``ordered``, under a causal order among listed keys, one stage: with two or three, Triton 3.6 on an H200 hides keys that a row should see

@@ -198,7 +198,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
 
 
 def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
-    """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``, one row a token, each with a cache of its own. Does not synchronise."""
+    """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``: a row and a cache for every token. Does not synchronise."""
     if impl == "triton":
         from .triton_token_lists import row_blocks
 

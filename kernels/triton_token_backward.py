@@ -27,8 +27,8 @@ SHORTEST_PIECE = 256
 
 
 @triton.jit
-def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, whole, spans, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
-               dq_row, dq_head, kv_heads, capacity, scale_log2, scale,
+def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, whole, spans, q_row, q_head, k_row, k_head,
+               v_row, v_head, do_row, do_head, dq_row, dq_head, kv_heads, capacity, scale_log2, scale,
                GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     token, kv_head = tl.program_id(0), tl.program_id(1)
@@ -194,8 +194,8 @@ def triton_token_backward(
     if lists.whole is not None:
         through_engine = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
-        q, k, v, *through_engine, dout, dq, lse2, delta, lists.ids, lists.counts, lists.whole, lists.spans, *strides, *dq.stride()[:2], kv_heads, capacity,
-        scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
+        q, k, v, *through_engine, dout, dq, lse2, delta, lists.ids, lists.counts, lists.whole, lists.spans, *strides,
+        *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         num_warps=config.num_warps, num_stages=config.num_stages)
 
     config = token_dkv_config(dim, v_dim, lists.block_size)

@@ -393,6 +393,52 @@ def test_variable_plan_refuses(changes, error, message):
         VariableBlockSparseAttentionWrapper(torch.empty(1)).plan(**(VARIABLE | changes))
 
 
+def paged(page_size, layout, device="cpu", dtype=torch.float64, **changes):
+    """(planned wrapper, q, k and v of 24 entries or more in pages): every row lists five entries, some of them in one page."""
+    heads, kv_heads, dim, rows, entries = 4, 2, 64, 6, 24
+    q = torch.randn(rows, heads, dim, device=device, dtype=dtype)
+    k, v = torch.randn(2, entries // page_size + 1, page_size, kv_heads, dim, device=device, dtype=dtype)
+    route = torch.stack([torch.randperm(entries)[:5] for _ in range(rows)]).int().to(device)
+    indptr = torch.arange(0, 5 * rows + 1, 5, dtype=torch.int32, device=device)
+    if layout == "HND":
+        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
+    arguments = dict(indptr=indptr, indices=route.flatten(), M=rows, N=entries, R=1, C=1, num_qo_heads=heads, num_kv_heads=kv_heads,
+                     head_dim=dim, kv_cache_page_size=page_size, q_data_type=dtype, o_data_type=dtype)
+    wrapper = BlockSparseAttentionWrapper(torch.empty(1, device=device), kv_layout=layout)
+    wrapper.plan(**(arguments | changes))
+    return wrapper, q, k, v, route
+
+
+@pytest.mark.parametrize("device, dtype", [entry.values[:2] if not entry.marks else pytest.param(*entry.values[:2], marks=entry.marks)
+                                           for entry in EVERYWHERE if entry.values[2] == "auto"])
+@pytest.mark.parametrize("page_size, layout", [(1, "NHD"), (4, "NHD"), (4, "HND")])
+def test_entries_of_a_cache_of_pages(device, dtype, page_size, layout):
+    wrapper, q, k, v, route = paged(page_size, layout, device, dtype)
+    seen = torch.zeros(1, 1, 6, 24, dtype=torch.bool, device=device).scatter_(-1, route[None, None].long(), True)
+    flat_k, flat_v = (torch.cat(list(x if layout == "NHD" else x.transpose(1, 2)))[:24] for x in (k, v))
+    assert_attends(wrapper.run(q, k, v, return_lse=True), q, flat_k, flat_v, seen, heads_last)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: paged(4, "HND", kv_cache_page_size=None), "kv_layout must be 'NHD' without pages of a cache, got 'HND'"),
+    (lambda: paged(4, "HND", C=2), "C must be 1 with kv_cache_page_size"),
+    (lambda: paged(4, "HND", indices=torch.full((30,), -1)), "indices must be non-negative, got -1"),
+    (lambda: paged(4, "HND", indices=torch.full((30,), 24)), "got 24 to 24, which is out of bounds"),
+    (lambda: run_paged(lambda k, v: (k, v[:-2])), "v must hold the planned 24 KV entries, got 5 pages of 4"),
+    (lambda: run_paged(lambda k, v: (torch.cat([k, k]), v)), "v must have k's 14 pages, got 7"),
+    (lambda: run_paged(lambda k, v: (k[:, :, :-1], v[:, :, :-1])), "k must have the planned 4 entries per page, got 3"),
+    (lambda: run_paged(lambda k, v: (k[:, :1], v)), r"k must have 2 heads and head_dim 64, got shape \(7, 4, 1, 64\)"),
+])
+def test_pages_that_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def run_paged(change):
+    wrapper, q, k, v, _ = paged(4, "HND")
+    return wrapper.run(q, *change(k, v))
+
+
 @pytest.mark.parametrize("changes, error, message", [
     (dict(M=torch.zeros(2, 16, 2, 8)), ValueError, r"v must have k's shape \(2, 8, 2, 8\), got \(2, 16, 2, 8\)"),
     (dict(N=torch.ones(2, 3)), TypeError, "the block mask must be a bool tensor, got torch.float32"),
@@ -400,7 +446,7 @@ def test_variable_plan_refuses(changes, error, message):
     (dict(N=torch.ones(3, 2, 2, dtype=torch.bool)), ValueError, "the block mask must have batch 1 or 2 and heads 1, 2 or 4"),
     (dict(block_size=None), TypeError, "block_size must be an int, got NoneType"),
     (dict(num_qo_heads=2), ValueError, r"q must be \[2, tokens, 2, 8\], got shape \(2, 8, 4, 8\)"),
-    (dict(block_mask=torch.ones(1)), ValueError, "mask, packed_mask and block_mask must be None where q, k, v and a block mask"),
+    (dict(block_mask=torch.ones(1)), ValueError, "kv_cache_page_size must be None where q, k, v and a block mask"),
 ])
 def test_the_loose_form_refuses(changes, error, message):
     q, k = torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
@@ -413,7 +459,9 @@ def test_the_loose_form_refuses(changes, error, message):
 @pytest.mark.parametrize("make, error, message", [
     (lambda: BlockSparseAttentionWrapper(None), TypeError, "float_workspace_buffer must be a tensor, got NoneType"),
     (lambda: BlockSparseAttentionWrapper(torch.empty(1), "fa4"), ValueError, "backend must be one of 'auto', 'fa2'"),
-    (lambda: VariableBlockSparseAttentionWrapper(torch.empty(1), kv_layout="HND"), ValueError, "kv_layout must be 'NHD', got 'HND'"),
+    (lambda: BlockSparseAttentionWrapper(torch.empty(1), kv_layout="NH"), ValueError, "kv_layout must be 'NHD' or 'HND', got 'NH'"),
+    (lambda: VariableBlockSparseAttentionWrapper(torch.empty(1), kv_layout="HND").plan(None, None, None, 1, 1, 8), ValueError,
+     "kv_layout must be 'NHD' without pages of a cache, got 'HND'"),
     (lambda: BlockSparseAttentionWrapper(torch.empty(1)).run(*small_inputs()), RuntimeError, r"plan\(\) must be called before run\(\)"),
     (lambda: convert_bsr_mask_layout(torch.zeros(2, 2), torch.tensor([0])), ValueError, r"mask must be a tensor \[nnz, R, C\]"),
     (lambda: convert_bsr_mask_layout(torch.zeros(2, 2, 2), torch.tensor([0.0])), TypeError, "indptr must be an int32 or int64 tensor"),

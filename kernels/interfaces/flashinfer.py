@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from .arguments import require_bool, require_int
 from .flashinfer_plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
-UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
+UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
                      "vsa_blackwell_blk64")
 BACKENDS = ("gather", "triton", "hopper")
 
@@ -47,15 +49,16 @@ class _Wrapper:
             float_workspace_buffer: any tensor; where it lies is where the wrapper works. Nothing is ever written to it.
             backend: "gather", "triton" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto", "fa2",
                 "fa3", "vsa_sm100_blk128", ...) stand for kernels of FlashInfer's and all mean "auto".
-            kv_layout: "NHD", tokens before heads; nothing else is there.
+            kv_layout: "NHD", tokens before heads; "HND" in pages of a cache, heads before entries, where ``plan`` is given their size.
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
         """
         if backend not in UPSTREAM_BACKENDS + BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, UPSTREAM_BACKENDS + BACKENDS))}, got {backend!r}")
-        if kv_layout != "NHD":
-            raise ValueError(f"kv_layout must be 'NHD', got {kv_layout!r}; transpose keys and values instead, which costs nothing")
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
+        self._kv_layout = kv_layout
         self.reset_workspace_buffer(float_workspace_buffer)
         self._impl = backend if backend in BACKENDS else "auto"
         self._plan: Plan | None = None
@@ -65,6 +68,11 @@ class _Wrapper:
         if not isinstance(float_workspace_buffer, Tensor):
             raise TypeError(f"float_workspace_buffer must be a tensor, got {type(float_workspace_buffer).__name__}")
         self.device = float_workspace_buffer.device
+
+    def _check_layout(self) -> None:
+        if self._kv_layout != "NHD":
+            raise ValueError("kv_layout must be 'NHD' without pages of a cache, got 'HND'; transpose keys and values instead, which costs "
+                             "nothing")
 
     def _planned(self) -> Plan:
         if self._plan is None:
@@ -89,7 +97,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
         o_data_type: str | torch.dtype = "float16", non_blocking: bool = True, block_mask: Tensor | None = None,
-        block_size: int | None = None,
+        kv_cache_page_size: int | None = None, block_size: int | None = None,
     ) -> None:
         """Prepares what ``run`` needs. Waits for the device once, to read the bounds of indptr and indices; not at all where these are on a
         CPU or with ``block_mask``.
@@ -114,6 +122,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             o_data_type: dtype of what ``run`` returns; float16 unless said otherwise, whatever q's, as upstream.
             non_blocking: copies from the CPU to the device do not wait.
             block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices: a pattern for every head.
+            kv_cache_page_size: p entries a page: keys lie in a cache of pages, of which the first N entries are planned for; column c is
+                entry c % p of page c // p. C must be 1.
 
         The loose form ``plan(q, k, v, block_mask, num_qo_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`` takes the first four
         in place of indptr, indices, M and N: q ``[B, S, num_qo_heads, head_dim]``, k and v ``[B, S, num_kv_heads, head_dim]``, block_mask
@@ -125,21 +135,28 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
         What differs from upstream: any head dimension, soft cap together with any R and C, a causal mask also for R * num_qo_heads /
         num_kv_heads < 4, packed masks of several rows, block_mask on any GPU with its own pattern for every query head; rows without
-        keys give zeros. No float8.
+        keys give zeros. No float8. Pages in "HND" layout are copied.
         """
         options = Options.checked(causal=causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
                                   logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, head_dim=head_dim)
         require_bool("non_blocking", non_blocking)
         if isinstance(M, Tensor) or block_size is not None:
-            if mask is not None or packed_mask is not None or block_mask is not None:
-                raise ValueError("mask, packed_mask and block_mask must be None where q, k, v and a block mask are planned with")
+            if any(x is not None for x in (mask, packed_mask, block_mask, kv_cache_page_size)):
+                raise ValueError("mask, packed_mask, block_mask and kv_cache_page_size must be None where q, k, v and a block mask are "
+                                 "planned with")
+            self._check_layout()
             self._plan = plan_block_mask(indptr, indices, M, N, block_size, num_qo_heads, num_kv_heads, head_dim, options, self.device)
             return
         dtype = planned_dtype(q_data_type, kv_data_type, self.device)
         sizes = {name: require_int(name, value, 1) for name, value in (("M", M), ("N", N), ("R", R), ("C", C))}
         heads = (num_qo_heads, num_kv_heads, head_dim)
-        self._plan = plan_bsr(indptr, indices, *sizes.values(), *heads, mask, packed_mask, block_mask, options, dtype,
-                              planned_dtype(o_data_type, None, torch.device("cpu"), "o_data_type"), non_blocking, self.device)
+        if kv_cache_page_size is None:
+            self._check_layout()
+        elif require_int("kv_cache_page_size", kv_cache_page_size, 1) and C != 1:
+            raise ValueError(f"C must be 1 with kv_cache_page_size, because columns are single entries of the cache, got {C}")
+        plan = plan_bsr(indptr, indices, *sizes.values(), *heads, mask, packed_mask, block_mask, options, dtype,
+                        planned_dtype(o_data_type, None, torch.device("cpu"), "o_data_type"), non_blocking, self.device)
+        self._plan = replace(plan, page=kv_cache_page_size and (kv_cache_page_size, self._kv_layout))
 
     begin_forward = plan
 
@@ -151,7 +168,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
         Args:
             q: ``[M, num_qo_heads, head_dim]`` in the planned dtype.
-            k, v: ``[N, num_kv_heads, head_dim]``.
+            k, v: ``[N, num_kv_heads, head_dim]``; with ``kv_cache_page_size`` p the cache, ``[pages, p, num_kv_heads, head_dim]`` or for
+                "HND" ``[pages, num_kv_heads, p, head_dim]``, of at least N entries.
             scale_q, scale_k, scale_v: must be None; they belong to float8 inputs.
             out: takes the result, in its shape and dtype; default a new tensor.
             lse: takes the log-sum-exp, in its shape and dtype, with ``return_lse``.
@@ -217,6 +235,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         if isinstance(block_mask_map, Tensor) and block_mask_map.is_floating_point():
             raise ValueError("block_mask_map must be a bool tensor [num_kv_heads, MB, NB], got a floating-point one: plan takes "
                              "block_mask_map, block_row_sz and block_col_sz, because q, k and v do not say what attends to what")
+        self._check_layout()
         options = Options.checked(causal=causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
                                   logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, head_dim=head_dim)
         self._plan = plan_variable(block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, options,

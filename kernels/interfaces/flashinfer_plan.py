@@ -55,6 +55,7 @@ class Plan:
     mask: Tensor | None = None         # bool [nnz, R, C]
     first_entry: Tensor | None = None  # int32 [MB]
     listed: tuple[Tensor, Tensor] | None = None  # of a causal plan
+    page: tuple[int, str] | None = None          # entries of a cache's page, and "NHD" or "HND"
 
     def with_options(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,
                      sm_scale: float | None) -> Plan:
@@ -69,6 +70,8 @@ class Plan:
             return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         """The result in the caller's layout, lse to the base 2."""
         device = self.blocks.device
+        if self.page is not None:
+            k, v = self._entries(k, v)
         for name, x, shape in (("q", q, self.q_shape), ("k", k, self.k_shape), ("v", v, self.k_shape)):
             require_tensor(name, x, f"[{', '.join(map(str, shape))}]", device)
             if tuple(x.shape) != shape:
@@ -105,6 +108,24 @@ class Plan:
         else:
             out, lse = block_sparse_attention(rows, k, v, self.blocks, scale=options.scale, return_lse=True, impl=impl)
         return unpack_heads(out, self.packed), unpack_heads(lse, self.packed)
+
+    def _entries(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The planned entries of two caches, as k and v without pages."""
+        (size, layout), (entries, heads, dim) = self.page, self.k_shape
+        flat = []
+        for name, x in (("k", k), ("v", v)):
+            require_tensor(name, x, f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]")
+            x = x if layout == "NHD" else x.transpose(1, 2)
+            if x.shape[1] != size:
+                raise ValueError(f"{name} must have the planned {size} entries per page, got {x.shape[1]}")
+            if tuple(x.shape[2:]) != (heads, dim):
+                raise ValueError(f"{name} must have {heads} heads and head_dim {dim}, got shape {tuple(x.shape)}")
+            if x.shape[0] * size < entries:
+                raise ValueError(f"{name} must hold the planned {entries} KV entries, got {x.shape[0]} pages of {size}")
+            flat.append(x.flatten(0, 1)[:entries])
+        if k.shape[0] != v.shape[0]:
+            raise ValueError(f"v must have k's {k.shape[0]} pages, got {v.shape[0]}")
+        return flat[0], flat[1]
 
     def _from_caller(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1) if self.layout == "HND" else x
@@ -265,8 +286,10 @@ def _check_bsr(indptr: Tensor | None, indices: Tensor | None, rows: int, columns
     if first != 0 or last != len(indices) or shortest < 0:
         raise ValueError(f"indptr must ascend from 0 to the {len(indices)} indices, got {first} to {last}"
                          + (" with a descent between" if shortest < 0 else ""))
-    if least < 0 or most >= columns:
-        raise ValueError(f"indices must lie in [0, N // C) = [0, {columns}), got {least} to {most}")
+    if least < 0:
+        raise ValueError(f"indices must be non-negative, got {least}")
+    if most >= columns:
+        raise ValueError(f"indices must lie in [0, N // C) = [0, {columns}), got {least} to {most}, which is out of bounds")
     return longest
 
 
