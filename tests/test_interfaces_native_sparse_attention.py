@@ -48,6 +48,7 @@ CASES = {  # batch, tokens, kv_tokens, heads, kv_heads, dim, v_dim, block_size, 
     "int count, no pow2": (1, 19, 19, 5, 1, 24, 40, 5, 3, 2),
     "decode": (2, 3, 33, 4, 2, 16, 16, 8, 4, None),
     "group of one": (1, 12, 12, 2, 2, 16, 16, 4, 2, None),
+    "whole blocks as tiles": (1, 5, 260, 4, 2, 16, 32, 64, 5, "tensor"),
 }
 
 
@@ -99,6 +100,22 @@ def test_packed_sequences(device, impl):
     attend = partial(selected_attention, block_indices=indices.to(device), block_counts=counts.to(device), block_size=8, scale=0.3,
                      cu_seqlens=cu_seqlens, return_lse=True, impl=impl)
     check(attend, (q, k, v), visible, 0.3)
+
+
+@everywhere
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_last_tokens_of_packed_sequences(device, impl, window):
+    """As fla decodes: fewer queries than keys in every sequence, with a cu_seqlens for each."""
+    ends, last = [9, 26, 31], [2, 5, 1]
+    q, k, v = inputs(1, 31, 4, 2, 16, 16, device)
+    indices = torch.randint(-1, 4, (1, 31, 2, 3), device=device)
+    cu_k = torch.tensor([0, *ends], device=device)
+    cu_q = torch.tensor([0, 2, 7, 8], dtype=torch.int32, device=device)
+    chosen = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, last)]).to(device)
+    attend = partial(parallel_nsa, block_size=8, window_size=window, impl=impl)
+    everything = attend(q, k, v, block_indices=indices, cu_seqlens=cu_k)
+    few = attend(q[:, chosen], k, v, block_indices=indices[:, chosen], cu_seqlens=(cu_q, cu_k))
+    torch.testing.assert_close(few, everything[:, chosen], atol=2e-3, rtol=2e-3)
 
 
 @everywhere

@@ -22,7 +22,7 @@ WINDOW_BLOCK = 64
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = None, block_size: int = 64,
-    scale: float | None = None, cu_seqlens: Tensor | None = None, *, return_lse: bool = False, impl: str = "auto",
+    scale: float | None = None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, return_lse: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of every token to the key blocks selected for it; a block that is not yet over is seen up to the token.
 
@@ -36,6 +36,7 @@ def selected_attention(
         block_size: tokens of a block.
         scale: factor on the scores; default 1 / sqrt(D).
         cu_seqlens: int32 or int64 ``[N + 1]``: B is 1 and sequences lie behind one another; blocks and block_indices begin anew in each.
+            Or a pair of such, of the queries and of the keys: the queries of a sequence are then its last positions.
         return_lse: also return the log-sum-exp of each row's scaled scores.
         impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
 
@@ -68,7 +69,7 @@ def selected_attention(
 def parallel_nsa(
     q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None, g_swa: Tensor | None = None,
     block_indices: Tensor | None = None, block_counts: Tensor | int | None = None, block_size: int = 64, window_size: int = 0,
-    scale: float | None = None, cu_seqlens: Tensor | None = None, *, impl: str = "auto",
+    scale: float | None = None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, impl: str = "auto",
 ) -> Tensor:
     """fla's parallel_nsa: ``selected_attention * g_slc``, plus ``sliding window * g_swa`` where window_size > 0.
 
@@ -169,7 +170,7 @@ class NativeSparseAttention:
         return _attend(q, k, v, lists, self.scale, impl)[0]
 
 
-def _packed(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Packed:
+def _packed(q: Tensor, k: Tensor, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
     """How the sequences lie in q and k [B, T, H, D] with their first two dimensions made one."""
     batch = q.shape[0]
     if k.shape[0] != batch:
@@ -182,15 +183,22 @@ def _packed(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Packed:
         return Packed(number * q.shape[1], number * k.shape[1], batch * q.shape[1], batch * k.shape[1])
     if batch != 1:
         raise ValueError(f"q must have batch 1 with cu_seqlens, got {batch}")
-    if k.shape[1] != q.shape[1]:
-        raise ValueError(f"k must have q's {q.shape[1]} tokens with cu_seqlens, got {k.shape[1]}")
-    check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[N + 1]", q.device)
-    if len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_seqlens)}")
-    return Packed(cu_seqlens.int(), cu_seqlens.int(), q.shape[1], k.shape[1])
+    if not isinstance(cu_seqlens, (tuple, list)):
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(f"k must have q's {q.shape[1]} tokens with one cu_seqlens for both, got {k.shape[1]}")
+        cu_seqlens = cu_seqlens, cu_seqlens
+    if len(cu_seqlens) != 2:
+        raise ValueError(f"cu_seqlens must be a tensor or a pair of them, got {len(cu_seqlens)}")
+    cu_q, cu_k = cu_seqlens
+    check_tensor("cu_seqlens", cu_q, INTEGERS, (None,), "[N + 1]", q.device)
+    check_tensor("cu_seqlens", cu_k, INTEGERS, cu_q.shape, "[N + 1]", q.device)
+    if len(cu_q) < 2:
+        raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_q)}")
+    return Packed(cu_q.int(), cu_k.int(), q.shape[1], k.shape[1])
 
 
-def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, cu_seqlens: Tensor | None, impl: str) -> Tensor:
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None,
+                      cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> Tensor:
     """Attention of every token to the last ``window`` keys up to its own."""
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     packed = _packed(q, k, cu_seqlens)
