@@ -76,8 +76,8 @@ def gathered_config(
 ) -> LaunchConfig:
     """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
 
-    ``ordered``, under a causal order among listed keys, one stage: with two or three, Triton 3.6 on an H200 hides keys that a row should see
-    where blocks of one key make tiles of 32 (test_interfaces_flashinfer's 16-1 cases); the compiled code shows no cause.
+    ``ordered``, under a causal order among listed keys, one stage: with two or three, Triton 3.6 on an H200 hides keys that a row should
+    see where blocks of one key make tiles of 32 (test_interfaces_flashinfer's 16-1 cases); the compiled code shows no cause.
 
     A tile holds keys of any blocks, so their length plays no part. Not measured, but what compiles for sm_90a without spilling registers
     and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys spill 900 and 128 keys 8,900.

@@ -24,6 +24,26 @@ from .triton_token_forward import gather_rows, key_tiles, list_parts, listed_key
 PIECES = 1024
 # Tokens of a piece at least.
 SHORTEST_PIECE = 256
+# Rows whose delta one program computes.
+DELTA_ROWS = 64
+
+
+@triton.jit
+def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_row, out_head, do_row, do_head, dlse_row, dlse_head, heads, rows,
+                  HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """delta, and lse in base 2 with +inf for empty rows, whose weights exp2(score - lse2) are then 0 as they must be."""
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    token, head, real = (row // heads).to(tl.int64), row % heads, row < rows
+    o = gather_rows(out, token * out_row + head * out_head, 1, real, DIM, DIM_PAD)
+    do = gather_rows(dout, token * do_row + head * do_head, 1, real, DIM, DIM_PAD)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row_lse = tl.load(lse + row, mask=real, other=0.0)
+    empty = row_lse == float("-inf")
+    if HAS_DLSE:
+        # An empty row has no gradient, whatever arrives for its lse of -inf.
+        row_delta -= tl.where(empty, 0.0, tl.load(dlse + token * dlse_row + head * dlse_head, mask=real, other=0.0))
+    tl.store(delta + row, row_delta, mask=real)
+    tl.store(lse2 + row, tl.where(empty, float("inf"), row_lse * 1.4426950408889634), mask=real)
 
 
 @triton.jit
@@ -178,16 +198,15 @@ def triton_token_backward(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.numel() == 0 or k.numel() == 0 or capacity == 0:
         return dq.zero_(), dk, dv
-    delta = (out.float() * dout.float()).sum(-1)
-    empty = lse == float("-inf")
-    if dlse is not None:
-        # An empty row has no gradient, whatever arrives for its lse of -inf.
-        delta = delta - dlse.masked_fill(empty, 0.0)
-    # Empty rows then have the weights exp2(score - inf) = 0, as they must.
-    lse2 = (lse * LOG2E).masked_fill(empty, float("inf"))
     shape = dict(GROUP=group, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), VDIM=v_dim,
                  VDIM_PAD=max(triton.next_power_of_2(v_dim), 16))
     strides = [stride for x in (q, k, v, dout) for stride in x.stride()[:2]]
+
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    _delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS),)](
+        out, dout, lse if dlse is None else dlse, lse, delta, lse2, *out.stride()[:2], *dout.stride()[:2],
+        *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
+        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
 
     config = token_config(group, dim, v_dim)
     through_engine = (None, None)
