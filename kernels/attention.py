@@ -112,9 +112,10 @@ def resolve_impl(
     """The implementation that ``impl`` stands for: a function of its arguments and of the kind of GPU alone.
 
     "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, a longest query block (``q_block``,
-    in tokens) of at least 128 and a longest key block (``kv_block``) of at least 16; else "triton" with head_dim 16 to 256. "gather" for
-    everything else. The backward of "hopper" under a causal mask is the portable one. Under Triton's interpreter (TRITON_INTERPRET=1 when
-    Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
+    in tokens) of at least 128 and a longest key block (``kv_block``) of at least 16, or shorter ones whose keys are copied together before
+    they are attended to (``launch.brings_together``); else "triton" with head_dim 16 to 256. "gather" for everything else. The backward
+    of "hopper" is the portable one under a causal mask and for key blocks of up to 64 tokens. Under Triton's interpreter
+    (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
