@@ -45,8 +45,12 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
 
     Copy engine: 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2. Without:
     128 x 128 with 8 warps 14.7 ms, 64 x 64 with 4 warps 16.0, 128 x 64 with 8 warps 17.7 and with 4 warps 21.2.
+    Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
+    token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
     """
     best = LaunchConfig(128, 64, 4, 2) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
+    if limits.copy_engine and q_block <= 32:
+        best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
 
 
@@ -55,8 +59,12 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
 
     Copy engine: 64 x 64 with 4 warps, 3.7 ms less than 128 x 128 with 8 warps and 3.3 less than in two stages.
     Without: 128 x 128 with 8 warps 16.0 ms, 64 x 64 with 4 warps 16.7, 128 x 64 with 8 warps 18.1.
+    Key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept): 128 x 64 with 8 warps in five stages, 2.7 ms
+    less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
     best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
+    if limits.copy_engine and kv_block <= 64 and q_block >= 128:
+        best = LaunchConfig(128, 64, 8, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=2)
 
 
@@ -65,8 +73,9 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
 
     Copy engine: 64 queries by 64 keys with 4 warps, 5.8 ms less than 64 by 128 with 8 warps and 2.2 less than in two stages.
     Without: 64 by 128 with 8 warps 24.7 ms, 64 by 64 with 4 warps 26.2, 32 by 128 34.5.
+    Key blocks of 64, as for dQ: two stages take 2.2 ms less than three, 8 warps 38 more, 32 queries by 64 keys 10 more.
     """
-    best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 64, 8, 3)
+    best = LaunchConfig(64, 64, 4, 2 if kv_block <= 64 else 3) if limits.copy_engine else LaunchConfig(128, 64, 8, 3)
     fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
@@ -103,26 +112,33 @@ def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool,
     return uniform and not causal and blocks.max_kv_length < GATHERED_BELOW and blocks.capacity > 0 and (backward or rows >= TOGETHER_ROWS)
 
 
-def token_config(group: int, head_dim: int, v_head_dim: int) -> LaunchConfig:
-    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head.
+# Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.
 
-    Not chosen by measuring: a tile of 64 keys in flight is 32 KiB at head_dim 128, of which three programs fit on any GPU from Ampere on;
-    fewer than 16 rows cannot be multiplied by the matrix unit.
+
+def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimits, tiles: bool) -> LaunchConfig:
+    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
+    as tiles of keys, not key by key.
+
+    Tiles through the copy engine: 32 keys, 2 warps and five stages, of which Triton 3.6 makes two copies, take 16.3 ms forward; 64 keys
+    16.9 with 2 warps and 17.0 with 4 in three stages, 18.2 and 34 in five; 32 keys with 4 warps 22. Key by key: in a step of decoding
+    (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five 0.080; 32 keys
+    0.063. Fewer than 16 rows cannot be multiplied by the matrix unit.
     """
     m = max(16, 1 << (group - 1).bit_length())
-    n = 64 if _padded(head_dim) + _padded(v_head_dim) <= 256 else 32
-    return LaunchConfig(m, n, 8 if m >= 128 else 4, 3)
+    wide = _padded(head_dim) + _padded(v_head_dim) > 256
+    if tiles and limits.copy_engine and m <= 32 and not wide:
+        return LaunchConfig(m, 32, 2, 5)
+    return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
 
 
 def token_dkv_config(head_dim: int, v_head_dim: int, block_size: int) -> LaunchConfig:
     """The one of their dK and dV, which hold ``block_n`` keys and stream ``block_m`` rows of queries.
 
-    Not chosen by measuring but by what the compiler says: the addresses of gathered rows take registers, so that 64 by 64 needs 8 warps to
-    spill next to nothing, and 32 by 32 is what fits with 4 and beyond a head_dim of 128.
+    Of the whole backward's 54 ms with 64 rows by 64 keys, 8 warps and two stages, 32 rows with 4 warps and three stages save 12.4, 64 rows
+    with 4 warps 6.6; 128 rows cost 20. The addresses of gathered rows take registers: 32 by 32 is what fits beyond a head_dim of 128.
     """
-    if _padded(head_dim) + _padded(v_head_dim) <= 256 and block_size > 32:
-        return LaunchConfig(64, 64, 8, 2)
-    return LaunchConfig(32, min(_step(block_size, 64), 32), 4, 2)
+    keys = 64 if _padded(head_dim) + _padded(v_head_dim) <= 256 and block_size > 32 else min(_step(block_size, 64), 32)
+    return LaunchConfig(32, keys, 4, 3 if keys == 64 else 2)
 
 
 def token_splits(programs: int, steps: int, multiprocessors: int) -> int:

@@ -23,8 +23,8 @@ from .triton_chunks import empty_outputs, readable
 SEGMENT = 1024
 # Keys copied by one program.
 COPIED = 64
-# Keys whose gradients one program adds up, and copies of each that it reads at once.
-ADDED, COPIES = 8, 8
+# Keys whose gradients one program adds up, and query blocks of which it looks up the copies at once.
+ADDED, LOOKED_UP = 16, 32
 # Lists times query heads of a part: a grid's second dimension must stay below 65,536.
 MOST_LISTS = 32_768
 
@@ -78,8 +78,8 @@ def _copy_kernel(k, v, keys, values, bounds, source, k_head, k_row, v_head, v_ro
 
 @triton.jit
 def _add_kernel(dkeys, dvalues, places, dk, dv, kv_len, width, number, heads, first_head, head_share,
-                KEYS: tl.constexpr, COPIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Adds to dk and dv of KEYS keys, float32, the gradients of their copies."""
+                KEYS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Adds to dk and dv of KEYS keys, float32, the gradients of their copies: the first of each key, then the second, and so on."""
     kv_head = first_head // head_share + tl.program_id(1)
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     dims = tl.arange(0, DIM_PAD)
@@ -87,17 +87,21 @@ def _add_kernel(dkeys, dvalues, places, dk, dv, kv_len, width, number, heads, fi
     mask = (keys < kv_len)[:, None] & (dims < DIM)[None, :]
     dk_acc = tl.load(dk + to, mask=mask, other=0.0)
     dv_acc = tl.load(dv + to, mask=mask, other=0.0)
-    line = tl.arange(0, KEYS * COPIES)
-    key, copy = tl.program_id(0) * KEYS + line // COPIES, line % COPIES
     for head in range(tl.maximum(kv_head * head_share - first_head, 0), tl.minimum((kv_head + 1) * head_share - first_head, heads)):
-        for first in range(0, number, COPIES):
-            block = first + copy
-            place = tl.load(places + (tl.cast(head, tl.int64) * kv_len + key) * number + block, mask=(block < number) & (key < kv_len),
-                            other=-1)
-            at = ((block * heads + head).to(tl.int64) * width + place)[:, None] * DIM + dims[None, :]
-            there = (place >= 0)[:, None] & (dims < DIM)[None, :]
-            dk_acc += tl.sum(tl.load(dkeys + at, mask=there, other=0.0).to(tl.float32).reshape(KEYS, COPIES, DIM_PAD), 1)
-            dv_acc += tl.sum(tl.load(dvalues + at, mask=there, other=0.0).to(tl.float32).reshape(KEYS, COPIES, DIM_PAD), 1)
+        for first in range(0, number, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            at = (tl.cast(head, tl.int64) * kv_len + keys)[:, None] * number + block[None, :]
+            place = tl.load(places + at, mask=(keys < kv_len)[:, None] & (block < number)[None, :], other=-1)
+            copied = place >= 0
+            rank = tl.cumsum(copied.to(tl.int32), 1)
+            # Rows of the copies, which a list's run of ``width`` need not fill.
+            row = (block * heads + head).to(tl.int64)[None, :] * width + place
+            for copy in range(1, tl.max(tl.max(rank, 1), 0) + 1):
+                chosen = copied & (rank == copy)
+                source = tl.sum(tl.where(chosen, row, 0), 1)[:, None] * DIM + dims[None, :]
+                there = (tl.sum(chosen.to(tl.int32), 1) > 0)[:, None] & (dims < DIM)[None, :]
+                dk_acc += tl.load(dkeys + source, mask=there, other=0.0)
+                dv_acc += tl.load(dvalues + source, mask=there, other=0.0)
     tl.store(dk + to, dk_acc, mask=mask)
     tl.store(dv + to, dv_acc, mask=mask)
 
@@ -168,7 +172,7 @@ def together_backward(
         first, last = part.first_head // share, (part.first_head + part.heads - 1) // share
         _add_kernel[(triton.cdiv(kv_len, ADDED), last - first + 1)](
             dkeys, dvalues, places, dk[part.batch], dv[part.batch], kv_len, keys.shape[2], part.blocks, part.heads, part.first_head, share,
-            KEYS=ADDED, COPIES=COPIES, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+            KEYS=ADDED, BLOCKS=LOOKED_UP, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import token_config, token_dkv_config
+from .launch import device_limits, token_config, token_dkv_config
 from .token_lists import KeyLists, TokenLists
 from .triton_primitives import LOG2E, finite_or_zero, load_rows, store_rows
 from .triton_token_forward import gather_rows, key_tiles, list_parts, listed_keys, load_tile
@@ -208,7 +208,7 @@ def triton_token_backward(
         *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
         HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
 
-    config = token_config(group, dim, v_dim)
+    config = token_config(group, dim, v_dim, device_limits(q.device), lists.whole is not None)
     through_engine = (None, None)
     if lists.whole is not None:
         through_engine = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])

@@ -165,7 +165,7 @@ def triton_token_forward(
     capacity = lists.ids.shape[2]
     if q.numel() == 0 or k.numel() == 0 or capacity == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = token_config(heads // kv_heads, dim, v_dim)
+    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device), lists.whole is not None)
     if splits is None:
         splits = token_splits(tokens * kv_heads, -(-capacity * lists.block_size // config.block_n), multiprocessors(q.device))
     parts, part_lse = out, lse
