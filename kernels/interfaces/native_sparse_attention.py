@@ -16,7 +16,7 @@ from .arguments import require_bool, require_int
 
 DIMS = "[batch, tokens, heads, head_dim]"
 INTEGERS = (torch.int32, torch.int64)
-# Keys that the window branch takes as one block.
+# Keys that the window branch takes as one block, and means that the compressed branch does.
 WINDOW_BLOCK = 64
 
 
@@ -71,13 +71,15 @@ def parallel_nsa(
     block_indices: Tensor | None = None, block_counts: Tensor | int | None = None, block_size: int = 64, window_size: int = 0,
     scale: float | None = None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, impl: str = "auto",
 ) -> Tensor:
-    """fla's parallel_nsa: ``selected_attention * g_slc``, plus ``sliding window * g_swa`` where window_size > 0.
+    """fla's parallel_nsa: ``selected_attention * g_slc``, plus ``compressed * g_cmp`` where that gate is given, plus ``sliding window *
+    g_swa`` where window_size > 0.
 
     Args:
         q, k, v, block_counts, block_size, scale, cu_seqlens, impl: as in ``selected_attention``.
-        g_cmp: must be None: the compressed branch, and the selection by it, are not part of this library.
+        g_cmp: ``[B, T, HQ]`` gate of the compressed branch, in which every token attends to the mean key and mean value of each block
+            that is over at it; None for no such branch.
         g_slc, g_swa: ``[B, T, HQ]`` gates, or None for 1. g_swa needs a window.
-        block_indices: as in ``selected_attention``; required.
+        block_indices: as in ``selected_attention``; required: the selection by the compressed branch is not part of this library.
         window_size: keys that the window branch sees, the token's own included; 0 for no such branch.
 
     Returns:
@@ -86,19 +88,19 @@ def parallel_nsa(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    if g_cmp is not None:
-        raise ValueError("g_cmp must be None, because the compressed branch is not supported: select blocks and pass block_indices")
     if block_indices is None:
         raise TypeError("block_indices must be a tensor [B, T, H, S], got None")
     require_int("window_size", window_size, 0)
     if g_swa is not None and not window_size:
         raise ValueError("g_swa must be None without a window, got window_size 0")
     out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
-    for name, gate in (("g_slc", g_slc), ("g_swa", g_swa)):
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         if gate is not None:
             check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), out.shape[:3], "[B, T, HQ]", out.device)
     if g_slc is not None:
         out = out * g_slc[..., None]
+    if g_cmp is not None:
+        out = out + _compressed_attention(q, k, v, block_size, scale, cu_seqlens, impl) * g_cmp[..., None]
     if window_size:
         near = _window_attention(q, k, v, window_size, scale, cu_seqlens, impl)
         out = out + (near if g_swa is None else near * g_swa[..., None])
@@ -207,6 +209,31 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
     ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
     lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
     return _attend(q, k, v, lists, scale, impl)[0]
+
+
+def _compressed_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None,
+                          cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> Tensor:
+    """Attention of every token to the mean keys and values of the blocks that end at it or before."""
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    packed = _packed(q, k, cu_seqlens)
+    firsts, starts, sizes = packed.key_blocks(block_size)
+    places = torch.arange(block_size, device=q.device)
+    rows, real = starts[:, None] + places, (places < sizes[:, None])[..., None, None]
+
+    def means(x: Tensor) -> Tensor:
+        blocks = x.flatten(0, 1)[rows.clamp(max=max(x.shape[0] * x.shape[1] - 1, 0))]
+        return (blocks.masked_fill(~real, 0).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+                / sizes.clamp(min=1)[:, None, None]).to(x.dtype)
+
+    number = len(starts)
+    sequence, high = packed.places()[0], packed.spans()[:, 2] // block_size
+    spans = torch.stack([firsts[sequence].int(), torch.zeros_like(high), high], 1)
+    ends = torch.cat([firsts, firsts.new_full((1,), number)]).int()
+    ids = torch.arange(-(-(k.shape[1] // block_size) // WINDOW_BLOCK), device=q.device).expand(q.shape[0] * q.shape[1], k.shape[2], -1)
+    pooled = Packed(packed.cu_q, ends, packed.q_tokens, number)
+    lists = lists_from_ids(ids, None, pooled, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
+    out, _ = token_attention(q.flatten(0, 1), means(k), means(v), lists, scale=scale, impl=impl)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
