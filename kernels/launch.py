@@ -163,8 +163,8 @@ def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, li
     dim = _padded(head_dim)
 
     def bytes_used() -> int:
-        # Triton 3.6 keeps two copies of a streamed tile for up to three stages; read off the compiled kernels.
-        copies = max(2, stages - 1) if stages > 1 else 1
+        # Triton 3.6 keeps two copies of a streamed tile for two and three stages, and up to one a stage for more; read off the kernels.
+        copies = stages if stages > 3 else min(stages, 2)
         return 2 * dim * (stationary * m + copies * 2 * n) + 2048
 
     while bytes_used() > limit and n > 32:
