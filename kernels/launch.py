@@ -35,6 +35,10 @@ class DeviceLimits:
     shared_memory: int  # bytes
     copy_engine: bool   # loads tiles through descriptors: Hopper and later
 
+    def five_stages(self, head_dim: int) -> bool:
+        """Whether five stages of 64 keys fit beside 128 rows, through the copy engine."""
+        return self.copy_engine and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
+
 
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.
 # Through the copy engine no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.
@@ -49,7 +53,7 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
     """
     best = LaunchConfig(128, 64, 4, 2) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
-    if limits.copy_engine and q_block <= 32:
+    if q_block <= 32 and limits.five_stages(head_dim):
         best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
 
@@ -63,7 +67,7 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
     best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
-    if limits.copy_engine and kv_block <= 64 and q_block >= 128:
+    if kv_block <= 64 and q_block >= 128 and limits.five_stages(head_dim):
         best = LaunchConfig(128, 64, 8, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=2)
 
