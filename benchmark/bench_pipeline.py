@@ -1,0 +1,182 @@
+"""What does a denoising step of a video model cost? Seconds and peak memory: diffusers as it comes, dense without its mask, and SSTA.
+
+    python benchmark/bench_pipeline.py [--model TEXT ...] [--what NAME ...] [--rounds 5] [--csv NAME]
+
+A step here is one forward of the transformer for one prompt (column step_s); classifier-free guidance takes two. The models of models.py
+have their published width, random weights and a few blocks: the forward of those is measured (median_ms), and in it the time of the blocks
+(blocks_ms); step_s = the rest of the forward + all blocks of the model at the measured ones' mean. Nothing is compiled, no layer is dense
+unless all are, and the configuration is the family's own but for the padding:
+
+    stock      diffusers' own processors and their default backend
+    unmasked   SSTA's processors around torch's SDPA over every token, also those that are not valid
+    dense      SSTA's dense step: exact, through whichever kernel is fastest
+    zero       SSTA with published padding
+    none       SSTA with partial tiles
+    removed    SSTA's processors without the attention itself, which nothing can be faster than
+
+Before any time is taken, the first block's attention is compared with stock's: of the dense step, and of SSTA with every tile kept (column
+error: the distance over stock's length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from arguments import add_rounds, new_parser
+from bench_layer import dense
+from measure import NO_TIMES, RESULTS, elapsed_ms, failure, interleaved, now, peak_extra_mib, print_machine, print_rows, quartiles, write_rows
+from models import MODELS, MODELS_CPU, ModelShape, blocks_of, twin
+from torch import Tensor, nn
+
+from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines.family import family_of
+
+WHAT = ("stock", "unmasked", "dense", "zero", "none", "removed")
+# Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.
+ALLOWED = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpu = torch.cuda.is_available()
+    shapes = MODELS if gpu else MODELS_CPU
+    parser = new_parser(__doc__)
+    parser.add_argument("--model", nargs="+", metavar="TEXT", help="only the models whose name contains one of these, in small letters: "
+                        + "; ".join(shape.name for shape in shapes))
+    parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
+    add_rounds(parser, 5 if gpu else 3)
+    options = parser.parse_args(argv)
+    chosen = [shape for shape in shapes if not options.model or any(text.lower() in shape.name.lower() for text in options.model)]
+    if not chosen:
+        parser.error(f"--model must be part of one of {', '.join(repr(shape.name) for shape in shapes)}, got {options.model}")
+    print_machine()
+    rows = []
+    for shape in chosen:
+        found = measure_model(shape, [what for what in WHAT if what in options.what], options.rounds, "cuda" if gpu else "cpu")
+        print_rows(found)
+        rows += found
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", rows)
+
+
+@torch.no_grad()
+def measure_model(shape: ModelShape, whats: list[str], rounds: int, device: str) -> list[dict]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model, call = shape.build(device, dtype), shape.call(device, dtype)
+    errors, notes = checked(shape, model, call, whats)
+    models = {what: prepared(shape, model, what) for what in whats if what not in notes}
+    watches = {what: BlockWatch(of) for what, of in models.items()}
+
+    def forward(what: str) -> Callable[[], object]:
+        return lambda: models[what](**call)
+
+    memory = {}
+    for what in list(models):
+        try:
+            forward(what)()
+            memory[what] = peak_extra_mib(forward(what))
+        except torch.OutOfMemoryError as error:
+            notes[what] = failure(error)
+            del models[what]
+            torch.cuda.empty_cache()
+    times = interleaved({what: forward(what) for what in models}, rounds)
+    weights_mib = sum(x.numel() * x.element_size() for x in model.parameters()) / 2**20
+    block_mib = sum(x.numel() * x.element_size() for x in blocks_of(model)[1].parameters()) / shape.blocks / 2**20
+    rows = []
+    for what in whats:
+        measured = times.get(what, {**NO_TIMES, "note": notes.get(what, "")})
+        blocks = len(blocks_of(models[what])[1]) if what in models else shape.stock_blocks if what == "stock" else shape.blocks
+        blocks_ms = watches[what].median(rounds) if measured["median_ms"] else ""
+        step_s = (measured["median_ms"] - blocks_ms + shape.depth * blocks_ms / blocks) / 1e3 if blocks_ms else ""
+        rows.append(dict(
+            model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, step_s=step_s, blocks=shape.depth, blocks_measured=blocks,
+            **{column: measured[column] for column in NO_TIMES}, blocks_ms=blocks_ms, extra_mib=memory.get(what, ""),
+            weights_mib=weights_mib + (shape.depth - shape.blocks) * block_mib, error=errors.get(what, ""), note=measured["note"]))
+    return rows
+
+
+def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
+    """A model that computes ``what``, on the weights of ``model``."""
+    if what == "stock":
+        return twin(model, shape.stock_blocks)
+    of = twin(model, shape.blocks)
+    config = family_of(of).default_config()
+    sites = list(family_of(of).sites(of))
+    schedule = Schedule(dense_layers=tuple(range(len(sites)))) if what == "dense" else Schedule()
+    apply_ssta(of, replace(config, pad_type=what) if what in ("zero", "none") else config, schedule=schedule)
+    instead = {"unmasked": unmasked, "removed": removed}.get(what)
+    if instead is not None:
+        for site in sites:
+            site.module.processor.attend = instead
+    return of
+
+
+def unmasked(query: Tensor, key: Tensor, value: Tensor, layout: object, text_mask: Tensor | None = None) -> Tensor:
+    """In place of ``SSTAProcessor.attend``: every token attends to every token."""
+    return dense(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+
+def removed(query: Tensor, key: Tensor, value: Tensor, layout: object, text_mask: Tensor | None = None) -> Tensor:
+    """In place of ``SSTAProcessor.attend``: the query goes back unseen."""
+    return query
+
+
+def checked(shape: ModelShape, model: nn.Module, call: dict, whats: list[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """(errors, notes): how far the dense step and SSTA with every tile kept are from stock, or from the dense step where stock does not fit
+    into memory, which its note then says. Ends the program where it is no rounding."""
+    every = twin(model, shape.blocks)
+    config = family_of(every).default_config()
+    apply_ssta(every, replace(config, pad_type="none", topk=10**6, sparse_type="block_attn", variants=()), schedule=Schedule())
+    candidates = {what: every if what == "none" else prepared(shape, model, what) for what in ("stock", "dense", "none") if what in whats}
+    exact, errors, notes = None, {}, {}
+    for what, of in candidates.items():
+        try:
+            with first_attention(of) as seen:
+                of(**call)
+        except torch.OutOfMemoryError as error:
+            notes[what] = failure(error)
+            torch.cuda.empty_cache()
+            continue
+        found = seen[0].float()
+        if exact is None:
+            exact = found
+            continue
+        errors[what] = float((found - exact).norm() / exact.norm())
+        if not errors[what] <= ALLOWED[seen[0].dtype]:
+            raise SystemExit(f"{shape.name}, {what}, is wrong: the first block's attention is off by {errors[what]:.2g} of its length, "
+                             f"{ALLOWED[seen[0].dtype]} is allowed; no time is printed")
+    return errors, notes
+
+
+@contextmanager
+def first_attention(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it, the video's part of what the first block's attention returns is appended to the list."""
+    seen: list[Tensor] = []
+    site = next(family_of(model).sites(model))
+    hook = site.module.register_forward_hook(lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+class BlockWatch:
+    """Times the blocks in every forward of ``model``, from the first one's beginning to the last one's end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        blocks = blocks_of(model)[1]
+        self._starts: list = []
+        self._ends: list = []
+        blocks[0].register_forward_pre_hook(lambda module, args: self._starts.append(now()))
+        blocks[-1].register_forward_hook(lambda module, args, output: self._ends.append(now()))
+
+    def median(self, rounds: int) -> float:
+        """Milliseconds, over the last ``rounds`` forwards."""
+        times = [elapsed_ms(first, last) for first, last in zip(self._starts[-rounds:], self._ends[-rounds:])]
+        return quartiles(times)["median_ms"]
+
+
+if __name__ == "__main__":
+    main()
