@@ -27,7 +27,19 @@ from dataclasses import replace
 import torch
 from arguments import add_rounds, new_parser
 from bench_layer import dense
-from measure import NO_TIMES, RESULTS, elapsed_ms, failure, interleaved, now, peak_extra_mib, print_machine, print_rows, quartiles, write_rows
+from measure import (
+    NO_TIMES,
+    RESULTS,
+    elapsed_ms,
+    failure,
+    interleaved,
+    now,
+    peak_extra_mib,
+    print_machine,
+    print_rows,
+    quartiles,
+    write_rows,
+)
 from models import MODELS, MODELS_CPU, ModelShape, blocks_of, twin
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ssta import TokenLayout
 
 from .processor import SSTAProcessor
-from .rope import turn_pairs
+from .streams import Stream, finished
 
 
 class JointSSTAProcessor(SSTAProcessor):
@@ -30,22 +30,24 @@ class JointSSTAProcessor(SSTAProcessor):
         ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
         thw = self.canvas(video_len)
-        shared = attn.add_q_proj is None and encoder_hidden_states is not None
-        if shared:
-            hidden_states = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        query, key, value = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
-        query, key = _normed(attn.norm_q, query), _normed(attn.norm_k, key)
-        if image_rotary_emb is not None:
-            # Both angles of a pair are given, and are the same.
-            cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
-            query, key = (_turned(x, cos, sin, video_len) for x in (query, key))
-        if encoder_hidden_states is not None and not shared:
-            own = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            more_query, more_key, more_value = (linear(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for linear in own)
-            query = torch.cat([query, _normed(attn.norm_added_q, more_query)], dim=1)
-            key = torch.cat([key, _normed(attn.norm_added_k, more_key)], dim=1)
-            value = torch.cat([value, more_value], dim=1)
-            del more_query, more_key, more_value
+        # Both angles of a pair are given.
+        angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
+        if encoder_hidden_states is None:
+            query, key = (finished(Stream(linear(hidden_states), norm, angles), heads=attn.heads)
+                          for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
+            value = attn.to_v(hidden_states)
+        elif attn.add_q_proj is None:
+            both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+            query, key = (_of_both(linear(both), norm, angles, video_len, attn.heads)
+                          for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
+            value = attn.to_v(both)
+        else:
+            query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, angles),
+                             Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q), heads=attn.heads)
+            key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, angles),
+                           Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k), heads=attn.heads)
+            value = torch.cat([attn.to_v(hidden_states), attn.add_v_proj(encoder_hidden_states)], dim=1)
+        value = value.unflatten(2, (attn.heads, -1))
 
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = attention_mask[:, 0, 0, video_len:]
@@ -66,10 +68,5 @@ class JointSSTAProcessor(SSTAProcessor):
         return TokenLayout.video_text(thw, conditions)
 
 
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, video_len: int) -> Tensor:
-    video = turn_pairs(x[:, :video_len], cos, sin)
-    return video if video_len == x.shape[1] else torch.cat([video, x[:, video_len:]], dim=1)
+def _of_both(x: Tensor, norm: nn.Module | None, angles: tuple[Tensor, Tensor] | None, video_len: int, heads: int) -> Tensor:
+    return finished(Stream(x[:, :video_len], norm, angles), Stream(x[:, video_len:], norm), heads=heads)

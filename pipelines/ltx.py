@@ -13,7 +13,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 from .canvas import from_numbers
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .rope import turn_pairs
+from .streams import Stream, finished
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -30,12 +30,11 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, conditions + t*h*w, C]``; a self-attention is called without a mask."""
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
-        if image_rotary_emb is not None:
-            # Both angles of a pair are given, and are the same.
-            cos, sin = (angles[..., 0::2] for angles in image_rotary_emb)
-            query, key = turn_pairs(query, cos, sin), turn_pairs(key, cos, sin)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+        # Every head has channels of the angles for itself.
+        angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
+        query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, angles), heads=attn.heads, across_heads=True)
+        key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, angles), heads=attn.heads, across_heads=True)
+        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
         out = self.attend(query, key, value, self.layout(query.shape[1]))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 

@@ -13,7 +13,7 @@ from ssta import TokenLayout
 from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .rope import turn_pairs
+from .streams import Stream, finished
 
 
 class MochiSSTAProcessor(SSTAProcessor):
@@ -31,16 +31,12 @@ class MochiSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` with the valid text first."""
         video_len = hidden_states.shape[1]
         layout = TokenLayout.video_text(self.canvas(video_len), encoder_hidden_states.shape[1])
-        query, key, value = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if image_rotary_emb is not None:
-            # Learned angles ``[S, H, D / 2]``.
-            query, key = turn_pairs(query, *image_rotary_emb), turn_pairs(key, *image_rotary_emb)
-        text_query, text_key, text_value = (linear(encoder_hidden_states).unflatten(2, (attn.heads, -1))
-                                            for linear in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        query = torch.cat([query, attn.norm_added_q(text_query)], dim=1)
-        key = torch.cat([key, attn.norm_added_k(text_key)], dim=1)
-        value = torch.cat([value, text_value], dim=1)
+        # The angles are learned, ``[S, H, D / 2]``.
+        query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, image_rotary_emb),
+                         Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q), heads=attn.heads)
+        key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, image_rotary_emb),
+                       Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k), heads=attn.heads)
+        value = torch.cat([attn.to_v(hidden_states), attn.add_v_proj(encoder_hidden_states)], dim=1).unflatten(2, (attn.heads, -1))
         out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))

@@ -14,8 +14,8 @@ from ssta import TokenLayout
 from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .rope import turn_pairs
 from .schedule import Schedule
+from .streams import Stream, finished
 
 
 class WanSSTAProcessor(SSTAProcessor):
@@ -38,13 +38,9 @@ class WanSSTAProcessor(SSTAProcessor):
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        if rotary_emb is not None:
-            # Both angles of a pair are given, and are the same.
-            cos, sin = (angles[..., 0::2] for angles in rotary_emb)
-            query, key = turn_pairs(query, cos, sin), turn_pairs(key, cos, sin)
-        out = self.attend(query, key, value, TokenLayout.video_text(thw))
+        query = finished(Stream(query, attn.norm_q, rotary_emb), heads=attn.heads, across_heads=True)
+        key = finished(Stream(key, attn.norm_k, rotary_emb), heads=attn.heads, across_heads=True)
+        out = self.attend(query, key, value.unflatten(2, (attn.heads, -1)), TokenLayout.video_text(thw))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
 
 
