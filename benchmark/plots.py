@@ -1,10 +1,10 @@
-"""Pictures of what was measured, one for each CSV: rates of the kernels, and the layer by its stages. Needs matplotlib."""
+"""Pictures of what was measured, one for each CSV: rates of the kernels, the layer by its stages, the step of a model. Needs matplotlib."""
 
 from __future__ import annotations
 
 from matplotlib.figure import Figure
 from stages import STAGES
-from table import PADDINGS, grouped, is_dense, kept_cell, problem_of, title, with_times
+from table import PADDINGS, STEPS, grouped, is_dense, kept_cell, problem_of, title, with_times
 
 Row = dict[str, str]
 # Told apart also by readers who do not see all colours (Okabe and Ito's set).
@@ -87,6 +87,24 @@ def plot_layer(rows: list[Row]) -> Figure:
     return figure
 
 
+def plot_pipeline(rows: list[Row]) -> Figure:
+    """Seconds of a denoising step: a box for every model, a bar for every kind of attention; a cross where there is no time."""
+    models = grouped(rows, lambda row: row["model"])
+    figure = Figure((8, 2.1 * len(models) + 0.5), layout="constrained")
+    for (name, found), axes in zip(models.items(), figure.subplots(len(models), 1, squeeze=False)[:, 0]):
+        for y, row in enumerate(found):
+            seconds = float(row["step_s"] or 0)
+            axes.barh(y, seconds, color=COLOURS[list(STEPS).index(row["what"])])
+            axes.text(seconds, y, f" {seconds:.3g}" if row["step_s"] else " \u00d7", va="center", fontsize="small")
+        axes.set_yticks(range(len(found)), [STEPS[row["what"]].replace("`", "") for row in found], fontsize="small")
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_title(name, fontsize="small")
+    axes.set_xlabel("s a step (one forward)")
+    figure.supxlabel(caption(rows), fontsize="x-small")
+    return figure
+
+
 def place_label(rows: list[Row], place: tuple) -> str:
     problem, pattern, kept = place
     tokens, heads, head_dim, _ = problem
@@ -100,4 +118,4 @@ def caption(rows: list[Row]) -> str:
 
 
 # Which CSVs are drawn, and how.
-PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer}
+PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline}

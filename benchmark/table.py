@@ -22,6 +22,9 @@ from stages import STAGES
 DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md")
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
 PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
+# What bench_pipeline.py measures, as tables and plots have it.
+STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)", "dense": "a dense step under SSTA",
+         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}", "removed": "no attention at all"}
 
 Row = dict[str, str]
 
@@ -220,6 +223,18 @@ def interfaces_table(rows: list[Row]) -> list[list[str]]:
                      milliseconds(row), figures(row["tflops"]), figures(row["plan_ms"])] for row in rows]
 
 
+# The step of a model
+
+
+def steps_table(rows: list[Row]) -> list[list[str]]:
+    """One line a model and kind of attention."""
+    lines = [["model", "attention", "s a step", "blocks measured", "memory besides the weights, MiB", "weights, MiB"]]
+    for row in rows:
+        lines.append([row["model"], STEPS[row["what"]], figures(row["step_s"]), f"{row['blocks_measured']} of {row['blocks']}",
+                      figures(row["extra_mib"]), figures(row["weights_mib"])])
+    return lines
+
+
 # Exactness
 
 
@@ -237,7 +252,8 @@ def errors_table(rows: list[Row]) -> list[list[str]]:
 # A document's name of a table -> the CSVs that it is made from, and how.
 TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table), "missing": ("kernels", missing_table),
           "sweep": ("sweep", times_table), "layer": ("layer", layer_table), "stages": ("layer", stages_table),
-          "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table), "errors": ("errors", errors_table)}
+           "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table), "steps": ("pipeline", steps_table),
+           "errors": ("errors", errors_table)}
 
 
 def captioned(lines: list[list[str]], rows: list[Row]) -> str:
