@@ -308,3 +308,24 @@ def test_cogvideox_1_5_rounds_frames_up():
 
     model = SimpleNamespace(config=SimpleNamespace(patch_size=2, patch_size_t=2))
     assert family_of(TINY["cogvideox"].build(layers=1)).canvas(model, {"hidden_states": torch.empty(1, 5, 4, 6, 8)}) == (3, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video_15", "wan", "wan_vace", "ltx"])
+def test_a_token_is_in_one_place_in_memory_while_ssta_is_applied(name):
+    """A patch embedding by convolution may leave a channel's tokens side by side: no block has to work on that, and nothing else changes."""
+    tiny = TINY[name]
+    model, call, seen = tiny.build(), tiny.call(), []
+    blocks = model.blocks if name.startswith("wan") else model.transformer_blocks
+    blocks[1].register_forward_pre_hook(lambda block, args, kwargs: seen.append([*args, *kwargs.values()][0].stride(-1)), with_kwargs=True)
+    with torch.no_grad():
+        model(**call)
+        with apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4))) as handle:
+            sparse = model(**call)[0]
+            hooks = handle._installed[0][2].hooks[2:]
+            assert len(hooks) == (2 if name == "wan_vace" else 1)
+            for hook in hooks:
+                hook.remove()
+            assert torch.equal(model(**call)[0], sparse)
+        model(**call)
+    assert seen[1] == 1
+    assert name != "hunyuan_video_15" or 1 not in (seen[0], *seen[2:]), "without SSTA they work on that"
