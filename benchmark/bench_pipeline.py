@@ -116,7 +116,7 @@ def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
     of = twin(model, shape.blocks)
     config = family_of(of).default_config()
     sites = list(family_of(of).sites(of))
-    schedule = Schedule(dense_layers=tuple(range(len(sites)))) if what == "dense" else Schedule()
+    schedule = Schedule() if what in ("zero", "none") else Schedule(dense_layers=tuple(range(len(sites))))
     apply_ssta(of, replace(config, pad_type=what) if what in ("zero", "none") else config, schedule=schedule)
     instead = {"unmasked": unmasked, "removed": removed}.get(what)
     if instead is not None:

@@ -8,6 +8,7 @@ if __name__ == "ssta.kernels":
     from .operators import kernels_run
     from .pick import best_blocks, pick_blocks, score_blocks
     from .reorder import gather_blocks, take_tokens
+    from .rotary import Unfinished
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
                "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]

@@ -1,10 +1,13 @@
-"""What lies between a projection and attention in one pass: RMS norm and rotary embedding of q or k, written where attention reads it."""
+"""q, k or v as projections leave it, and in one pass what attention takes: RMS norm, rotary embedding, streams joined, order of blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .reorder import new_tokens
 
 
 @dataclass(frozen=True)
@@ -12,26 +15,106 @@ class RMSNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, computed in float32 and rounded to x's dtype.
 
     Args:
-        weight: ``[D]``: each head has a mean of its own; ``[H * D]``: all heads of a token share one.
+        weight: ``[D]``, or ``[H, D]`` where heads differ.
         eps: added to the mean.
         rounds_twice: x's dtype is rounded to before the weight too.
+        scales: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, from ``token_scales``, where its heads share one mean. None: the
+            mean is over a head.
     """
 
     weight: Tensor
     eps: float
     rounds_twice: bool = False
+    scales: Tensor | None = None
 
 
-def norm_and_turn(x: Tensor, out: Tensor, norm: RMSNorm | None = None, angles: tuple[Tensor, Tensor] | None = None) -> None:
-    """Writes x to ``out``, normed and then turned, by Triton's kernel. Not differentiable.
+@dataclass(frozen=True)
+class Projection:
+    """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
 
     Args:
         x: ``[B, H, S, D]``, any strides; ``kernels_run(x)`` must be true.
-        out: x's shape and dtype, the last stride 1, other memory than x's.
         norm: None leaves x as it is.
-        angles: float32 cosines and sines, which broadcast to ``[B, H, S, D / 2]``, or to ``[B, H, S, D]`` with each of them twice in a row:
+        angles: float32 cosines and sines ``[B or 1, H or 1, S, D / 2]``, or ``[B or 1, H or 1, S, D]`` with each of them twice in a row:
             channels 2i and 2i + 1 are a point in the plane and turned by angle i, in float32, rounded once. None turns nothing.
     """
-    from .triton_rotary import norm_and_turn
 
-    norm_and_turn(x, out, norm, angles)
+    x: Tensor
+    norm: RMSNorm | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``finish`` makes of it; has no gradient.
+
+    Args:
+        projections: at least one, alike in all but their number of tokens.
+    """
+
+    projections: tuple[Projection, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, _, dim = self._first.shape
+        return torch.Size((batch, heads, sum(self.lengths), dim))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each projection."""
+        return [projection.x.shape[2] for projection in self.projections]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def new(self) -> Tensor:
+        """Uninitialised, of this shape, in the projections' memory order."""
+        return new_tokens(self._first, self.shape[2])
+
+    def finish(self) -> Tensor:
+        """``[B, H, S, D]`` in the projections' memory order."""
+        from .triton_rotary import finish
+
+        only = self.projections[0]
+        if len(self.projections) == 1 and only.norm is None and only.angles is None:
+            return only.x
+        out = self.new()
+        for projection, part in zip(self.projections, out.split(self.lengths, 2)):
+            finish(projection, part)
+        return out
+
+    def gather(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
+        """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``kernels.reorder.gather_blocks``.
+
+        A block's tokens must all come from one projection, and its first place must not be zeros.
+        """
+        from .triton_rotary import finish
+
+        batch, heads, _, dim = self.shape
+        out = new_tokens(self._first, len(source))
+        means = self._first.new_empty(batch, heads, mean_blocks, dim, dtype=torch.float32)
+        first = 0
+        for projection, length in zip(self.projections, self.lengths):
+            finish(projection, out, (source, offsets, means, first))
+            first += length
+        return out, means
+
+    @property
+    def _first(self) -> Tensor:
+        return self.projections[0].x
+
+
+def token_scales(x: Tensor, eps: float) -> Tensor:
+    """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``, by Triton's kernel."""
+    from .triton_rotary import token_scales
+
+    return token_scales(x, eps)

@@ -1,4 +1,4 @@
-"""Portable kernel between projection and attention: RMS norm and rotary embedding of q or k in one pass."""
+"""Portable kernel between projection and attention: RMS norm, rotary embedding and order of blocks in one pass."""
 
 from __future__ import annotations
 
@@ -7,55 +7,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rotary import RMSNorm
+from .rotary import Projection
 
-# Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles.
+# Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
+# H200 half or twice as many run as fast.
 NUMBERS = 4096
 HEADS = 4
 OPTIONS = dict(num_warps=4)
 
 
 @triton.jit
-def _rotary_kernel(x, out, weight, scales, cos, sin, x_batch, x_head, x_row, out_batch, out_head, out_row, weight_head,
-                   angle_batch, angle_head, angle_row, heads, tokens, eps, NORM: tl.constexpr, TWICE: tl.constexpr, TURN: tl.constexpr,
-                   ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """NORM: over each "head", over all heads of a "token" by the given scales, or "none". TURN: how often an angle stands in memory."""
-    groups = tl.cdiv(heads, HEADS)
-    rows = (tl.program_id(0) // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token = rows[:, None, None]
-    head = (tl.program_id(0) % groups).to(tl.int64) * HEADS + tl.arange(0, HEADS)[None, :, None]
-    dim = tl.arange(0, DIM_PAD)[None, None, :]
-    batch = tl.program_id(1).to(tl.int64)
-    there = (token < tokens) & (head < heads)
-    mask = there & (dim < DIM)
-    kind: tl.constexpr = out.dtype.element_ty
-    value = tl.load(x + batch * x_batch + token * x_row + head * x_head + dim, mask=mask, other=0.0).to(tl.float32)
+def _finished(x, weight, scales, cos, sin, token, there, head, x_row, x_head, weight_head, angle_row, angle_head, eps,
+              NORM: tl.constexpr, TWICE: tl.constexpr, TURN: tl.constexpr, EACH: tl.constexpr,
+              ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Tokens of some heads, [ROWS, HEADS, DIM_PAD] in float32, but rounded to x's dtype; zeros where not ``there``."""
+    kind: tl.constexpr = x.dtype.element_ty
+    row, dim = token[:, None, None], tl.arange(0, DIM_PAD)[None, None, :]
+    value = tl.load(x + row * x_row + head * x_head + dim, mask=there & (dim < DIM), other=0.0).to(tl.float32)
     if NORM != "none":
         if NORM == "head":
             value *= tl.rsqrt(tl.sum(value * value, 2, keep_dims=True) / DIM + eps)
         else:
-            value *= tl.load(scales + batch * tokens + rows, mask=rows < tokens, other=0.0)[:, None, None]
+            value *= tl.load(scales + token, mask=token >= 0, other=0.0)[:, None, None]
         if TWICE:
             value = value.to(kind).to(tl.float32)
-        value *= tl.load(weight + head * weight_head + dim, mask=(head < heads) & (dim < DIM), other=0.0).to(tl.float32)
+        value *= tl.load(weight + head * weight_head + dim, mask=dim < DIM, other=0.0).to(tl.float32)
         value = value.to(kind).to(tl.float32)
     if TURN:
         # An angle that stands there twice is loaded twice: wide loads of everything are faster than loads of every other number.
         number = tl.arange(0, DIM_PAD // 2 * TURN)[None, None, :]
-        angle = batch * angle_batch + token * angle_row + head * angle_head + number
-        c = tl.load(cos + angle, mask=there & (number < DIM // 2 * TURN), other=0.0)
-        s = tl.load(sin + angle, mask=there & (number < DIM // 2 * TURN), other=0.0)
+        angle = row * angle_row + number
+        if EACH:
+            angle += head * angle_head
+            mask = there & (number < DIM // 2 * TURN)
+        else:
+            mask = (row >= 0) & (number < DIM // 2 * TURN)
+        c = tl.load(cos + angle, mask=mask, other=0.0)
+        s = tl.load(sin + angle, mask=mask, other=0.0)
         if TURN == 2:
-            c, _ = tl.split(tl.reshape(c, [ROWS, HEADS, DIM_PAD // 2, 2]))
-            s, _ = tl.split(tl.reshape(s, [ROWS, HEADS, DIM_PAD // 2, 2]))
+            c, _ = tl.split(tl.reshape(c, [ROWS, HEADS if EACH else 1, DIM_PAD // 2, 2]))
+            s, _ = tl.split(tl.reshape(s, [ROWS, HEADS if EACH else 1, DIM_PAD // 2, 2]))
         even, odd = tl.split(tl.reshape(value, [ROWS, HEADS, DIM_PAD // 2, 2]))
-        value = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, HEADS, DIM_PAD])
-    tl.store(out + batch * out_batch + token * out_row + head * out_head + dim, value.to(kind), mask=mask)
+        value = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, HEADS, DIM_PAD]).to(kind).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _rotary_kernel(x, out, weight, scales, cos, sin, source, offsets, means, x_batch, x_head, x_row, out_batch, out_head, out_row,
+                   weight_head, angle_batch, angle_head, angle_row, heads, tokens, begin, mean_blocks, eps, ORDERED: tl.constexpr,
+                   MEANS: tl.constexpr, NORM: tl.constexpr, TWICE: tl.constexpr, TURN: tl.constexpr, EACH: tl.constexpr,
+                   ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """ORDERED: the blocks whose tokens are among the ``tokens`` from ``begin`` on, with MEANS of the first of them; else as they come.
+    NORM: over each "head", by the given scales of a "token", or "none". TURN: how often an angle stands in memory. EACH: per head."""
+    groups = tl.cdiv(heads, HEADS)
+    block = tl.program_id(0) // groups
+    head = (tl.program_id(0) % groups).to(tl.int64) * HEADS + tl.arange(0, HEADS)[None, :, None]
+    dim = tl.arange(0, DIM_PAD)[None, None, :]
+    batch = tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = out.dtype.element_ty
+    x += batch * x_batch
+    out += batch * out_batch
+    if NORM == "token":
+        scales += batch * tokens
+    if TURN:
+        cos += batch * angle_batch
+        sin += batch * angle_batch
+    if ORDERED:
+        first, last = tl.load(offsets + block), tl.load(offsets + block + 1)
+        lead = tl.load(source + first, mask=first < last, other=-1) - begin
+        last = tl.where((lead >= 0) & (lead < tokens), last, first)
+    else:
+        first = block * ROWS
+        last = first + ROWS
+    # Summed over rows once, at the end.
+    total = tl.zeros([ROWS, HEADS, DIM_PAD] if MEANS else [1, 1, 1], tl.float32)
+    for start in range(first, last, ROWS):
+        place = start + tl.arange(0, ROWS)
+        if ORDERED:
+            inside = place < last
+            token = tl.load(source + place, mask=inside, other=-1)
+            token = tl.where(token >= 0, token - begin, -1).to(tl.int64)
+        else:
+            inside = place < tokens
+            token = tl.where(inside, place, -1).to(tl.int64)
+        value = _finished(x, weight, scales, cos, sin, token, (token >= 0)[:, None, None] & (head < heads), tl.minimum(head, heads - 1),
+                          x_row, x_head, weight_head, angle_row, angle_head, eps, NORM, TWICE, TURN, EACH, ROWS, HEADS, DIM, DIM_PAD)
+        tl.store(out + place.to(tl.int64)[:, None, None] * out_row + head * out_head + dim, value.to(kind),
+                 mask=inside[:, None, None] & (head < heads) & (dim < DIM))
+        if MEANS:
+            total += value
+    if MEANS:
+        if (block < mean_blocks) & (first < last):
+            mean = (tl.sum(total, 0, keep_dims=True) / (last - first)).to(kind).to(tl.float32)
+            tl.store(means + ((batch * heads + head) * mean_blocks + block) * DIM + dim, mean, mask=(head < heads) & (dim < DIM))
 
 
 @triton.jit
 def _scale_kernel(x, scales, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """1 / sqrt(mean + eps) of the squares of all heads of a token."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
     batch = tl.program_id(1).to(tl.int64)
@@ -69,29 +117,48 @@ def _scale_kernel(x, scales, x_batch, x_head, x_row, heads, tokens, eps, ROWS: t
     tl.store(scales + batch * tokens + token, tl.rsqrt(tl.sum(total, 1) / (heads * DIM) + eps), mask=token < tokens)
 
 
-def norm_and_turn(x: Tensor, out: Tensor, norm: RMSNorm | None, angles: tuple[Tensor, Tensor] | None) -> None:
-    """``kernels.rotary.norm_and_turn``."""
+def finish(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
+    """Writes what ``projection`` stands for to ``out``, whose last stride is 1.
+
+    ``order``: source, offsets and means of ``Unfinished.gather``, and the number of the projection's first token. ``out`` is then all of
+    the new order, of which only the blocks with this projection's tokens are written, and so are the means.
+    """
+    x, norm = projection.x, projection.norm
     if not x.numel():
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
-    sizes = dict(DIM=dim, DIM_PAD=triton.next_power_of_2(dim))
+    dim_pad = triton.next_power_of_2(dim)
     # A pointer that is not used is x.
-    kind, weight, weight_head, eps, scales = "none", x, 0, 0.0, x
+    kind, weight, scales = "none", x, x
     if norm is not None:
-        kind, weight, eps = "head", norm.weight.contiguous(), norm.eps
-        if len(weight) != dim:
-            kind, weight_head, scales = "token", dim, torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
-            rows = max(1, NUMBERS // sizes["DIM_PAD"])
-            _scale_kernel[(triton.cdiv(tokens, rows), batch)](x, scales, *x.stride()[:3], heads, tokens, eps, ROWS=rows, **sizes, **OPTIONS)
+        kind, weight, scales = ("head", norm.weight, x) if norm.scales is None else ("token", norm.weight, norm.scales)
+        weight = weight.contiguous()
     turn, cos, sin, strides = 0, x, x, (0, 0, 0)
-    if angles is not None:
-        cos, sin = angles
+    if projection.angles is not None:
+        cos, sin = projection.angles
         if cos.stride() != sin.stride() or cos.stride(-1) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
         turn, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
     together = min(HEADS, triton.next_power_of_2(heads))
-    rows = max(1, NUMBERS // (together * sizes["DIM_PAD"]))
-    _rotary_kernel[(triton.cdiv(tokens, rows) * triton.cdiv(heads, together), batch)](
-        x, out, weight, scales, cos, sin, *x.stride()[:3], *out.stride()[:3], weight_head, *strides, heads, tokens, eps,
-        NORM=kind, TWICE=norm is not None and norm.rounds_twice, TURN=turn, ROWS=rows, HEADS=together, **sizes, **OPTIONS)
+    rows = max(1, NUMBERS // (together * dim_pad))
+    source, offsets, means, begin = order or (x, x, x, 0)
+    blocks = triton.cdiv(tokens, rows) if order is None else len(offsets) - 1
+    _rotary_kernel[(blocks * triton.cdiv(heads, together), batch)](
+        x, out, weight, scales, cos, sin, source, offsets, means, *x.stride()[:3], *out.stride()[:3], dim if weight.dim() == 2 else 0,
+        *strides, heads, tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps,
+        ORDERED=order is not None, MEANS=order is not None and means.shape[2] > 0, NORM=kind,
+        TWICE=norm is not None and norm.rounds_twice, TURN=turn, EACH=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+
+
+def token_scales(x: Tensor, eps: float) -> Tensor:
+    """``kernels.rotary.token_scales``."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, dim = x.shape
+    scales = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
+    dim_pad = triton.next_power_of_2(dim)
+    rows = max(1, NUMBERS // dim_pad)
+    if scales.numel():
+        _scale_kernel[(triton.cdiv(tokens, rows), batch)](x, scales, *x.stride()[:3], heads, tokens, eps,
+                                                          ROWS=rows, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+    return scales

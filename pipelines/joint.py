@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ssta import TokenLayout
 
 from .processor import SSTAProcessor
-from .streams import Stream, finished
+from .streams import Stream
 
 
 class JointSSTAProcessor(SSTAProcessor):
@@ -30,28 +30,28 @@ class JointSSTAProcessor(SSTAProcessor):
         ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
         thw = self.canvas(video_len)
-        # Both angles of a pair are given.
         angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
-        if encoder_hidden_states is None:
-            query, key = (finished(Stream(linear(hidden_states), norm, angles), heads=attn.heads)
-                          for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
-            value = attn.to_v(hidden_states)
-        elif attn.add_q_proj is None:
+        both = hidden_states
+        if encoder_hidden_states is not None and attn.add_q_proj is None:
             both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-            query, key = (_of_both(linear(both), norm, angles, video_len, attn.heads)
-                          for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
-            value = attn.to_v(both)
-        else:
-            query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, angles),
-                             Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q), heads=attn.heads)
-            key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, angles),
-                           Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k), heads=attn.heads)
-            value = torch.cat([attn.to_v(hidden_states), attn.add_v_proj(encoder_hidden_states)], dim=1)
-        value = value.unflatten(2, (attn.heads, -1))
+        query, key, value = attn.to_q(both), attn.to_k(both), attn.to_v(both)
+        queries = [Stream(query[:, :video_len], attn.norm_q, angles)]
+        keys = [Stream(key[:, :video_len], attn.norm_k, angles)]
+        values = [Stream(value)]
+        if both is not hidden_states:
+            queries.append(Stream(query[:, video_len:], attn.norm_q))
+            keys.append(Stream(key[:, video_len:], attn.norm_k))
+        elif encoder_hidden_states is not None:
+            queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
+            keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
+            values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
+        conditions = sum(stream.projected.shape[1] for stream in queries[1:])
+        query, key, value = self.joined(queries, keys, values, heads=attn.heads)
+        del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = attention_mask[:, 0, 0, video_len:]
-        layout = self.layout(thw, query.shape[1] - video_len)
+        layout = self.layout(thw, conditions)
         out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
@@ -66,7 +66,3 @@ class JointSSTAProcessor(SSTAProcessor):
     def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
         """What the sequence consists of: the canvas, and ``conditions`` tokens after it."""
         return TokenLayout.video_text(thw, conditions)
-
-
-def _of_both(x: Tensor, norm: nn.Module | None, angles: tuple[Tensor, Tensor] | None, video_len: int, heads: int) -> Tensor:
-    return finished(Stream(x[:, :video_len], norm, angles), Stream(x[:, video_len:], norm), heads=heads)

@@ -13,7 +13,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 from .canvas import from_numbers
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .streams import Stream, finished
+from .streams import Stream
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -32,10 +32,10 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
         # Every head has channels of the angles for itself.
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
-        query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, angles), heads=attn.heads, across_heads=True)
-        key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, angles), heads=attn.heads, across_heads=True)
-        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-        out = self.attend(query, key, value, self.layout(query.shape[1]))
+        query, key, value = self.joined(
+            [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
+            [Stream(attn.to_v(hidden_states))], heads=attn.heads, across_heads=True)
+        out = self.attend(query, key, value, self.layout(hidden_states.shape[1]))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
     def layout(self, tokens: int) -> TokenLayout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from ssta import TokenLayout
 from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .streams import Stream, finished
+from .streams import Stream
 
 
 class MochiSSTAProcessor(SSTAProcessor):
@@ -32,11 +31,11 @@ class MochiSSTAProcessor(SSTAProcessor):
         video_len = hidden_states.shape[1]
         layout = TokenLayout.video_text(self.canvas(video_len), encoder_hidden_states.shape[1])
         # The angles are learned, ``[S, H, D / 2]``.
-        query = finished(Stream(attn.to_q(hidden_states), attn.norm_q, image_rotary_emb),
-                         Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q), heads=attn.heads)
-        key = finished(Stream(attn.to_k(hidden_states), attn.norm_k, image_rotary_emb),
-                       Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k), heads=attn.heads)
-        value = torch.cat([attn.to_v(hidden_states), attn.add_v_proj(encoder_hidden_states)], dim=1).unflatten(2, (attn.heads, -1))
+        angles, text = image_rotary_emb, encoder_hidden_states
+        query, key, value = self.joined(
+            [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
+            [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
+            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], heads=attn.heads)
         out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))

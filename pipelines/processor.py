@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
 from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta.layout import Input
 from ssta.selection import select_tiles
 
 from .progress import Progress, read
 from .report import LayerRun, Stopwatch
 from .schedule import Schedule
+from .streams import Stream, joined
 
 if TYPE_CHECKING:
     from .family import Family
@@ -118,11 +121,22 @@ class SSTAProcessor:
             raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
         return thw
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+    @property
+    def dense(self) -> bool:
+        """Whether the forward in progress attends densely here."""
+        return self.config is None or self.context.dense_step
+
+    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
+               across_heads: bool = False) -> tuple[Input, Input, Input]:
+        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, tiles=not self.dense)
+
+    def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
-            query: ``[B, S, H, D]``, with S = ``layout.length``; memory order as diffusers' processors have it.
+            query: ``[B, S, H, D]``, with S = ``layout.length``; memory order as diffusers' processors have it. Or what ``joined`` returned,
+                and so are then key and value.
             key: ``[B, S, Hkv, D]``.
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.
@@ -139,7 +153,7 @@ class SSTAProcessor:
         timed = not torch.compiler.is_compiling()
         if timed:
             self._stopwatch.start(query.device)
-        if self.config is None or self.context.dense_step:
+        if self.dense:
             out, *ran = self._attend_densely(query, key, value, layout, text_mask)
         else:
             out, *ran = self._attend_sparsely(query, key, value, layout, text_mask)
@@ -150,10 +164,10 @@ class SSTAProcessor:
         self._last = (implementation, self.context.thw, layout.length, tiles, density)
         return out
 
-    def _attend_sparsely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
+    def _attend_sparsely(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
         """(output, implementation, tiles, density)."""
         impl = self.context.impl
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
         ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.density()

@@ -1,4 +1,4 @@
-"""From projections to attention: q or k of one or more streams of tokens is normed, turned by RoPE and joined, in one pass where it can be.
+"""From projections to attention: q, k and v of one or more streams of tokens, normed, turned by RoPE, joined and tiled, in one pass.
 
 The families that come this way differ in what a mean square is taken over, in the roundings of their norms, and in what RoPE turns:
 
@@ -11,15 +11,16 @@ The families that come this way differ in what a mean square is taken over, in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from diffusers.models import normalization as diffusers_norms
 from torch import Tensor, nn
 
-from ssta.kernels import kernels_run
+from ssta.kernels import Unfinished, kernels_run
 from ssta.kernels.operators import watched
-from ssta.kernels.rotary import RMSNorm, norm_and_turn
+from ssta.kernels.rotary import Projection, RMSNorm, token_scales
 
 from .rope import turn_pairs
 
@@ -27,7 +28,7 @@ _NORMS = (nn.RMSNorm, diffusers_norms.RMSNorm, diffusers_norms.MochiRMSNorm)
 
 
 class Stream(NamedTuple):
-    """Consecutive tokens of q or k as their projection leaves them, and what is to be done to them.
+    """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
 
     Attributes:
         projected: ``[B, S, H * D]``.
@@ -37,35 +38,46 @@ class Stream(NamedTuple):
     """
 
     projected: Tensor
-    norm: nn.Module | None
+    norm: nn.Module | None = None
     angles: tuple[Tensor, Tensor] | None = None
 
 
-def finished(*streams: Stream, heads: int, across_heads: bool = False) -> Tensor:
-    """``[B, S, H, D]`` of all streams, one after the other.
+def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
+           tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Unfinished, Unfinished, Unfinished]:
+    """q, k and v ``[B, S, H, D]``, each of its streams one after the other.
 
-    One kernel does it where nothing needs a gradient and the norms are the table's, unchanged: it computes as they do, but for the order in
-    which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
+    One kernel makes each of them where nothing needs a gradient and the norms are the table's, unchanged: it computes as they do, but for
+    the order in which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
 
     Args:
-        streams: with the same B, H, D, dtype and device.
+        queries, keys, values: streams with the same B, H, D, dtype and device.
         heads: H.
         across_heads: whether the norms take all heads of a token at once.
+        tiles: they go to ``ssta_attention``, which takes them unfinished where the kernel runs, to run it while it makes tiles.
     """
-    if not all(_by_kernel(stream, heads, across_heads) for stream in streams):
-        parts = [_by_modules(stream, heads, across_heads) for stream in streams]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    lengths = [stream.projected.shape[1] for stream in streams]
-    first = streams[0].projected
-    out = first.new_empty(len(first), sum(lengths), heads, first.shape[-1] // heads)
-    for (x, norm, angles), part in zip(streams, out.split(lengths, dim=1)):
-        norm_and_turn(x.unflatten(2, (heads, -1)).transpose(1, 2), part.transpose(1, 2),
-                      norm and RMSNorm(norm.weight, norm.eps, rounds_twice=type(norm) is diffusers_norms.RMSNorm),
-                      angles and tuple(of.transpose(-3, -2) for of in angles))
-    return out
+    if not all(_by_kernel(stream, heads, across_heads) for stream in (*queries, *keys, *values)):
+        return tuple(_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
+    unfinished = (Unfinished(tuple(_projection(stream, heads, across_heads) for stream in streams)) for streams in (queries, keys, values))
+    return tuple(unfinished) if tiles else tuple(x.finish().transpose(1, 2) for x in unfinished)
 
 
-def _by_modules(stream: Stream, heads: int, across_heads: bool) -> Tensor:
+def _projection(stream: Stream, heads: int, across_heads: bool) -> Projection:
+    norm, x = stream.norm, stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
+    if norm is not None:
+        weight, scales = (norm.weight.view(heads, -1), token_scales(x, norm.eps)) if across_heads else (norm.weight, None)
+        norm = RMSNorm(weight, norm.eps, type(norm) is diffusers_norms.RMSNorm, scales)
+    angles = None
+    if stream.angles is not None:
+        angles = tuple(of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)
+    return Projection(x, norm, angles)
+
+
+def _by_modules(streams: Sequence[Stream], heads: int, across_heads: bool) -> Tensor:
+    parts = [_finished(stream, heads, across_heads) for stream in streams]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _finished(stream: Stream, heads: int, across_heads: bool) -> Tensor:
     x, norm = stream.projected, stream.norm
     if norm is not None and across_heads:
         x = norm(x)

@@ -15,7 +15,7 @@ from .canvas import from_bcfhw
 from .family import Family, Site
 from .processor import SSTAProcessor
 from .schedule import Schedule
-from .streams import Stream, finished
+from .streams import Stream
 
 
 class WanSSTAProcessor(SSTAProcessor):
@@ -38,10 +38,10 @@ class WanSSTAProcessor(SSTAProcessor):
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query = finished(Stream(query, attn.norm_q, rotary_emb), heads=attn.heads, across_heads=True)
-        key = finished(Stream(key, attn.norm_k, rotary_emb), heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value.unflatten(2, (attn.heads, -1)), TokenLayout.video_text(thw))
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+        query, key, value = self.joined([Stream(query, attn.norm_q, rotary_emb)], [Stream(key, attn.norm_k, rotary_emb)], [Stream(value)],
+                                        heads=attn.heads, across_heads=True)
+        out = self.attend(query, key, value, TokenLayout.video_text(thw))
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
-from .layout import TokenLayout, tile_layout
+from .kernels import BlockLists, Unfinished, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
+from .layout import Input, TokenLayout, tile_layout
 from .selection import check_text_mask, select_tiles
 
 
@@ -54,14 +54,15 @@ def ssta_3d_attention(
 
 
 def ssta_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, *,
+    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     return_blocks: bool = False,
 ) -> Tensor | tuple[Tensor, BlockLists]:
     """Selective and sliding tile attention over any sequence of video grids and dense runs.
 
     Args:
-        query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype.
+        query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype. All three may also be
+            ``kernels.Unfinished``, whose projections must begin where the layout's segments do: they are finished while they are tiled.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
@@ -80,7 +81,8 @@ def ssta_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    query, key, value = autocast_inputs(query=query, key=key, value=value)
+    if not isinstance(query, Unfinished):
+        query, key, value = autocast_inputs(query=query, key=key, value=value)
     check_inputs(query, key, value, layout, config, text_mask)
     if layout.video:
         config = config.for_canvas(max([grid.thw for grid in layout.video]))
@@ -99,13 +101,15 @@ def ssta_attention(
     return (out, blocks) if return_blocks else out
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:
+def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x)
+        if isinstance(x, Unfinished) != isinstance(query, Unfinished):
+            raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
         if x.shape[2] != layout.length:
             raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {x.shape[2]} in shape {tuple(x.shape)}")
         if x.shape[0] != query.shape[0] or x.shape[3] != query.shape[3]:
@@ -122,12 +126,12 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout,
         check_text_mask(text_mask, query.shape[0], layout.dense_length, query.device)
 
 
-def _check_tensor(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
+def _check_tensor(name: str, x: Input) -> None:
+    if not isinstance(x, (Tensor, Unfinished)):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dim() != 4:
+    if len(x.shape) != 4:
         raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-    if not x.is_floating_point():
+    if not x.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 

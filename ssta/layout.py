@@ -11,8 +11,11 @@ from torch import Tensor
 
 from .checks import require_choice, require_int, require_triple
 from .config import PAD_TYPES
-from .kernels import gather_blocks, kernels_run, take_tokens
+from .kernels import Unfinished, gather_blocks, kernels_run, take_tokens
 from .memo import remember
+
+# What tiles are made of: tokens that are ready, or that are finished on the way into the tiles.
+Input = Tensor | Unfinished
 
 
 @dataclass(frozen=True)
@@ -208,14 +211,19 @@ class TileLayout:
         self._check("tile", x, self.tokens.length)
         return _Tile.apply(x, self)
 
-    def tile_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    def tile_qkv(self, q: Input, k: Input, v: Input) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """``tile`` of q ``[B, Hq, S, D]`` and of k and v ``[B, Hkv, S, D]``; and the means of q's and of k's video tiles.
 
         On a GPU one kernel reads every token once and writes both. The means, float32 ``[B, H, N, D]``, are those of
-        ``scoring.descriptors``; None where plain torch runs, to which they would be a pass of their own.
+        ``scoring.descriptors``; None where plain torch runs, to which they would be a pass of their own. What is unfinished, all three or
+        none, is finished on the way; its projections begin where segments do.
         """
         for x in (q, k, v):
             self._check("tile_qkv", x, self.tokens.length)
+        if isinstance(q, Unfinished):
+            (q, q_means), (k, k_means), (v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
+                (q, k, v), (self.num_video_tiles, self.num_video_tiles, 0)))
+            return q, k, v, (q_means, k_means)
         if not kernels_run(q):
             return self.tile(q), self.tile(k), self.tile(v), None
         q, k, v, *means = _TileQKV.apply(q, k, v, self)
@@ -226,10 +234,10 @@ class TileLayout:
         self._check("untile", x, self.num_slots)
         return _Untile.apply(x, self)
 
-    def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
-        if not isinstance(x, Tensor):
+    def _check(self, wanted_by: str, x: Input, length: int) -> None:
+        if not isinstance(x, (Tensor, Unfinished)):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4 or x.shape[2] != length:
+        if len(x.shape) != 4 or x.shape[2] != length:
             raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")
 
     # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.

@@ -312,7 +312,7 @@ def test_cogvideox_1_5_rounds_frames_up():
 
 @pytest.mark.parametrize("name", ["hunyuan_video_15", "wan", "wan_vace", "ltx"])
 def test_a_token_is_in_one_place_in_memory_while_ssta_is_applied(name):
-    """A patch embedding by convolution may leave a channel's tokens side by side: no block has to work on that, and nothing else changes."""
+    """A patch embedding by convolution leaves a channel's tokens side by side. No block has to work on that, and nothing else changes."""
     tiny = TINY[name]
     model, call, seen = tiny.build(), tiny.call(), []
     blocks = model.blocks if name.startswith("wan") else model.transformer_blocks

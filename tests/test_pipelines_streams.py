@@ -1,15 +1,21 @@
 """Norm, RoPE and joining in one pass: the kernel does what the modules do, and leaves alone what is not plain."""
 
+import sys
+
 import pytest
 import torch
 from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 from tiny_models import TINY
 from torch import nn
 
-from ssta import SSTAConfig
-from ssta.pipelines import apply_ssta, streams
-from ssta.pipelines.streams import Stream, finished
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
+from ssta.kernels import Unfinished, triton_rotary
+from ssta.pipelines import Schedule, apply_ssta, streams
+from ssta.pipelines.streams import Stream
+from ssta.scoring import descriptors
 
+# The package gives its name to the function.
+ssta_attention_module = sys.modules["ssta.attention"]
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 HEADS, DIM = 3, 24
@@ -29,9 +35,15 @@ def by_kernel(monkeypatch):
         launches.append(args)
         real(*args)
 
-    real = streams.norm_and_turn
-    monkeypatch.setattr(streams, "norm_and_turn", launch)
+    real = triton_rotary.finish
+    monkeypatch.setattr(triton_rotary, "finish", launch)
     return launches
+
+
+def finished(*queries, heads, across_heads=False):
+    """q of these streams; k and v have nothing that a kernel would do."""
+    plain = [Stream(queries[0].projected)]
+    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads)[0]
 
 
 def norm_of(kind, channels, dtype):
@@ -73,7 +85,7 @@ def test_the_kernel_does_what_the_modules_do(by_kernel, monkeypatch, case, dtype
         with monkeypatch.context() as modules:
             modules.setattr(streams, "kernels_run", lambda x: False)
             same(found, finished(*some, heads=HEADS, across_heads=case[1]))
-    assert len(by_kernel) == 3 and found.stride() == torch.empty_like(found).stride()
+    assert len(by_kernel) == (2 if case[0] is None and case[2] is None else 3) and found.stride() == torch.empty_like(found).stride()
 
 
 def test_views_and_no_tokens(by_kernel):
@@ -88,6 +100,41 @@ def test_views_and_no_tokens(by_kernel):
     none = Stream(stream.projected[:, :0], stream.norm)
     assert torch.equal(finished(stream, none, heads=HEADS), whole)
     assert len(by_kernel) == 6
+
+
+LAYOUT = TokenLayout((VideoGrid(3, 5, 4), VideoGrid(2, 3, 3), DenseRun(7)))
+
+
+def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
+    """(q, its means) in tiles by one kernel, and by the modules and the layout; with a second stream that is neither video nor turned."""
+    video, text = LAYOUT.video_length, LAYOUT.dense_length
+    parts = stream_of(case, video, dtype, heads, dim), stream_of((case[0], case[1], None), text, dtype, heads, dim)
+    layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
+    options = dict(heads=heads, across_heads=case[1])
+    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, tiles=True)
+    assert isinstance(q, Unfinished) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
+    # Two groups of heads, one after the other, where there is an even number of them.
+    groups = [x.gather(layout.source, layout.offsets, layout.num_video_tiles) for x in q.chunk(1 + (heads % 2 == 0), 1)]
+    assert all(x.stride()[1:] == (dim, dim * x.shape[1], 1) for x, _ in groups), "in the projections' memory order"
+    found = [torch.cat(part, 1) for part in zip(*groups)]
+    expected = layout.tile(finished(*parts, **options).transpose(1, 2))
+    return found, expected, descriptors(expected.double(), layout)
+
+
+@pytest.mark.parametrize("padding", ["none", "zero", "repeat"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_tiles_come_from_the_same_kernel(by_kernel, case, padding):
+    (found, means), expected, exact = tiled(case, padding, torch.float16, heads=4)
+    assert torch.equal(found, expected)
+    rounding = torch.finfo(found.dtype).eps * exact.abs().max() + 12 * torch.finfo(torch.float32).eps * found.abs().max()
+    assert (means - exact).abs().max() <= rounding and torch.equal(means, means.to(found.dtype).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["none", "zero"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_tiles_come_from_the_same_kernel_on_a_gpu(case, padding):
+    test_tiles_come_from_the_same_kernel(None, case, padding)
 
 
 @pytest.mark.gpu
@@ -152,10 +199,12 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call()
-    apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2))
+    # In two groups of heads; the first layer densely, so that both ways to the kernel are taken.
+    monkeypatch.setattr(ssta_attention_module, "GROUP", 1)
+    apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)))
     with torch.no_grad():
         found = model(**call)[0]
-        assert len(by_kernel) >= 4
+        assert {len(args) for args in by_kernel} == {2, 3}
         monkeypatch.setattr(streams, "kernels_run", lambda x: False)
         expected = model(**call)[0]
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
