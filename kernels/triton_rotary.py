@@ -146,9 +146,9 @@ def finish(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Ten
     blocks = triton.cdiv(tokens, rows) if order is None else len(offsets) - 1
     _rotary_kernel[(blocks * triton.cdiv(heads, together), batch)](
         x, out, weight, scales, cos, sin, source, offsets, means, *x.stride()[:3], *out.stride()[:3], dim if weight.dim() == 2 else 0,
-        *strides, heads, tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps,
-        ORDERED=order is not None, MEANS=order is not None and means.shape[2] > 0, NORM=kind,
-        TWICE=norm is not None and norm.rounds_twice, TURN=turn, EACH=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+        *strides, heads, tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps, ORDERED=order is not None,
+        MEANS=order is not None and means.shape[2] > 0, NORM=kind, TWICE=norm is not None and norm.rounds_twice, TURN=turn,
+        EACH=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
 
 
 def token_scales(x: Tensor, eps: float) -> Tensor:
