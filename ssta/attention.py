@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def ssta_attention(
 
     Args:
         query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype. All three may also be
-            ``kernels.Unfinished``, whose projections must begin where the layout's segments do: they are finished while they are tiled.
+            ``kernels.Unfinished``, whose projections must end where segments of the layout do: they are finished while they are tiled.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
@@ -110,6 +111,8 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         _check_tensor(name, x)
         if isinstance(x, Unfinished) != isinstance(query, Unfinished):
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
+        if isinstance(x, Unfinished) and not set(accumulate(x.lengths)) <= set(accumulate(segment.length for segment in layout.segments)):
+            raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {layout.segments}")
         if x.shape[2] != layout.length:
             raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {x.shape[2]} in shape {tuple(x.shape)}")
         if x.shape[0] != query.shape[0] or x.shape[3] != query.shape[3]:

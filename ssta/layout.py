@@ -216,7 +216,7 @@ class TileLayout:
 
         On a GPU one kernel reads every token once and writes both. The means, float32 ``[B, H, N, D]``, are those of
         ``scoring.descriptors``; None where plain torch runs, to which they would be a pass of their own. What is unfinished, all three or
-        none, is finished on the way; its projections begin where segments do.
+        none, is finished on the way; its projections end where segments do.
         """
         for x in (q, k, v):
             self._check("tile_qkv", x, self.tokens.length)

@@ -8,7 +8,7 @@ from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 from tiny_models import TINY
 from torch import nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
 from ssta.kernels import Unfinished, triton_rotary
 from ssta.pipelines import Schedule, apply_ssta, streams
 from ssta.pipelines.streams import Stream
@@ -113,10 +113,8 @@ def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
     options = dict(heads=heads, across_heads=case[1])
     (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, tiles=True)
     assert isinstance(q, Unfinished) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
-    # Two groups of heads, one after the other, where there is an even number of them.
-    groups = [x.gather(layout.source, layout.offsets, layout.num_video_tiles) for x in q.chunk(1 + (heads % 2 == 0), 1)]
-    assert all(x.stride()[1:] == (dim, dim * x.shape[1], 1) for x, _ in groups), "in the projections' memory order"
-    found = [torch.cat(part, 1) for part in zip(*groups)]
+    found = q.gather(layout.source, layout.offsets, layout.num_video_tiles)
+    assert found[0].stride()[1:] == (dim, dim * heads, 1), "in the projections' memory order"
     expected = layout.tile(finished(*parts, **options).transpose(1, 2))
     return found, expected, descriptors(expected.double(), layout)
 
@@ -148,6 +146,18 @@ def test_the_kernel_does_what_the_modules_do_on_a_gpu(monkeypatch, case, heads, 
         with monkeypatch.context() as modules:
             modules.setattr(streams, "kernels_run", lambda x: False)
             same(found, finished(*parts, heads=heads, across_heads=case[1]))
+
+
+def test_what_is_unfinished_fits_the_layout():
+    parts = [stream_of(CASES[0], tokens, torch.float32) for tokens in (60, 25)]
+    q = Unfinished(tuple(streams._projection(part, HEADS, False) for part in parts))
+    config = SSTAConfig(tile_thw=(2, 2, 3))
+    with pytest.raises(TypeError, match="key must be Unfinished as query is, got Tensor"):
+        ssta_attention(q, torch.zeros(q.shape, device=DEVICE), q, LAYOUT, config)
+    with pytest.raises(ValueError, match="query must have the layout's 85 tokens, got 60"):
+        ssta_attention(*[Unfinished(q.projections[:1])] * 3, LAYOUT, config)
+    with pytest.raises(ValueError, match=r"query's projections must end where segments of the layout do, got \[60, 25\] tokens for"):
+        ssta_attention(q, q, q, TokenLayout((VideoGrid(5, 4, 4), DenseRun(5))), config)
 
 
 class Doubled(RMSNorm):
