@@ -1,6 +1,5 @@
 """Norm, RoPE and joining in one pass: the kernel does what the modules do, and leaves alone what is not plain."""
 
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from ssta.pipelines.streams import Stream
 from ssta.scoring import descriptors
 
 # The package gives its name to the function.
-ssta_attention_module = sys.modules["ssta.attention"]
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 HEADS, DIM = 3, 24
@@ -209,8 +207,7 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call()
-    # In two groups of heads; the first layer densely, so that both ways to the kernel are taken.
-    monkeypatch.setattr(ssta_attention_module, "GROUP", 1)
+    # The first layer densely, so that both ways to the kernel are taken.
     apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)))
     with torch.no_grad():
         found = model(**call)[0]
