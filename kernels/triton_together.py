@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import TOGETHER_BYTES
-from .triton_chunks import empty_outputs, readable
+from .triton_chunks import q_cut, readable
+from .triton_outputs import empty_outputs
 
 # List entries read at once by one program.
 SEGMENT = 1024
@@ -134,7 +135,7 @@ def together_forward(
     ``attend`` is the forward of an implementation that reads tiles. The copies take TOGETHER_BYTES, or those of one list if that is more.
     """
     assert not causal, "copies have lost their positions"
-    out, lse = empty_outputs(q, covered=True)
+    out, lse = empty_outputs(q, q_cut(blocks, q.shape[2]))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     k, v = readable(k), readable(v)
