@@ -123,10 +123,10 @@ MODELS = (
     ModelShape("LTX-Video, 1216 x 704, 121 frames", "LTXVideoTransformer3DModel", {}, (16, 22, 38), 28, 28, 28, _ltx(256, 4096)))
 MODELS_CPU = (
     ModelShape("HunyuanVideo 1.5, small", "HunyuanVideo15Transformer3DModel",
-               dict(_HUNYUAN_SMALL, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_refiner_layers=1, mlp_ratio=2.0,
-                    rope_axes_dim=(4, 6, 6), target_size=16), (7, 12, 16), 4, 2, 1, _hunyuan(6, 7, 5, 4, 2, _HUNYUAN_SMALL)),
+               dict(_HUNYUAN_SMALL, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_refiner_layers=1, mlp_ratio=2.0,
+                    rope_axes_dim=(8, 12, 12), target_size=16), (7, 12, 16), 4, 2, 1, _hunyuan(6, 7, 5, 4, 2, _HUNYUAN_SMALL)),
     ModelShape("Wan 2.1, small", "WanTransformer3DModel",
-               dict(num_attention_heads=2, attention_head_dim=16, text_dim=12, freq_dim=16, ffn_dim=64), (5, 12, 16), 4, 2, 2, _wan(7, 12)),
+               dict(num_attention_heads=2, attention_head_dim=32, text_dim=12, freq_dim=16, ffn_dim=64), (5, 12, 16), 4, 2, 2, _wan(7, 12)),
     ModelShape("LTX-Video, small", "LTXVideoTransformer3DModel",
-               dict(num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32, caption_channels=12), (5, 12, 16), 2, 2, 2,
+               dict(num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64, caption_channels=12), (5, 12, 16), 2, 2, 2,
                _ltx(7, 12)))

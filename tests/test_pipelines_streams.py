@@ -206,12 +206,14 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 @pytest.mark.parametrize("name", ["hunyuan_video_15", "hunyuan_video", "wan", "wan_vace", "skyreels_v2", "ltx", "mochi", "motif_video"])
 def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
     tiny = TINY[name]
-    model, call = tiny.build(), tiny.call()
+    model, call = tiny.build().to(DEVICE), {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+                                            for name, value in tiny.call().items()}
     # The first layer densely, so that both ways to the kernel are taken.
-    apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)))
+    apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)),
+               impl="gather")
     with torch.no_grad():
         found = model(**call)[0]
         assert {len(args) for args in by_kernel} == {2, 3}
         monkeypatch.setattr(streams, "kernels_run", lambda x: False)
         expected = model(**call)[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
