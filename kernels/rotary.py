@@ -46,7 +46,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``finish`` makes of it; has no gradient.
+    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``finish`` makes of it, and has no gradient.
 
     Args:
         projections: at least one, alike in all but their number of tokens.
@@ -72,14 +72,6 @@ class Unfinished:
     def device(self) -> torch.device:
         return self._first.device
 
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    def new(self) -> Tensor:
-        """Uninitialised, of this shape, in the projections' memory order."""
-        return new_tokens(self._first, self.shape[2])
-
     def finish(self) -> Tensor:
         """``[B, H, S, D]`` in the projections' memory order."""
         from .triton_rotary import finish
@@ -87,7 +79,7 @@ class Unfinished:
         only = self.projections[0]
         if len(self.projections) == 1 and only.norm is None and only.angles is None:
             return only.x
-        out = self.new()
+        out = new_tokens(self._first, self.shape[2])
         for projection, part in zip(self.projections, out.split(self.lengths, 2)):
             finish(projection, part)
         return out

@@ -159,18 +159,18 @@ class SSTAProcessor:
             out, *ran = self._attend_sparsely(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
-        # The density stays on the device until somebody asks for the report.
-        implementation, tiles, density = ran
-        self._last = (implementation, self.context.thw, layout.length, tiles, density)
+        # Counts of lists stay on the device until somebody asks for the report.
+        implementation, tiles, counts = ran
+        self._last = (implementation, self.context.thw, layout.length, tiles, counts)
         return out
 
     def _attend_sparsely(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
-        """(output, implementation, tiles, density)."""
+        """(output, implementation, tiles, how many of them each of them attends to)."""
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
         ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
-        return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.density()
+        return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
         """The same, exactly. With a mask through lists of blocks, whose last ones are short, because diffusers' attention backends would
@@ -179,7 +179,7 @@ class SSTAProcessor:
             backend = self._attention_backend
             out = dispatch_attention_fn(query, key, value, backend=backend)
             name = "default backend" if backend is None else AttentionBackendName(backend).value
-            return out, f"dense, {name}", None, 1.0
+            return out, f"dense, {name}", None, None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
         mask = None
@@ -192,7 +192,7 @@ class SSTAProcessor:
         blocks = select_tiles(q, k, tiles, _EXACT, mask)
         out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
         ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
-        return out.transpose(1, 2), f"dense, {ran}", None, 1.0
+        return out.transpose(1, 2), f"dense, {ran}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
@@ -211,9 +211,10 @@ class SSTAProcessor:
         """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""
         if self._last is None:
             return None
-        *facts, density = self._last
+        *facts, tiles, counts = self._last
+        density = 1.0 if counts is None else float(counts.double().mean()) / tiles
         steps = self.context.steps or None
         dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole
-        return LayerRun(layer, *facts, float(density), steps, dense, seconds, share)
+        return LayerRun(layer, *facts, tiles, density, steps, dense, seconds, share)
