@@ -28,7 +28,8 @@ from ssta.kernels.launch import LaunchConfig, device_limits, dkv_config, dq_conf
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' constants that more than one value compiles for: kernel -> name -> values. The forward's stand in its module, the
 # backward's, in turns and in any order, in what its function ``constants`` returns.
-HOPPER = {"hopper": dict(CHUNK=(64, 128))} | dict.fromkeys(("hopper-turns", "hopper-any-order"), dict(TOGETHER=(1, 2, 4, 8)))
+HOPPER = {"hopper": dict(CHUNK=(64, 128)), "hopper-turns": dict(STAGED=(2, 3, 4), SPREAD=(1, 2, 3, 6, 12)),
+          "hopper-any-order": dict(SPREAD=(1, 3))}
 # Less than this is not worth a change.
 GAIN = 0.02
 

@@ -1,4 +1,4 @@
-"""The partitions of the Hopper backward kernel: one warp that loads, two warpgroups that multiply, and one that adds up dQ."""
+"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups that multiply, one for dQ, two warps that add it up."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,111 +10,134 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_backward_walk import tile_number, visit_after, visit_before_first
 from .hopper_names import aggregate, barrier, copies_done, copy_add, copy_in, copy_out
-from .hopper_primitives import clean, matrix, product_layout
+from .hopper_primitives import anew, clean, matrix, product_layout
+from .hopper_schedule import BATCH, HEAD, NEXT, ROW, ROWS, VISITS
+
+# Rounds of waiting, of about a microsecond, for turns that never come, as where a list names a block twice: dQ is then added up in another
+# order.
+PATIENCE = gl.constexpr(1 << 20)
 
 
 @aggregate
 class Work:
-    """What one program does, and the shared memory and barriers through which its partitions do it."""
+    """The shared memory and the barriers through which the partitions of a program do its tiles, one after another."""
 
     k: gl.shared_memory_descriptor         # [1, 1, KEYS * WARPGROUPS, D]
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor         # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
     side: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see hopper_slots.Slots
-    ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of it
+    sizes: gl.shared_memory_descriptor     # [STAGES, 1], int32, tokens of the chunk
+    ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of side
     ds: gl.shared_memory_descriptor        # [2, KEYS * WARPGROUPS, QUERIES]
-    dq: gl.shared_memory_descriptor        # [D / 64, 1, QUERIES, 64]
+    dq: gl.shared_memory_descriptor        # [STAGED, 1, QUERIES, 64], 64 columns of a chunk's dQ after another
     k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor   # both multiplying warpgroups have stored dK, which leaves through K's memory
     v_full: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written q and bias
-    do_full: gl.shared_memory_descriptor   # dO and delta
+    v_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written q and side
+    do_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor     # both multiplying warpgroups have read the stage
     ds_full: gl.shared_memory_descriptor   # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor  # the dQ warpgroup has read it
+    dq_full: gl.shared_memory_descriptor   # one a staging, where others add it up: the dQ warpgroup has written it
+    dq_empty: gl.shared_memory_descriptor  # the copy engine has read it
     clean: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
-    chunks: gl.tensor                      # pointer to the visits of the key block, see hopper_slots.Visits
-    slots: gl.tensor
-    ranks: gl.tensor
-    number: gl.tensor                      # of visits
-    batch: gl.tensor
-    head: gl.tensor                        # first query head of the group
-    kv_head: gl.tensor
-    first_slot: gl.tensor                  # of that head
-    row: gl.tensor                         # first key of the program
-    rows: gl.tensor                        # keys from there to the end of the block
+    tiles: gl.tensor                       # pointer, see hopper_schedule.Schedule
+    first: gl.tensor                       # number of the program's first tile, or -1
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, do, side, ones, ds, dq, k_full, v_full, q_full, do_full, empty, ds_full, ds_empty, clean, chunks, slots,
-                 ranks, number, batch, head, kv_head, first_slot, row, rows):
+    def __init__(self, k, v, q, do, side, sizes, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty, ds_full, ds_empty,
+                 dq_full, dq_empty, clean, tiles, first):
         self.k = k
         self.v = v
         self.q = q
         self.do = do
         self.side = side
+        self.sizes = sizes
         self.ones = ones
         self.ds = ds
         self.dq = dq
         self.k_full = k_full
+        self.k_empty = k_empty
         self.v_full = v_full
+        self.v_empty = v_empty
         self.q_full = q_full
         self.do_full = do_full
         self.empty = empty
         self.ds_full = ds_full
         self.ds_empty = ds_empty
+        self.dq_full = dq_full
+        self.dq_empty = dq_empty
         self.clean = clean
-        self.chunks = chunks
-        self.slots = slots
-        self.ranks = ranks
-        self.number = number
-        self.batch = batch
-        self.head = head
-        self.kv_head = kv_head
-        self.first_slot = first_slot
-        self.row = row
-        self.rows = rows
+        self.tiles = tiles
+        self.first = first
 
 
 @gluon.jit
-def load(work, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, slots_a_head):
-    """The loading partition: K and V once, then q, dO and what stands with them of every chunk."""
+def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, UNIFORM: gl.constexpr, CUT_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and side of every chunk."""
     STAGES: gl.constexpr = work.q.shape[0]
     QUERIES: gl.constexpr = work.q.shape[3]
-    mbarrier.expect(work.k_full, k_tiles.block_type.nbytes)
-    copy_in(k_tiles, [work.batch, work.kv_head, work.row, 0], work.k_full, work.k)
-    mbarrier.expect(work.v_full, v_tiles.block_type.nbytes)
-    copy_in(v_tiles, [work.batch, work.kv_head, work.row, 0], work.v_full, work.v)
-    for i in range(work.number):
-        start, slot = gl.load(work.chunks + i) // QUERIES, gl.load(work.slots + i)
-        head = work.head + slot // slots_a_head
-        at = work.first_slot + slot
-        stage = i % STAGES
-        # A fresh barrier counts as one whose previous phase is over, so the first round does not wait.
-        mbarrier.wait(work.empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(work.q_full.index(stage), q_tiles.block_type.nbytes + side_tiles.block_type.nbytes)
-        copy_in(q_tiles, [work.batch, head, start, 0], work.q_full.index(stage), work.q.index(stage))
-        copy_in(side_tiles, [at, 0, 0], work.q_full.index(stage), work.side.index(stage))
-        mbarrier.expect(work.do_full.index(stage), do_tiles.block_type.nbytes)
-        copy_in(do_tiles, [work.batch, head, start, 0], work.do_full.index(stage), work.do.index(stage))
+    tile = work.first
+    number, done = gl.to_tensor(0), gl.to_tensor(0)
+    while tile >= 0:
+        row, batch, kv_head = (tile_number(work, tile, ROW), tile_number(work, tile, BATCH), tile_number(work, tile, HEAD))
+        visits = tile_number(work, tile, VISITS)
+        # A fresh barrier counts as one whose previous phase is over, so the first round does not wait; here and for every other one.
+        mbarrier.wait(work.v_empty, (number & 1) ^ 1)
+        mbarrier.expect(work.v_full, v_tiles.block_type.nbytes)
+        copy_in(v_tiles, [batch, kv_head, row, 0], work.v_full, work.v)
+        mbarrier.wait(work.k_empty, (number & 1) ^ 1)
+        mbarrier.expect(work.k_full, k_tiles.block_type.nbytes)
+        copy_in(k_tiles, [batch, kv_head, row, 0], work.k_full, work.k)
+        visit = visit_before_first(lists, work, tile, 0, 1)
+        for i in range(done, done + visits):
+            visit = visit_after(lists, visit, 1, QUERIES, UNIFORM, False)
+            head = lists.group * kv_head + visit.member
+            start = visit.start + visit.chunk * QUERIES
+            stage = i % STAGES
+            mbarrier.wait(work.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            if CUT_QUERIES:
+                size = gl.minimum(visit.size - visit.chunk * QUERIES, QUERIES)
+                work.sizes.index(stage).store(gl.full([1], size, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+                # Those who wait for q must find the size of it too.
+                barrier()
+            mbarrier.expect(work.q_full.index(stage), q_tiles.block_type.nbytes + side_tiles.block_type.nbytes)
+            copy_in(q_tiles, [batch, head, start, 0], work.q_full.index(stage), work.q.index(stage))
+            copy_in(side_tiles, [visit.slot + visit.chunk, 0, 0], work.q_full.index(stage), work.side.index(stage))
+            mbarrier.expect(work.do_full.index(stage), do_tiles.block_type.nbytes)
+            copy_in(do_tiles, [batch, head, start, 0], work.do_full.index(stage), work.do.index(stage))
+        done += visits
+        number += 1
+        tile = tile_number(work, tile, NEXT)
 
 
 @gluon.jit
-def _store(tiles, pointer, stride, buffer, share: gl.constexpr, result, batch, head, row, rows):
-    """Writes the first ``rows`` of a warpgroup's result, through its share of ``buffer`` where all of them are the block's."""
+def _store(tiles, pointer, batch_stride, head_stride, row_stride, buffer, share: gl.constexpr, result, batch, head, row, rows,
+           CUT_KEYS: gl.constexpr):
+    """Writes the first ``rows`` of a warpgroup's result, through its share of ``buffer``: by hand where not all of them are the block's."""
     ROWS: gl.constexpr = result.shape[0]
     D: gl.constexpr = result.shape[1]
-    if rows >= ROWS:
-        matrix(buffer).slice(share * ROWS, ROWS).store(result)
-        fence_async_shared()
-        barrier()
-        copy_out(tiles, [batch, head, row, 0], buffer.slice(share * ROWS, ROWS, 2))
-        tma.store_wait(0)
-    else:
-        layout: gl.constexpr = product_layout(D)
+    part = matrix(buffer).slice(share * ROWS, ROWS)
+    part.store(result)
+    # The copy engine sees what every warp stored, now or when it brings in the next tile.
+    fence_async_shared()
+    barrier()
+    if CUT_KEYS and rows < ROWS:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-        gl.store(pointer + (lines[:, None] * stride + columns[None, :]), result, mask=(lines < rows)[:, None])
+        # The copy engine walks no strides but whole 16 bytes; told so, the compiler stores so many at once.
+        row_stride = anew(row_stride) // 8 * 8
+        pointer += batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
+        pointer = gl.multiple_of(pointer, 16)
+        gl.store(pointer + (lines[:, None] * row_stride + columns[None, :]), part.load(layout), mask=(lines < rows)[:, None])
+    else:
+        copy_out(tiles, [batch, head, row, 0], buffer.slice(share * ROWS, ROWS, 2))
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -126,7 +149,7 @@ def _await_queries(work, i, cut, group: gl.constexpr, CUT_QUERIES: gl.constexpr)
     phase = (i // STAGES) & 1
     mbarrier.wait(work.q_full.index(stage), phase)
     if CUT_QUERIES:
-        size = gl.load(work.chunks + i) % QUERIES + 1
+        size = gl.max(work.sizes.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         if size < QUERIES:
             mbarrier.wait(work.do_full.index(stage), phase)
             clean(matrix(work.q.index(stage)), size, group, 2, False)
@@ -213,9 +236,9 @@ def _hand_over(work, group: gl.constexpr, i, ds):
 
 
 @gluon.jit
-def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_row, scale_log2, scale, D: gl.constexpr,
-              CUT_QUERIES: gl.constexpr, CUT_KEYS: gl.constexpr):
-    """A multiplying partition: dK and dV of 64 keys."""
+def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale,
+             D: gl.constexpr, CUT_QUERIES: gl.constexpr, CUT_KEYS: gl.constexpr):
+    """A multiplying partition: dK and dV of 64 keys of every tile."""
     STAGES: gl.constexpr = work.q.shape[0]
     QUERIES: gl.constexpr = work.q.shape[3]
     WARPGROUPS: gl.constexpr = 2
@@ -226,96 +249,150 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_row, dv_r
     dtype: gl.constexpr = work.q.dtype
     k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
-    rows = work.rows - group * KEYS
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
-    dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
-    dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
-    mbarrier.wait(work.k_full, 0)
-    mbarrier.wait(work.v_full, 0)
-    if CUT_KEYS:
-        if rows < KEYS:
-            # Keys of other blocks must not reach dQ.
-            clean(k, rows, 0, 1, False)
-            clean(v, rows, 0, 1, False)
-            fence_async_shared()
-            barrier()
-    if work.number > 0:
-        cut = _await_queries(work, 0, gl.to_tensor(0), group, CUT_QUERIES)
-        scores = warpgroup_mma_wait(0, deps=[_product(work, k, matrix(work.q.index(0)), 0, 0, zero)])
-        for i in range(work.number - 1):
-            dv_sum, ds = _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
-            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(i % STAGES)), dk_sum, is_async=True)
-            _hand_over(work, group, i, ds)
-            # The next scores begin before this dK is complete, and end in this round.
-            cut = _await_queries(work, i + 1, cut, group, CUT_QUERIES)
-            s_token = _product(work, k, matrix(work.q.index((i + 1) % STAGES)), (i + 1) % STAGES, 0, zero)
-            dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
-            mbarrier.arrive(work.empty.index(i % STAGES), count=1)
-        last = work.number - 1
-        dv_sum, ds = _weigh(work, v, last, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
-        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(last % STAGES)), dk_sum, is_async=True)
-        _hand_over(work, group, last, ds)
-        dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+    tile = work.first
+    number, done, cut = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while tile >= 0:
+        first, done = done, done + tile_number(work, tile, VISITS)
+        rows = KEYS
+        if CUT_KEYS:
+            rows = tile_number(work, tile, ROWS) - group * KEYS
+        dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
+        dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
+        mbarrier.wait(work.k_full, number & 1)
+        mbarrier.wait(work.v_full, number & 1)
+        if CUT_KEYS:
+            if rows < KEYS:
+                # Keys of other blocks must not reach dQ.
+                clean(k, rows, 0, 1, False)
+                clean(v, rows, 0, 1, False)
+                fence_async_shared()
+                barrier()
+        if first < done:
+            last = done - 1
+            cut = _await_queries(work, first, cut, group, CUT_QUERIES)
+            scores = warpgroup_mma_wait(0, deps=[_product(work, k, matrix(work.q.index(first % STAGES)), first % STAGES, 0, zero)])
+            for i in range(first, last):
+                dv_sum, ds = _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
+                dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(i % STAGES)), dk_sum, is_async=True)
+                _hand_over(work, group, i, ds)
+                # The next scores begin before this dK is complete, and end in this round.
+                cut = _await_queries(work, i + 1, cut, group, CUT_QUERIES)
+                s_token = _product(work, k, matrix(work.q.index((i + 1) % STAGES)), (i + 1) % STAGES, 0, zero)
+                dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
+                mbarrier.arrive(work.empty.index(i % STAGES), count=1)
+            dv_sum, ds = _weigh(work, v, last, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(last % STAGES)), dk_sum, is_async=True)
+            _hand_over(work, group, last, ds)
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+            mbarrier.arrive(work.empty.index(last % STAGES), count=1)
+            # dK leaves through K's memory, which is free once the last dQ is computed.
+            mbarrier.wait(work.ds_empty.index(last % 2), (last // 2) & 1)
 
-    # This warpgroup alone reads its part of V, so it is free when all its warps are here; K once the last dQ is computed.
-    barrier()
-    row = work.row + group * KEYS
-    _store(dv_tiles, dv + group * KEYS * dv_row, dv_row, work.v, group, dv_sum.to(dtype), work.batch, work.kv_head, row, rows)
-    if work.number > 0:
-        last = work.number - 1
-        mbarrier.wait(work.ds_empty.index(last % 2), (last // 2) & 1)
-    _store(dk_tiles, dk + group * KEYS * dk_row, dk_row, work.k, group, (dk_sum * scale).to(dtype), work.batch, work.kv_head, row, rows)
+        # dV through V's: this warpgroup alone reads its part of it, so that is free when all its warps are here.
+        barrier()
+        row = tile_number(work, tile, ROW) + group * KEYS
+        batch, head = tile_number(work, tile, BATCH), tile_number(work, tile, HEAD)
+        _store(dv_tiles, dv, dv_batch, dv_head, dv_row, work.v, group, dv_sum.to(dtype), batch, head, row, rows, CUT_KEYS)
+        # The copy engine has read what the warpgroup stored, so the next V may come.
+        barrier()
+        mbarrier.arrive(work.v_empty, count=1)
+        _store(dk_tiles, dk, dk_batch, dk_head, dk_row, work.k, group, (dk_sum * scale).to(dtype), batch, head, row, rows, CUT_KEYS)
+        barrier()
+        mbarrier.arrive(work.k_empty, count=1)
+        number += 1
+        tile = tile_number(work, tile, NEXT)
 
 
 @gluon.jit
-def add_dq(work, dq_tiles, turns, rank, D: gl.constexpr, ORDERED: gl.constexpr):
-    """The dQ partition: dS^T K of every chunk, 64 columns at a time, added to the chunk's slot by the copy engine."""
+def multiply_dq(work, lists, dq_tiles, D: gl.constexpr, UNIFORM: gl.constexpr, ADDS: gl.constexpr):
+    """The dQ partition: dS^T K of every visit, 64 columns at a time, left in shared memory and with ADDS added up from there at once."""
     QUERIES: gl.constexpr = work.q.shape[3]
-    HALF: gl.constexpr = 64
-    HALVES: gl.constexpr = D // HALF
-    layout: gl.constexpr = product_layout(HALF)
-    zero = gl.zeros([QUERIES, HALF], gl.float32, layout)
+    STAGED: gl.constexpr = work.dq.shape[0]
+    COLUMNS: gl.constexpr = 64
+    layout: gl.constexpr = product_layout(COLUMNS)
+    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
     k = matrix(work.k)
-    slot = work.first_slot
-    # Rounds of waiting for a turn that never comes, as where a list names a block twice: dQ is then added up in another order.
-    patience = gl.to_tensor(1 << 20)
-    mbarrier.wait(work.k_full, 0)
-    for i in range(work.number):
-        before = slot
-        slot = work.first_slot + gl.load(work.slots + i)
-        turn = gl.load(work.ranks + i) + rank
-        buffer = i % 2
-        mbarrier.wait(work.ds_full.index(buffer), (i // 2) & 1)
-        ds = work.ds.index(buffer).permute((1, 0))
-        for half in gl.static_range(HALVES):
-            token = warpgroup_mma(ds, k.slice(half * HALF, HALF, 1), zero, use_acc=False, is_async=True)
-            if ORDERED and half == 0:
-                while (gl.load(turns + slot, volatile=True) != turn) & (patience > 0):
-                    patience -= 1
-            part = warpgroup_mma_wait(0, deps=[token])
-            if half == HALVES - 1:
-                # dS is read.
-                mbarrier.arrive(work.ds_empty.index(buffer), count=1)
-            if half == 0:
-                # What was staged for the visit before must be read and, before the next program's turn, added.
-                if ORDERED:
-                    copies_done()
+    tile = work.first
+    done = gl.to_tensor(0)
+    while tile >= 0:
+        visits = tile_number(work, tile, VISITS)
+        visit = visit_before_first(lists, work, tile, 0, 1)
+        for i in range(done, done + visits):
+            if ADDS:
+                visit = visit_after(lists, visit, 1, QUERIES, UNIFORM, False)
+            buffer = i % 2
+            # K is there too: dS was made from it.
+            mbarrier.wait(work.ds_full.index(buffer), (i // 2) & 1)
+            ds = work.ds.index(buffer).permute((1, 0))
+            for half in gl.static_range(D // COLUMNS):
+                token = warpgroup_mma(ds, k.slice(half * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[token])
+                if half == D // COLUMNS - 1:
+                    mbarrier.arrive(work.ds_empty.index(buffer), count=1)
+                piece = i * (D // COLUMNS) + half
+                staging = piece % STAGED
+                if ADDS:
+                    if half == 0:
+                        # What was staged for the visit before must be read.
+                        tma.store_wait(0)
+                        barrier()
                 else:
-                    tma.store_wait(0)
+                    mbarrier.wait(work.dq_empty.index(staging), ((piece // STAGED) & 1) ^ 1)
+                work.dq.index(staging).reshape([QUERIES, COLUMNS]).store(part)
+                # The copy engine sees what every warp stored.
+                fence_async_shared()
                 barrier()
-                if ORDERED and i > 0:
-                    gl.atomic_add(turns + before, 1, sem="relaxed")
-            staging = work.dq.index(half)
-            staging.reshape([QUERIES, HALF]).store(part)
-            # The copy engine sees what every warp stored.
-            fence_async_shared()
-            barrier()
-            copy_add(dq_tiles, [slot, 0, half * HALF], staging)
-    if ORDERED:
-        # The last turn ends like the others.
-        copies_done()
-        barrier()
-        if work.number > 0:
-            gl.atomic_add(turns + slot, 1, sem="relaxed")
-    else:
+                if ADDS:
+                    copy_add(dq_tiles, [visit.slot + visit.chunk, 0, half * COLUMNS], work.dq.index(staging))
+                else:
+                    mbarrier.arrive(work.dq_full.index(staging), count=1)
+        done += visits
+        tile = tile_number(work, tile, NEXT)
+    if ADDS:
         tma.store_wait(0)
+
+
+@gluon.jit
+def add_dq(work, lists, dq_tiles, turns, share: gl.constexpr, D: gl.constexpr, UNIFORM: gl.constexpr):
+    """One of two adding partitions: has the copy engine add every other visit's dQ to its slot when it is the tile's turn.
+
+    Two, because an addition counts only when it is written, which at times takes longer than a visit.
+    """
+    QUERIES: gl.constexpr = work.q.shape[3]
+    STAGED: gl.constexpr = work.dq.shape[0]
+    SHARES: gl.constexpr = 2
+    COLUMNS: gl.constexpr = 64
+    PIECES: gl.constexpr = D // COLUMNS
+    tile = work.first
+    done = gl.to_tensor(0)
+    patience = gl.to_tensor(PATIENCE)
+    while tile >= 0:
+        visits = tile_number(work, tile, VISITS)
+        skipped = (done + share) & 1
+        visit = visit_after(lists, visit_before_first(lists, work, tile, skipped, SHARES), SHARES, QUERIES, UNIFORM, True)
+        turn = gl.to_tensor(-1)
+        for i in range(done + skipped, done + visits, SHARES):
+            after = visit_after(lists, visit, SHARES, QUERIES, UNIFORM, True)
+            slot = visit.slot + visit.chunk
+            for piece in gl.static_range(PIECES):
+                staged = i * PIECES + piece
+                mbarrier.wait(work.dq_full.index(staged % STAGED), (staged // STAGED) & 1)
+                if piece == 0:
+                    while (turn < visit.rank) & (patience > 0):
+                        turn = gl.load(turns + slot, volatile=True)
+                        patience -= 1
+                copy_add(dq_tiles, [slot, 0, piece * COLUMNS], work.dq.index(staged % STAGED))
+            tma.store_wait(0)
+            barrier()
+            for piece in gl.static_range(PIECES):
+                mbarrier.arrive(work.dq_empty.index((i * PIECES + piece) % STAGED), count=1)
+            # Whose turn it is at the next slot becomes known while the copy engine writes.
+            turn = gl.load(turns + after.slot + after.chunk, volatile=True)
+            # The next tile's turn begins when this one's addition is written.
+            copies_done()
+            barrier()
+            gl.atomic_add(turns + slot, 1, sem="relaxed")
+            visit = after
+        done += visits
+        tile = tile_number(work, tile, NEXT)

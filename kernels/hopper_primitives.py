@@ -17,6 +17,12 @@ def matrix(buffer):
 
 
 @gluon.jit
+def anew(x):
+    """x, an int32, of which the compiler knows nothing: what follows from it is computed here, and not kept in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
 def not_finite(x):
     return (x != x) | (gl.abs(x.to(gl.float32)) == float("inf"))
 

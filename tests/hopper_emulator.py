@@ -1,8 +1,8 @@
 """Runs the Hopper kernels on a CPU: their partitions as threads, their barriers, copies and matrix products in plain torch.
 
 What is asynchronous on the GPU happens here as early or as late as a kernel's barriers and waits allow, so that a wrong phase, a buffer
-that is overwritten too soon or read too early, or a deadlock shows. Programs run one after another. Layouts, registers, fences and what
-programs do to one another are beyond it.
+that is overwritten too soon or read too early, or a deadlock shows. Programs of a cooperative launch run side by side, so that those that
+wait for one another in a ring show too, the others one after another. Layouts, registers and fences are beyond it.
 """
 
 import importlib.util
@@ -17,11 +17,12 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+from triton.language import constexpr
 
 # Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
-from ssta.kernels import hopper_slots, triton_chunks, triton_outputs  # noqa: F401
+from ssta.kernels import hopper_schedule, hopper_slots, triton_chunks, triton_outputs  # noqa: F401
 
-TIMEOUT = 20.0  # seconds without which a wait counts as a deadlock
+TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False
 _state = threading.Condition()
 _local = threading.local()
@@ -153,30 +154,39 @@ def warpgroup_mma_wait(pending, deps):
 
 
 def warp_specialize(partitions, warps, registers):
+    def run(function, arguments):
+        _local.products, _local.stores = [], []
+        function(*arguments)
+        assert not _local.products and not _local.stores, "left without waiting"
+
+    together([(run, partition) for partition in partitions])
+
+
+def together(calls):
+    """Runs (function, arguments) each in a thread of its own; the first error of any is raised."""
     errors = []
 
     def run(function, arguments):
-        _local.products, _local.stores = [], []
         try:
             function(*arguments)
-            assert not _local.products and not _local.stores, "left without waiting"
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
+    threads = [threading.Thread(target=run, args=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT)
-    if errors or any(thread.is_alive() for thread in threads):
-        raise errors[0] if errors else AssertionError("deadlock")
+        while thread.is_alive() and not errors:
+            thread.join(0.1)
+    if errors:
+        raise errors[0]
 
 
 def allocate(dtype, shape, layout, value=None):
     if layout == "barriers":
         bars = Barriers(Barrier() for _ in range(shape[0]))
         return bars if len(shape) == 2 else bars[0]
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def _pair(function):
@@ -189,11 +199,14 @@ def _where(condition, a, b):
 
 
 def inline_asm(text, constraints, arguments, dtype, pure, pack):
-    """The two things that the kernels do by hand: round, or multiply in float32 and round."""
-    return prod(x.float() for x in arguments).to(dtype)
+    """What the kernels do by hand: nothing, round, or multiply in float32 and round."""
+    return prod(x.float() for x in arguments).to(dtype) if dtype.is_floating_point else arguments[0]
 
 
 def load(pointer, volatile=False):
+    if volatile:
+        # Someone waits for a change: let those run who may bring it.
+        time.sleep(1e-4)
     return pointer.data[int(pointer.offset)].clone()
 
 
@@ -203,7 +216,8 @@ def store(pointer, x, mask):
 
 
 def atomic_add(pointer, x, sem):
-    pointer.data[int(pointer.offset)] += x
+    with _state:
+        pointer.data[int(pointer.offset)] += x
 
 
 class Kernel:
@@ -214,13 +228,19 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, **constants):
+        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, **constants):
             device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()) if
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
-            _local.programs = torch.tensor(grid[0])
-            for program in range(grid[0]):
+
+            def run(program):
                 _local.program = torch.tensor(program)
                 self.function(*device, **constants)
+
+            if launch_cooperative_grid:
+                together([(run, (program,)) for program in range(grid[0])])
+            else:
+                for program in range(grid[0]):
+                    run(program)
         return launch
 
 
@@ -230,8 +250,8 @@ def _modules():
         constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, to_tensor=torch.tensor,
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, BlockedLayout=anything, SliceLayout=anything, DotOperandLayout=anything,
-        NVMMASharedLayout=SharedLayout, static_range=range, program_id=lambda axis: _local.program,
-        num_programs=lambda axis: _local.programs, inline_asm_elementwise=inline_asm, atomic_add=atomic_add,
+        SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range, program_id=lambda axis: _local.program,
+        inline_asm_elementwise=inline_asm, multiple_of=lambda x, factor: x, atomic_add=atomic_add,
         warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout: x,
@@ -267,19 +287,24 @@ class SharedLayout:
         return None
 
 
-@cache
 def module(name):
     """``ssta.kernels.<name>`` of the Hopper kernels, run by what stands above."""
+    return _loaded()[name]
+
+
+@cache
+def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
-        for part in ("hopper_primitives", "hopper_forward", "hopper_backward_steps", "hopper_backward"):
+        for part in ("hopper_primitives", "hopper_forward", "hopper_backward_walk", "hopper_backward_steps", "hopper_backward"):
             path = Path(triton_chunks.__file__).with_name(f"{part}.py")
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(modules[part])
-    forward = modules["hopper_forward"]
-    forward.HEADER, forward.ENTRY = forward.HEADER.value, forward.ENTRY.value
-    return modules[name]
+            for name, value in list(vars(modules[part]).items()):
+                if isinstance(value, constexpr):
+                    setattr(modules[part], name, value.value)
+    return modules
 
 
 def run(name, *arguments, late: bool, **options):

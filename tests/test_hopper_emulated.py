@@ -76,27 +76,44 @@ def test_what_is_not_seen_changes_nothing(causal, late):
     assert torch.equal(dirty[:, :, sees][..., others], clean[:, :, sees][..., others])
 
 
+def gradients(q, k, v, blocks, deterministic, late, dout, dlse):
+    """(dq, dk, dv) of the kernel."""
+    out, lse = reference_attention(q, k, v, blocks, 0.125, False)
+    return run("hopper_backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, False, deterministic, late=late)
+
+
 def assert_right_gradients(q, k, v, blocks, deterministic, late):
     blocks = _with_kv_blocks(blocks, k.shape[2])
-    out, lse = reference_attention(q, k, v, blocks, 0.125, False)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = run("hopper_backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, False, deterministic, late=late)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
+    grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
     exact = attention_with_gradients(attend, q.double(), k.double(), v.double(), dout, dlse)
     for grad, right in zip(grads, exact[2:]):
         torch.testing.assert_close(grad.double(), right, rtol=5e-3, atol=5e-3)
 
 
+@pytest.fixture
+def three_programs(monkeypatch):
+    """As on a GPU with so many multiprocessors."""
+    monkeypatch.setattr(module("hopper_backward"), "multiprocessors", lambda device: 3)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("name", patterns("cpu"))
-def test_gradients_of_small_blocks(name, late):
+def test_gradients_of_small_blocks(name, late, three_programs):
     blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
     assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
 
 
+def test_gradients_of_one_program():
+    """All tiles one after another: every barrier goes through many phases."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")["ragged"]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, True)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("dim, deterministic", [(64, True), (128, True), (128, False)])
-def test_gradients_of_long_blocks(dim, deterministic, late):
+@pytest.mark.parametrize("dim, deterministic", [(64, True), (128, True), (64, False), (128, False)])
+def test_gradients_of_long_blocks(dim, deterministic, late, three_programs):
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late)
 
@@ -118,3 +135,25 @@ def test_keys_that_are_brought_together(late):
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     for got, right in zip((out, *grads), (exact[0], *exact[2:])):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
+
+
+def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
+    """However they are interleaved; without turns, not even these few."""
+    monkeypatch.setattr(module("hopper_backward"), "multiprocessors", lambda device: 5)
+    blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)
+    q, k, v = inputs(1, 1, 1, 448, 896, 64)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
+    first = gradients(q, k, v, blocks, True, True, dout, dlse)
+    for late in (True, False, True):
+        again = gradients(q, k, v, blocks, True, late, dout, dlse)
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
+
+
+def test_a_list_that_names_a_block_twice_ends(monkeypatch):
+    """Its turns never come, so after a while they are not waited for."""
+    monkeypatch.setattr(module("hopper_backward"), "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module("hopper_backward_steps"), "PATIENCE", 20)
+    once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
+    twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
+    q, k, v = inputs(1, 1, 1, 128, 384, 64)
+    assert all(x.isfinite().all() for x in gradients(q, k, v, twice, True, False, torch.randn_like(q), torch.randn(q.shape[:3])))
