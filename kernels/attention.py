@@ -182,6 +182,7 @@ def autocast_inputs(**inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs.values())
 
 
+@lru_cache
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -196,27 +197,29 @@ def _interpreting() -> bool:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
-            raise ValueError(f"{name} must have q's batch and head_dim {q.shape[0]} and {q.shape[3]}, got shape {tuple(x.shape)}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+    # Asked for once: every question to a tensor costs a tenth of a microsecond, and there are fifty.
+    dtype, device, q_shape, k_shape = q.dtype, q.device, q.shape, k.shape
+    for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, v.shape)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        if shape[0] != q_shape[0] or shape[3] != q_shape[3]:
+            raise ValueError(f"{name} must have q's batch and head_dim {q_shape[0]} and {q_shape[3]}, got shape {tuple(shape)}")
+        if x.stride(-1) != 1 and shape[3] > 1 and x.numel():
             raise ValueError(f"{name} must have stride 1 in its last dimension, got {x.stride(-1)}; call .contiguous() on it")
-    if v.shape != k.shape:
-        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    batch, heads, q_len, _ = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
+    if shape != k_shape:
+        raise ValueError(f"v must have k's shape {tuple(k_shape)}, got {tuple(shape)}")
+    batch, heads, q_len, _ = q_shape
+    kv_heads, kv_len = k_shape[1], k_shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q's heads must be a multiple of k's {kv_heads}, got {heads}")
     if not isinstance(blocks, BlockLists):
         raise TypeError(f"blocks must be BlockLists, got {type(blocks).__name__}")
-    if blocks.device != q.device:
-        raise ValueError(f"blocks must be on q's device {q.device}, got {blocks.device}")
+    if blocks.device != device:
+        raise ValueError(f"blocks must be on q's device {device}, got {blocks.device}")
     for name, allowed in (("counts", (1, kv_heads, heads)), ("q_offsets", (1, kv_heads, heads)), ("q_lengths", (1, kv_heads, heads)),
                           ("kv_offsets", (1, kv_heads)), ("kv_lengths", (1, kv_heads))):
         x = getattr(blocks, name)
@@ -259,11 +262,16 @@ def _key_run(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> int:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, impl: str,
          **options) -> tuple[Tensor, Tensor]:
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # Triton launches on the current GPU.
+        with torch.cuda.device(device):
+            return _run(q, k, v, blocks, scale, causal, impl, **options)
     forward = _implementation(impl, brings_together(blocks, q.shape[1], k.shape[1], causal))[0]
-    if not torch.is_autocast_enabled(q.device.type):
+    if not torch.is_autocast_enabled(device.type):
         return forward(q, k, v, blocks, scale, causal, **options)
     # What is summed in float32 must stay so under autocast.
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         return forward(q, k, v, blocks, scale, causal, **options)
 
 

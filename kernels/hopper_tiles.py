@@ -18,12 +18,20 @@ def reachable(x: Tensor) -> Tensor:
 
 def tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, tokens, D] in tiles of ``rows`` tokens of one head; x must be ``reachable``."""
-    shape = x.shape
-    return TensorDescriptor(x, shape, x.stride(), *_tile(rows, shape[3], x.dtype))
+    # As copy.copy would, of a descriptor that has been checked; checking takes longer than the launch of a kernel.
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_checked(x.shape, x.stride(), x.dtype, rows))
+    made.base = x
+    return made
 
 
-# Made once: a layout takes longer to compute than the launch of a kernel.
-@lru_cache
-def _tile(rows: int, dim: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
-    shape = [1, 1, rows, dim]
-    return shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+@lru_cache(maxsize=256)
+def _checked(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict:
+    """The fields of a descriptor of such a tensor, without the tensor."""
+    block = [1, 1, rows, shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    # Nothing is read or written: it stands for a tensor of this shape somewhere in memory.
+    example = torch.empty(0, dtype=dtype)
+    fields = dict(TensorDescriptor(example, shape, strides, block, layout).__dict__)
+    del fields["base"]
+    return fields

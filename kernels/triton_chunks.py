@@ -6,6 +6,7 @@ diagonal cuts, whatever the blocks looked like. The order inside a list is free,
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .blocks import BlockLists
 from .launch import device_limits
+from .quick_launch import QuickLaunch, fit
 from .triton_primitives import block_bounds
 
 # List entries read at once by one program.
@@ -59,6 +61,22 @@ class Cut(NamedTuple):
 
     def strides(self, heads: int) -> tuple[int, int, int]:
         return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
+
+
+class Geometry(NamedTuple):
+    """What of a ``Cut`` is known on the host."""
+
+    shape: torch.Size | None   # of ``starts``; None when uniform
+    length: int
+    tokens: int
+    number: int
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.shape is None else _shared_strides(self.shape, heads)
 
 
 def q_cut(blocks: BlockLists, tokens: int) -> Cut:
@@ -163,48 +181,68 @@ def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_sh
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    batch, heads, width = _extent(blocks, rows, items, chunk)
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, False)
+    batch, heads, width = plan.extent
     starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
     whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
-    _launch(blocks, rows, items, chunk, causal_shift, rows_are_queries, (batch, heads, width), starts, sizes, whole, cut)
+    _launch(plan, blocks, rows, items, starts, sizes, whole, cut)
     return Chunks(starts, sizes, whole, cut)
 
 
 def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None) -> Queue:
     """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
-    batch, heads, width = extent = _extent(blocks, rows, items, chunk)
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, True)
+    batch, heads, width = plan.extent
     number = HEADER.value + batch * heads * rows.number * (ENTRY.value + 2 * width)
     data = torch.empty(number, dtype=torch.int32, device=blocks.device)
-    _launch(blocks, rows, items, chunk, causal_shift, True, extent, data, None, None, None)
+    _launch(plan, blocks, rows, items, data, None, None, None)
     return Queue(data, batch, heads, width)
 
 
-def _extent(blocks: BlockLists, rows: Cut, items: Cut, chunk: int) -> tuple[int, int, int]:
-    """(batch, heads, chunks of a row at most) of what ``_launch`` writes."""
-    batch, heads = blocks.counts.shape[:2]
+class _Plan(NamedTuple):
+    """What a launch takes beside tensors."""
+
+    extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
+    numbers: tuple[int, ...]
+    constants: dict
+    key: tuple
+
+
+# Kept, because it depends on shapes alone and takes longer to work out than the launch.
+@lru_cache(maxsize=256)
+def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None, rows_are_queries: bool,
+          queue: bool) -> _Plan:
+    batch, heads = counts[:2]
     for cut in (rows, items):
-        if not cut.uniform:
-            batch, heads = max(batch, cut.starts.shape[0]), max(heads, cut.starts.shape[1])
-    return batch, heads, max(blocks.capacity * -(-items.length // chunk), 1)
+        if cut.shape is not None:
+            batch, heads = max(batch, cut.shape[0]), max(heads, cut.shape[1])
+    parts = -(-items.length // chunk)
+    width = max(capacity * parts, 1)
+    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
+               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
+                     UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=queue)
+    return _Plan((batch, heads, width), numbers, constants, (fit(numbers), *constants.values()))
 
 
-def _launch(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None, rows_are_queries: bool,
-            extent: tuple[int, int, int], starts: Tensor, sizes: Tensor | None, whole: Tensor | None, cut: Tensor | None) -> None:
-    counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
-    batch, heads, width = extent
-    _chunks_kernel[(rows.number, heads, batch)](
-        counts, indices, rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes, whole, cut,
-        *shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads),
-        heads, rows.number, items.number, rows.length, rows.tokens, items.length, items.tokens, indices.shape[3], width,
-        -(-items.length // chunk), causal_shift or 0,
-        CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
-        UNIFORM_ROWS=rows.uniform, UNIFORM_ITEMS=items.uniform, QUEUE=sizes is None)
+_cut_chunks = QuickLaunch(_chunks_kernel)
+
+
+def _launch(plan: _Plan, blocks: BlockLists, rows: Cut, items: Cut, starts: Tensor, sizes: Tensor | None, whole: Tensor | None,
+            cut: Tensor | None) -> None:
+    batch, heads, _ = plan.extent
+    _cut_chunks((starts.get_device(), plan.key), (rows.number, heads, batch), (),
+                (blocks.counts.contiguous(), blocks.indices.contiguous(), rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes,
+                 whole, cut), plan.numbers, plan.constants, {})
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
     """(batch stride, head stride, heads that share one entry) of a contiguous ``[B|1, H|1, n]`` tensor read by ``heads`` heads."""
-    n = x.shape[2]
-    return (x.shape[1] * n if x.shape[0] > 1 else 0), n, heads // x.shape[1]
+    return _shared_strides(x.shape, heads)
+
+
+def _shared_strides(shape: torch.Size, heads: int) -> tuple[int, int, int]:
+    return (shape[1] * shape[2] if shape[0] > 1 else 0), shape[2], heads // shape[1]
 
 
 def readable(x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def test_gpu_long_rows_do_not_end_the_launch():
     lists = [BlockLists(x[None].contiguous(), order[None], 384, 384, num_kv_blocks=number) for x in (counts, spread)]
     assert lists[0].counts.sum() == lists[1].counts.sum()
     uneven, even = milliseconds(*(partial(block_sparse_attention, q, k, v, blocks, impl="hopper") for blocks in lists))
-    assert uneven < 1.12 * even, f"{uneven:.2f} ms with three long rows a head, {even:.2f} spread evenly"
+    assert uneven < 1.08 * even, f"{uneven:.2f} ms with three long rows a head, {even:.2f} spread evenly"
 
 
 @pytest.mark.gpu
@@ -427,7 +427,7 @@ def test_gpu_compiles_without_a_break():
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_auto_follows_device_dtype_and_shape(capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("ssta.kernels.attention._is_hopper", lambda device: device.type == "cuda" and capability == (9, 0))
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     best = "hopper" if capability == (9, 0) else "triton"
     assert resolve_impl("auto", cpu, torch.bfloat16, 128) == "gather"
