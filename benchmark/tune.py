@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import ModuleType
 from unittest.mock import patch
@@ -23,13 +24,19 @@ from shapes import Pattern, Problem, kept
 from truth import Truth, Wrong, truth
 
 from ssta.kernels import BlockLists, resolve_impl
-from ssta.kernels.launch import LaunchConfig, device_limits, dkv_config, dq_config, forward_config
+from ssta.kernels.launch import (
+    HopperForwardConfig,
+    LaunchConfig,
+    device_limits,
+    dkv_config,
+    dq_config,
+    forward_config,
+    hopper_forward_config,
+)
 
 PORTABLE = ("forward", "dq", "dkv")
-# The Hopper kernels' constants that more than one value compiles for: kernel -> name -> values. The forward's stand in its module, the
-# backward's, in turns and in any order, in what its function ``constants`` returns.
-HOPPER = {"hopper": dict(CHUNK=(64, 128)), "hopper-turns": dict(STAGED=(2, 3, 4), SPREAD=(1, 2, 3, 6, 12)),
-          "hopper-any-order": dict(SPREAD=(1, 3))}
+# The Hopper kernels; of the backward, in turns and in any order, the constants that more than one value compiles for: name -> values.
+HOPPER = {"hopper": {}, "hopper-turns": dict(STAGED=(2, 3, 4), SPREAD=(1, 2, 3, 6, 12)), "hopper-any-order": dict(SPREAD=(1, 3))}
 # Less than this is not worth a change.
 GAIN = 0.02
 
@@ -156,16 +163,23 @@ def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], 
                                    setting.scale, False, configs)
 
 
+def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
+    """The candidates of the forward. Three warpgroups have no registers for 128 keys of 128 entries."""
+    return [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+            for warpgroups, chunk, overlap in product((2, 3), (64, 128), (False, True)) if (warpgroups, chunk, head_dim) != (3, 128, 128)]
+
+
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
-    """Every constant by itself, with the others as they are."""
+    """The forward's configurations; of the backward every constant by itself, with the others as they are."""
     from ssta.kernels import hopper_backward, hopper_forward
 
     given = setting.q, setting.k, setting.v
     pattern = setting.blocks, setting.scale, False
     if kernel == "hopper":
-        return [Candidate(f"hopper_forward.{name} = {value}",
-                          with_patch(hopper_forward, name, value, lambda: hopper_forward.hopper_forward(*given, *pattern)[0]),
-                          value == getattr(hopper_forward, name)) for name, values in HOPPER[kernel].items() for value in values]
+        dim, block = setting.problem.head_dim, setting.problem.block
+        present = hopper_forward_config(dim, block, block, False)
+        return [Candidate(str(config), partial(hopper_forward_with, config, *given, *pattern), config == present)
+                for config in dict.fromkeys([present, *hopper_configs(dim)])]
     out, lse = hopper_forward.hopper_forward(*given, *pattern)
     usual, deterministic = hopper_backward.constants, kernel == "hopper-turns"
     present = usual(setting.problem.head_dim, deterministic)
@@ -177,6 +191,12 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     return [Candidate(f"hopper_backward.constants, {name} = {value}",
                       with_patch(hopper_backward, "constants", lambda *key, change={name: value}: usual(*key) | change, run),
                       value == present[name]) for name, values in HOPPER[kernel].items() for value in values]
+
+
+def hopper_forward_with(config: HopperForwardConfig, *arguments) -> torch.Tensor:
+    from ssta.kernels.hopper_forward import hopper_forward
+
+    return hopper_forward(*arguments, config=config)[0]
 
 
 def with_patch(home: ModuleType, name: str, value: object, run: Callable[[], object]) -> Callable[[], object]:
@@ -193,7 +213,8 @@ def advise(kernel: str, rows: list[dict]) -> str:
     """One sentence: keep the present configuration, or what to write in its place."""
     present = next(row for row in rows if row["present"])
     best = rows[0]
-    place = f"kernels/launch.py, {kernel}_config" if kernel in PORTABLE else "kernels/"
+    place = {"hopper": "kernels/launch.py, hopper_forward_config"}.get(kernel, "kernels/")
+    place = f"kernels/launch.py, {kernel}_config" if kernel in PORTABLE else place
     if best["median_ms"] == "":
         return f"{place}: nothing could be measured"
     if present["median_ms"] == "":

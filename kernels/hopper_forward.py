@@ -1,11 +1,14 @@
-"""Hopper forward kernel: one warp brings tiles in through the copy engine, two warpgroups of 64 query rows multiply and take softmax.
+"""Hopper forward kernel: one warp brings tiles in through the copy engine, warpgroups of 64 query rows each multiply and take softmax.
 
-A program owns 128 query rows of one block, the blocks with the longest lists first, and walks the chunks of 128 keys that the block
-attends to: first those that a ragged tail or the causal diagonal cuts, one at a time, then the whole ones, where the scores of the next
-chunk are computed while the values of this one are added up.
+A program owns the query rows of two or three warpgroups, all of one block, the blocks with the longest lists first, and walks the chunks of
+keys that the block attends to: first those that a ragged tail or the causal diagonal cuts, one at a time, then the whole ones, where the
+scores of the next chunk are computed while the values of this one are added up.
 """
 
-from torch import Tensor
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Size, Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,16 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .blocks import BlockLists
 from .hopper_names import aggregate, barrier, copy_in, copy_out
-from .hopper_primitives import clean, matrix, not_finite, product_layout
+from .hopper_primitives import by_lane, by_row, clean, held, matrix, not_finite, product_layout, raised, row_lanes, scaled, to_lanes
 from .hopper_tiles import reachable, tiles
+from .launch import HopperForwardConfig, hopper_forward_config
+from .quick_launch import QuickLaunch, fit
 from .triton_chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
 from .triton_outputs import empty_outputs
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
-WARPGROUPS = 2
-CHUNK = 128        # keys of a step, where blocks are long enough
-# 168 registers at entry for 4 + 4 + 1 warps; warp_specialize then gives the multiplying ones 240 and the loading one 24.
-OPTIONS = dict(num_warps=4, maxnreg=168)
+# Registers at entry: the file holds 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1, as warps are dealt out in fours. Then
+# warp_specialize gives the loading warp 24, and the multiplying ones 240 or 160.
+REGISTERS = {2: 168, 3: 128}
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
 
@@ -41,10 +46,9 @@ class Work:
     v: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor    # one barrier a warpgroup
     k_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written it
-    k_empty: gl.shared_memory_descriptor   # both warpgroups have read it
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-    v_clean: gl.shared_memory_descriptor   # both warpgroups are done with a step of cleaning a cut chunk
+    done: gl.shared_memory_descriptor      # one a stage: all warpgroups are through with the step that multiplied by its K
+    v_clean: gl.shared_memory_descriptor   # all warpgroups are done with a step of cleaning a cut chunk
     starts: gl.tensor                      # pointer to the first tokens of the row's whole chunks, which stand at the front
     cut_starts: gl.tensor                  # pointer behind those of the cut ones, which stand at the back
     cut_sizes: gl.tensor                   # pointer behind their numbers of tokens
@@ -57,16 +61,15 @@ class Work:
     rows: gl.tensor                        # rows from there to the end of the block
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, q_full, k_full, k_empty, v_full, v_empty, v_clean, starts, cut_starts, cut_sizes, whole, cut,
+    def __init__(self, q, k, v, q_full, k_full, v_full, done, v_clean, starts, cut_starts, cut_sizes, whole, cut,
                  batch, head, kv_head, row, rows):
         self.q = q
         self.k = k
         self.v = v
         self.q_full = q_full
         self.k_full = k_full
-        self.k_empty = k_empty
         self.v_full = v_full
-        self.v_empty = v_empty
+        self.done = done
         self.v_clean = v_clean
         self.starts = starts
         self.cut_starts = cut_starts
@@ -85,12 +88,12 @@ def _load_chunk(work, i, start, k_tiles, v_tiles):
     """K and V of the ``i``-th chunk that the program walks, as soon as its stage is free."""
     STAGES: gl.constexpr = work.k.shape[0]
     stage = i % STAGES
-    # A fresh barrier counts as one whose previous phase is over, so the first round does not wait.
-    phase = ((i // STAGES) & 1) ^ 1
-    mbarrier.wait(work.k_empty.index(stage), phase)
+    # The step that multiplied by the stage's last K multiplied by the V before it. A fresh barrier counts as one whose previous phase is
+    # over, so the first round does not wait.
+    mbarrier.wait(work.done.index(stage), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(work.k_full.index(stage), k_tiles.block_type.nbytes)
     copy_in(k_tiles, [work.batch, work.kv_head, start, 0], work.k_full.index(stage), work.k.index(stage))
-    mbarrier.wait(work.v_empty.index(stage), phase)
+    mbarrier.wait(work.done.index((i + 1) % STAGES), (((i + 1) // STAGES) & 1) ^ 1)
     mbarrier.expect(work.v_full.index(stage), v_tiles.block_type.nbytes)
     copy_in(v_tiles, [work.batch, work.kv_head, start, 0], work.v_full.index(stage), work.v.index(stage))
 
@@ -110,14 +113,16 @@ def _load(work, q_tiles, k_tiles, v_tiles):
 
 
 @gluon.jit
-def _softmax(scores, top, total, scale_log2):
-    """One online-softmax step in base 2: (weights, factor on what was summed so far, top, total)."""
-    new_top = gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
-    # A row that has seen nothing yet is measured from 0, which keeps its weights at 0 instead of NaN.
-    origin = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = gl.exp2(scores * scale_log2 - origin[:, None])
-    factor = gl.exp2(top - origin)
-    return weights, factor, new_top, total * factor + gl.sum(weights, axis=1)
+def _softmax(scores, origin, total, scale_log2):
+    """One online-softmax step in base 2: (weights, factor on what was summed so far, origin, total).
+
+    Weights are measured from their row's origin, its largest score or one that was the largest until lately. Origin, total and factor are
+    [ROWS, 4]: the four lanes that share a row agree on the origin, but each has a total of its own until the end.
+    """
+    split = by_lane(scores)
+    origin, factor = raised(origin, gl.max(gl.max(split, axis=3), axis=1) * scale_log2)
+    weights = gl.exp2(split * scale_log2 - to_lanes(origin, scores.shape[1]))
+    return by_row(weights), factor, origin, total * factor + gl.sum(gl.sum(weights, axis=3), axis=1)
 
 
 @gluon.jit
@@ -135,7 +140,8 @@ def _first_not_finite(buffer, size, column_layout: gl.constexpr):
 
 
 @gluon.jit
-def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr):
+def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr,
+            OVERLAP: gl.constexpr):
     """A multiplying partition: 64 query rows from the first chunk to the stored result."""
     CHUNK: gl.constexpr = work.k.shape[3]
     ROWS: gl.constexpr = work.q.shape[3]
@@ -149,29 +155,29 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
 
     acc = gl.zeros([ROWS, D], gl.float32, o_layout)
     zero = gl.zeros([ROWS, CHUNK], gl.float32, s_layout)
-    top = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
-    total = gl.zeros([ROWS], gl.float32, s_rows)
+    # Not minus infinity, from which nothing can be measured: a row that has seen nothing yet has weights of 0.
+    origin = gl.full([ROWS, 4], LOWEST, gl.float32, row_lanes(CHUNK))
+    total = gl.zeros([ROWS, 4], gl.float32, row_lanes(CHUNK))
     q = matrix(work.q.index(group))
     mbarrier.wait(work.q_full.index(group), 0)
 
     for i in range(work.cut):
         keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
-        stage = i % STAGES
+        stage = i & (STAGES - 1)
         phase = (i // STAGES) & 1
         size = gl.load(work.cut_sizes - 1 - i)
         mbarrier.wait(work.k_full.index(stage), phase)
         token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(work.k_empty.index(stage), count=1)
         visible = (keys < size)[None, :]
         if CAUSAL:
             # The last key of the chunk that the first row sees.
             last = work.row + group * ROWS + shift - gl.load(work.cut_starts - 1 - i)
             visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
-        weights, factor, top, total = _softmax(gl.where(visible, scores, float("-inf")), top, total, scale_log2)
+        weights, factor, origin, total = _softmax(gl.where(visible, scores, float("-inf")), origin, total, scale_log2)
         mbarrier.wait(work.v_full.index(stage), phase)
         v = matrix(work.v.index(stage))
-        acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+        acc = scaled(acc, factor)
         if CAUSAL:
             # What is not finite must reach the rows that see it and no others: so by hand, and not through the matrix unit.
             bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
@@ -180,8 +186,10 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
             barrier()
             mbarrier.arrive(work.v_clean, count=1)
             mbarrier.wait(work.v_clean, 0)
-        clean(v, size, group, work.q.shape[0], CAUSAL)
-        # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from both warpgroups.
+        # Two of them, because three have no equal parts.
+        if group < 2:
+            clean(v, size, group, 2, CAUSAL)
+        # The matrix unit reads shared memory past the ordinary cache: what was just stored must be there, from all warpgroups.
         fence_async_shared()
         barrier()
         mbarrier.arrive(work.v_clean, count=1)
@@ -189,41 +197,48 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
         mbarrier.wait(work.v_clean, 1 if CAUSAL else i & 1)
         token = warpgroup_mma(gl.convert_layout(weights.to(dtype), p_layout), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(work.v_empty.index(stage), count=1)
+        mbarrier.arrive(work.done.index(stage), count=1)
 
     if work.whole > 0:
-        stage = work.cut % STAGES
+        stage = work.cut & (STAGES - 1)
         mbarrier.wait(work.k_full.index(stage), (work.cut // STAGES) & 1)
         token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(work.k_empty.index(stage), count=1)
-        weights, factor, top, total = _softmax(scores, top, total, scale_log2)
-        acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+        mbarrier.arrive(work.done.index(stage), count=1)
+        weights, factor, origin, total = _softmax(scores, origin, total, scale_log2)
+        acc = scaled(acc, factor)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         for i in range(work.cut + 1, work.cut + work.whole):
-            stage = i % STAGES
-            before = (i - 1) % STAGES
+            stage = i & (STAGES - 1)
+            before = (i - 1) & (STAGES - 1)
             mbarrier.wait(work.k_full.index(stage), (i // STAGES) & 1)
-            # The compiler waits for both products before the exponentials, and the other warpgroup multiplies meanwhile. Exponentials
-            # beside the own product measured 5 % slower on an H200, turns between the warpgroups 1 to 5 %.
+            # Turns between the warpgroups measured 1 to 5 % slower on an H200.
             s_token = warpgroup_mma(q, matrix(work.k.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
             mbarrier.wait(work.v_full.index(before), ((i - 1) // STAGES) & 1)
             o_token = warpgroup_mma(p, matrix(work.v.index(before)), acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[s_token])
-            mbarrier.arrive(work.k_empty.index(stage), count=1)
-            weights, factor, top, total = _softmax(scores, top, total, scale_log2)
-            acc = warpgroup_mma_wait(0, deps=[o_token])
-            mbarrier.arrive(work.v_empty.index(before), count=1)
-            acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+            if OVERLAP:
+                scores = warpgroup_mma_wait(1, deps=[s_token])
+                weights, factor, origin, total = _softmax(scores, origin, total, scale_log2)
+                # Or the compiler would wait for both products before the exponentials.
+                total = held(total)
+                acc = warpgroup_mma_wait(0, deps=[o_token])
+                mbarrier.arrive(work.done.index(stage), count=1)
+            else:
+                scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
+                mbarrier.arrive(work.done.index(stage), count=1)
+                weights, factor, origin, total = _softmax(scores, origin, total, scale_log2)
+            acc = scaled(acc, factor)
             p = gl.convert_layout(weights.to(dtype), p_layout)
         before = work.cut + work.whole - 1
-        mbarrier.wait(work.v_full.index(before % STAGES), (before // STAGES) & 1)
-        token = warpgroup_mma(p, matrix(work.v.index(before % STAGES)), acc, is_async=True)
+        mbarrier.wait(work.v_full.index(before & (STAGES - 1)), (before // STAGES) & 1)
+        token = warpgroup_mma(p, matrix(work.v.index(before & (STAGES - 1))), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
 
+    origin = gl.convert_layout(gl.max(origin, axis=1), s_rows)
+    total = gl.convert_layout(gl.sum(total, axis=1), s_rows)
     empty = total == 0
     inverse = 1.0 / gl.where(empty, 1.0, total)
-    row_lse = gl.where(empty, float("-inf"), (top + gl.log2(gl.where(empty, 1.0, total))) * LN2)
+    row_lse = gl.where(empty, float("-inf"), (origin + gl.log2(gl.where(empty, 1.0, total))) * LN2)
     result = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
     rows = work.rows - group * ROWS
     offsets = gl.arange(0, ROWS, layout=s_rows)
@@ -264,7 +279,7 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "width", "number", "lists", "lis
 def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, queue, out_batch, out_head, out_row,
                     width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr, D: gl.constexpr,
-                    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+                    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
     # The parts of a block are neighbours: they read the same keys.
     at_head, rank = _place(gl.program_id(0) // PARTS, number, batches * heads)
     head, batch = at_head % heads, at_head // heads
@@ -287,34 +302,40 @@ def _forward_kernel(q_tiles, k_tiles, v_tiles, out_tiles, out, lse, queue, out_b
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], barriers)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_clean = gl.allocate_shared_memory(gl.int64, [1], barriers)
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(done.index(i), count=WARPGROUPS)
     mbarrier.init(v_clean, count=WARPGROUPS)
     # The copy engine must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(q, k, v, q_full, k_full, k_empty, v_full, v_empty, v_clean,
+    work = Work(q, k, v, q_full, k_full, v_full, done, v_clean,
                 starts, cut_starts, cut_starts + lists.to(gl.int64) * number * width,
                 gl.load(entry + 2), gl.load(entry + 3), batch, head, head // group, row, rows)
-    gl.warp_specialize([
-        (_attend, (work, 0, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)),
-        (_attend, (work, 1, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL)),
-        (_load, (work, q_tiles, k_tiles, v_tiles)),
-    ], [4, 1], [240, 24])
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_attend, (work, 0, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (_attend, (work, 1, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (_load, (work, q_tiles, k_tiles, v_tiles)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_attend, (work, 0, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (_attend, (work, 1, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (_attend, (work, 2, out, lse, out_tiles, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (_load, (work, q_tiles, k_tiles, v_tiles)),
+        ], [4, 4, 1], [160, 160, 24])
 
 
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, in_place: bool = False,
-                   ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128.
+                   config: HopperForwardConfig | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128. benchmark/tune.py tries other configs.
 
     ``in_place``: out may take q's memory. A warpgroup has its 64 rows in shared memory before it multiplies, and writes at its end the
     ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
@@ -326,22 +347,50 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
-    # Blocks of up to 64 keys would fill at most half a chunk.
-    chunk = 64 if blocks.max_kv_length <= 64 else CHUNK
+    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal)
     # First of all, so that the GPU cuts the lists while the rest is prepared here.
-    queue = work_queue(blocks, rows, kv_cut(blocks, kv_len), chunk, kv_len - q_len if causal else None)
+    queue = work_queue(blocks, rows, kv_cut(blocks, kv_len), config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)
-    parts = -(-rows.length // (ROWS * WARPGROUPS))
-    # One program a tile. As many programs as multiprocessors, which take tile after tile, measured 1 % slower on an H200 at 72 chunks a
-    # tile and 3 % slower at 144.
-    _forward_kernel[(batch * heads * rows.number * parts,)](
-        tiles(q, ROWS), tiles(k, chunk), tiles(v, chunk), tiles(out, ROWS), out, lse, queue.data, *out.stride()[:3],
-        queue.width, rows.number, queue.batch * queue.heads, queue.heads if queue.batch > 1 else 0, heads // queue.heads,
-        batch, heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E,
-        CAUSAL=causal, PARTS=parts, **constants(dim, chunk), **OPTIONS)
+    plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
+    _launch((q.get_device(), q.dtype, plan.key), plan.grid,
+            (tiles(q, ROWS), tiles(k, config.chunk), tiles(v, config.chunk), tiles(out, ROWS)), (out, lse, queue.data),
+            (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
     return out, lse
 
 
-def constants(dim: int, chunk: int) -> dict[str, int]:
-    """The kernel's shape for a head_dim and a chunk: 128 KiB of K and V in flight, in two stages of 128 x 128 or more of smaller ones."""
-    return dict(ROWS=ROWS, WARPGROUPS=WARPGROUPS, CHUNK=chunk, D=dim, STAGES=2 * (128 // dim) * (128 // chunk))
+_launch = QuickLaunch(_forward_kernel)
+
+
+class _Plan(NamedTuple):
+    """What a launch takes beside tensors and the scale."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict
+    options: dict
+    key: tuple
+
+
+# Kept, because it depends on shapes alone and takes longer to work out than the launch.
+@lru_cache(maxsize=256)
+def _plan(q: Size, k: Size, out_strides: tuple[int, ...], queue: tuple[int, int, int], number: int, length: int,
+          config: HopperForwardConfig, causal: bool) -> _Plan:
+    batch, heads, q_len, dim = q
+    kv_heads, kv_len = k[1:3]
+    list_batch, list_heads, width = queue
+    # One program a tile. As many programs as multiprocessors, which take tile after tile, measured 1 % slower on an H200 at 72 chunks a
+    # tile and 3 % slower at 144.
+    parts = -(-length // (ROWS * config.warpgroups))
+    numbers = (*out_strides[:3], width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch,
+               heads, heads // kv_heads, q_len, kv_len - q_len)
+    fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
+    return _Plan((batch * heads * number * parts, 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()))
+
+
+def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
+    """Those of the kernel that follow from a configuration, in the kernel's order."""
+    return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap)
+
+
+def options(config: HopperForwardConfig) -> dict[str, int]:
+    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups])

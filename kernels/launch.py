@@ -58,6 +58,35 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
 
 
+@dataclass(frozen=True)
+class HopperForwardConfig:
+    """Of a program of the Hopper forward: ``warpgroups`` of 64 query rows, ``chunk`` keys per step, of which ``stages`` are in flight.
+
+    ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others.
+    """
+
+    warpgroups: int
+    chunk: int
+    stages: int
+    overlap: bool
+
+
+@lru_cache
+def hopper_forward_config(head_dim: int, q_block: int, kv_block: int, causal: bool) -> HopperForwardConfig:
+    """The one of the Hopper forward. ``q_block`` and ``kv_block`` are the longest blocks in tokens.
+
+    Three warpgroups where they leave no more rows without work than two do. head_dim 128: three with 64 keys take 9.8 ms, two with 128 keys
+    10.8 and with overlap 10.1. head_dim 64: three with 128 keys take 6.1 ms with overlap and 6.5 without, with 64 keys 6.9 and 7.0; two
+    with 128 keys 7.6. Three have 160 registers a thread, too few for 128 keys at head_dim 128. They were not measured under a causal
+    mask, where they spill some.
+    """
+    three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
+    chunk = 64 if kv_block <= 64 or (three and head_dim == 128) else 128
+    overlap = three if head_dim == 64 else not three
+    # 128 KiB of K and V.
+    return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+
+
 def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The one of dQ, which holds q and dO and streams K and V.
 
@@ -111,9 +140,12 @@ def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool,
 
     Copies know no positions, and parts of equal size need blocks of equal length.
     """
+    # Asked at every call, and nearly always answered here.
+    if causal or blocks.max_kv_length >= GATHERED_BELOW:
+        return False
     uniform = all(isinstance(x, int) for x in (blocks.q_offsets, blocks.kv_offsets)) and blocks.q_lengths is blocks.kv_lengths is None
     rows = blocks.max_q_length * (heads // max(kv_heads, blocks.counts.shape[1]))
-    return uniform and not causal and blocks.max_kv_length < GATHERED_BELOW and blocks.capacity > 0 and (backward or rows >= TOGETHER_ROWS)
+    return uniform and blocks.capacity > 0 and (backward or rows >= TOGETHER_ROWS)
 
 
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.

@@ -19,12 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ssta.kernels import hopper_backward, hopper_forward, hopper_slots
+from ssta.kernels.launch import HopperForwardConfig, hopper_forward_config
 
 SHARED_MEMORY = 227 * 1024
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 # Bytes: what the backward at head_dim 128 keeps for the end of a tile, when dK and dV are stored, while the loop over the chunks has all
 # registers. Where blocks are whole, that loop reloads two numbers in bfloat16 and fifteen in float16; where they are cut, ten.
 SPILLS = {False: 450, True: 1650}
+# Forward programs of three warpgroups set words aside outside of their loop over whole chunks, most where a result is stored.
+SPILLS_OF_THREE = 250
 # Triton 3.9's assembler sets aside two words of the forward under a causal mask at head_dim 128; 3.6 to 3.8 none.
 SPILLS_OF_CAUSAL = 16
 
@@ -35,13 +38,13 @@ def tiles(rows: int, dim: int, name: str) -> str:
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
 
 
-def compile_forward(dim: int, chunk: int, name: str, causal: bool) -> tuple[int, str]:
+def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str]:
     """(bytes of shared memory, ptxas' report) of one configuration of the forward kernel."""
-    constants = hopper_forward.constants(dim, chunk) | dict(CAUSAL=causal, PARTS=3)
-    rows = constants["ROWS"]
+    constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
+    rows, chunk = hopper_forward.ROWS, config.chunk
     types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_tiles=tiles(rows, dim, name),
                  k_tiles=tiles(chunk, dim, name), v_tiles=tiles(chunk, dim, name), out_tiles=tiles(rows, dim, name))
-    return report(hopper_forward._forward_kernel, types, constants, hopper_forward.OPTIONS)
+    return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
 def compile_backward(dim: int, name: str, deterministic: bool, cut: bool) -> tuple[int, str]:
@@ -83,9 +86,11 @@ def passes(label: str, shared: int, said: str, spills: int = 0) -> bool:
 
 
 def main() -> int:
-    fine = [passes(f"forward D={dim} chunk={chunk} {name} causal={causal}", *compile_forward(dim, chunk, name, causal),
-                   SPILLS_OF_CAUSAL * causal)
-            for dim in (64, 128) for chunk in (64, 128) for name in DTYPES for causal in (False, True)]
+    forward = dict.fromkeys((dim, hopper_forward_config(dim, rows, keys, causal), causal)
+                            for dim in (64, 128) for rows in (128, 384) for keys in (64, 384) for causal in (False, True))
+    fine = [passes(f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal}",
+                   *compile_forward(dim, config, name, causal), SPILLS_OF_CAUSAL if causal else SPILLS_OF_THREE * (config.warpgroups == 3))
+            for dim, config, causal in forward for name in DTYPES]
     fine += [passes(f"backward D={dim} {name} deterministic={deterministic} cut={cut}", *compile_backward(dim, name, deterministic, cut),
                     SPILLS[cut] * (dim == 128))
              for dim in (64, 128) for name in DTYPES for deterministic in (True, False) for cut in (True, False)]

@@ -82,12 +82,14 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
     """Their present values are among the candidates, and a candidate changes nothing but its own call."""
     import tune
 
-    from ssta.kernels import hopper_backward, hopper_forward
+    from ssta.kernels import hopper_backward
+    from ssta.kernels.launch import hopper_forward_config
 
-    assert hopper_forward.CHUNK in tune.HOPPER["hopper"]["CHUNK"]
+    for dim in (64, 128):
+        assert {hopper_forward_config(dim, block, block, False) for block in (64, 128, 384)} <= set(tune.hopper_configs(dim))
     for kernel, deterministic in (("hopper-turns", True), ("hopper-any-order", False)):
         for dim in (64, 128):
             present = hopper_backward.constants(dim, deterministic)
             assert all(present[name] in values for name, values in tune.HOPPER[kernel].items())
-    swept = tune.with_patch(hopper_forward, "CHUNK", 64, lambda: hopper_forward.CHUNK)
-    assert swept() == 64 and hopper_forward.CHUNK == 128
+    swept = tune.with_patch(hopper_backward, "constants", 64, lambda: hopper_backward.constants)
+    assert swept() == 64 and callable(hopper_backward.constants)
