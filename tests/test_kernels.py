@@ -412,6 +412,20 @@ def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_gpu_that_is_not_the_current_one(impl):
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.6, 128, 128)
+    given = inputs(1, 2, 1, 384, 512, 64)
+    outs = []
+    for device in ("cuda:0", "cuda:1"):
+        there = BlockLists(blocks.counts.to(device), blocks.indices.to(device), 128, 128, num_kv_blocks=4)
+        for _ in range(2):
+            outs.append(block_sparse_attention(*(x.to(device) for x in given), there, impl=impl).cpu())
+    assert torch.cuda.current_device() == 0 and all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
 def test_gpu_compiles_without_a_break():
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 400, 480, 64, "cuda", torch.bfloat16))
     mask = torch.rand(2, 4, 4, device="cuda") < 0.6
