@@ -199,10 +199,6 @@ def _where(condition, a, b):
 
 
 def inline_asm(text, constraints, arguments, dtype, pure, pack):
-<<<<<<< HEAD
-    """What the kernels do by hand: nothing, round, or multiply in float32 and round."""
-    return prod(x.float() for x in arguments).to(dtype) if dtype.is_floating_point else arguments[0]
-=======
     """What the kernels do by hand: raise the origins of rows, round, multiply in float32 and round, or nothing."""
     if isinstance(dtype, tuple):
         own, origin = arguments
@@ -210,8 +206,7 @@ def inline_asm(text, constraints, arguments, dtype, pure, pack):
         top = own.amax(1, keepdim=True).expand_as(own)
         raised = torch.where(top > origin + 8, top, origin)
         return raised, torch.exp2(origin - raised)
-    return prod(x.float() for x in arguments).to(dtype)
->>>>>>> 5f145ca (Hopper forward: programs of 192 rows, and sums that are scaled only when a maximum has grown by much)
+    return prod(x.float() for x in arguments).to(dtype) if dtype.is_floating_point else arguments[0]
 
 
 def load(pointer, volatile=False):
@@ -260,15 +255,9 @@ def _modules():
     language = SimpleNamespace(
         constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, to_tensor=torch.tensor,
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
-<<<<<<< HEAD
-        NVMMADistributedLayout=anything, BlockedLayout=anything, SliceLayout=anything, DotOperandLayout=anything,
-        SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range, program_id=lambda axis: _local.program,
-        inline_asm_elementwise=inline_asm, multiple_of=lambda x, factor: x, atomic_add=atomic_add,
-=======
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
-        DotOperandLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range, program_id=lambda axis: _local.program,
-        num_programs=lambda axis: _local.programs, inline_asm_elementwise=inline_asm, atomic_add=atomic_add,
->>>>>>> 5f145ca (Hopper forward: programs of 192 rows, and sums that are scaled only when a maximum has grown by much)
+        DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
+        program_id=lambda axis: _local.program, inline_asm_elementwise=inline_asm, multiple_of=lambda x, factor: x, atomic_add=atomic_add,
         warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
