@@ -29,8 +29,10 @@ def copy_add(tiles, coordinates, source, _semantic=None):
 
 @gluon.jit
 def copies_done():
-    """Waits until all that the partition made the copy engine write is written; ``store_wait`` waits until it is read."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+    """Waits until all that the partition made the copy engine write is written for the whole GPU; ``store_wait`` waits until it is read."""
+    # The wait alone speaks for the own thread (PTX, cp.async.bulk.wait_group): another multiprocessor may still come in between.
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; fence.proxy.async.global; fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r",
+                              [gl.to_tensor(0)], gl.int32, False, 1)
 
 
 __all__ = ["aggregate", "barrier", "copies_done", "copy_add", "copy_in", "copy_out"]
