@@ -29,3 +29,12 @@ def test_only_hazards_on_such_words_are_left_out():
     assert left_out == 1
     assert [error.split()[:2] for error in errors] == [["Potential", "RAW"], ["Potential", "WAW"], ["Invalid", "__global__"]]
     assert sanitize.judge("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", {}) == ([], 0)
+
+
+def test_what_a_barrier_hands_over_is_left_out():
+    where = sanitize.handed_over()
+    assert len(where) == len(sanitize.HANDED_OVER)
+    text = "".join(f"========= Error: Potential RAW hazard detected at __shared__ 0x33700 in block (9,0,0) :\n"
+                   f"=========     Write Thread (415,0,0) at _kernel+0xb910 in {at}\n" for at in (*where, "hopper_backward_steps.py:1"))
+    errors, left_out = sanitize.judge(text, {})
+    assert left_out == 1 and len(errors) == 1 and errors[0].endswith("hopper_backward_steps.py:1")
