@@ -163,11 +163,11 @@ def hopper_backward(
 def constants(dim: int, deterministic: bool) -> dict:
     """The kernel's shape for a head_dim: stages of q and dO, stagings of dQ, places at which lists begin, and the partitions' registers.
 
-    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Taking turns with one adding warp,
-    beside 29.0 in any order: lists that all begin at their first block 34.8, at three places 31.9, at six 33.4, at sixteen 33.5. More
-    places mean less waiting and fewer hits in L2. At three places, beside 29.6 in any order: one adding warp 32.4, two 30.8, because a warp waits
-    until each addition is written. At head_dim 64, beside 15.8: 17.4 and 16.5. At 138,240 tokens, 56 of 360 kept, beside 110: 135 and 138;
-    what limits it there is not known. All of these without the fence that ``copies_done`` has since.
+    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Taking turns with one adding
+    warp, beside 29.0 in any order: lists that all begin at their first block 34.8, at three places 31.9, at six 33.4, at sixteen 33.5.
+    More places mean less waiting and fewer hits in L2. At three places, beside 29.6 in any order: one adding warp 32.4, two 30.8,
+    because a warp waits until each addition is written. At head_dim 64, beside 15.8: 17.4 and 16.5. At 138,240 tokens, 56 of 360 kept,
+    beside 110: 135 and 138; what limits it there is not known. All of these without the fence that ``copies_done`` has since.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
     # Where turns are taken, as many stagings as fit beside the rest; else those of one visit, which the dQ warpgroup itself fills again.
