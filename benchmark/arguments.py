@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 
 from shapes import Pattern, Problem, full, kept, window
 
@@ -19,6 +20,20 @@ def new_parser(doc: str) -> argparse.ArgumentParser:
 
 def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument("--rounds", type=rounds, default=default, help=f"interleaved rounds; the median is reported (default {default})")
+
+
+def add_names(parser: argparse.ArgumentParser, option: str, shapes: Sequence) -> None:
+    """``--layer`` or the like, which picks from named shapes; ``named`` says which."""
+    parser.add_argument(f"--{option}", nargs="+", metavar="TEXT", help=f"only the {option}s whose name contains one of these, in small "
+                        "letters: " + "; ".join(shape.name for shape in shapes))
+
+
+def named(parser: argparse.ArgumentParser, option: str, texts: Sequence[str] | None, shapes: Sequence) -> list:
+    """Those of ``shapes`` whose name contains one of ``texts``, all of them for None; ends the program where there is none."""
+    chosen = [shape for shape in shapes if not texts or any(text.lower() in shape.name.lower() for text in texts)]
+    if not chosen:
+        parser.error(f"--{option} must be part of one of {', '.join(repr(shape.name) for shape in shapes)}, got {texts}")
+    return chosen
 
 
 def csv_name(text: str) -> str:

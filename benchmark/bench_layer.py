@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from arguments import add_rounds, new_parser
-from measure import NO_TIMES, RESULTS, forward_flops, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
+from arguments import add_names, add_rounds, named, new_parser
+from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine
 from shapes import LAYERS, LAYERS_CPU, LayerShape
 from stages import STAGES, Stopwatch
 from torch import Tensor
@@ -29,22 +29,14 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     layers = LAYERS if gpu else LAYERS_CPU
     parser = new_parser(__doc__)
-    parser.add_argument("--layer", nargs="+", metavar="TEXT", help="only the layers whose name contains one of these, in small letters: "
-                        + ", ".join(shape.name for shape in layers))
+    add_names(parser, "layer", layers)
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
     add_rounds(parser, 7 if gpu else 3)
     options = parser.parse_args(argv)
-    chosen = [shape for shape in layers if not options.layer or any(text.lower() in shape.name.lower() for text in options.layer)]
-    if not chosen:
-        parser.error(f"--layer must be part of one of {', '.join(repr(shape.name) for shape in layers)}, got {options.layer}")
+    chosen = named(parser, "layer", options.layer, layers)
     print_machine()
-    rows = []
-    for shape in chosen:
-        found = measure_layer(shape, options.pad, options.rounds, "cuda" if gpu else "cpu")
-        print_rows(found)
-        rows += found
-        if options.csv:
-            write_rows(RESULTS / f"{options.csv}.csv", rows)
+    path = RESULTS / f"{options.csv}.csv" if options.csv else None
+    measure_each(chosen, lambda shape: measure_layer(shape, options.pad, options.rounds, "cuda" if gpu else "cpu"), path)
 
 
 def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: str) -> list[dict]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from arguments import add_rounds, new_parser
+from arguments import add_names, add_rounds, named, new_parser
 from bench_layer import dense
 from measure import (
     NO_TIMES,
@@ -33,12 +33,11 @@ from measure import (
     elapsed_ms,
     failure,
     interleaved,
+    measure_each,
     now,
     peak_extra_mib,
     print_machine,
-    print_rows,
     quartiles,
-    write_rows,
 )
 from models import MODELS, MODELS_CPU, ModelShape, blocks_of, twin
 from torch import Tensor, nn
@@ -55,22 +54,15 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     shapes = MODELS if gpu else MODELS_CPU
     parser = new_parser(__doc__)
-    parser.add_argument("--model", nargs="+", metavar="TEXT", help="only the models whose name contains one of these, in small letters: "
-                        + "; ".join(shape.name for shape in shapes))
+    add_names(parser, "model", shapes)
     parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
     add_rounds(parser, 5 if gpu else 3)
     options = parser.parse_args(argv)
-    chosen = [shape for shape in shapes if not options.model or any(text.lower() in shape.name.lower() for text in options.model)]
-    if not chosen:
-        parser.error(f"--model must be part of one of {', '.join(repr(shape.name) for shape in shapes)}, got {options.model}")
+    chosen = named(parser, "model", options.model, shapes)
     print_machine()
-    rows = []
-    for shape in chosen:
-        found = measure_model(shape, [what for what in WHAT if what in options.what], options.rounds, "cuda" if gpu else "cpu")
-        print_rows(found)
-        rows += found
-        if options.csv:
-            write_rows(RESULTS / f"{options.csv}.csv", rows)
+    whats = [what for what in WHAT if what in options.what]
+    path = RESULTS / f"{options.csv}.csv" if options.csv else None
+    measure_each(chosen, lambda shape: measure_model(shape, whats, options.rounds, "cuda" if gpu else "cpu"), path)
 
 
 @torch.no_grad()

@@ -164,6 +164,17 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     print(f"wrote {path}", flush=True)
 
 
+def measure_each(shapes: Sequence, measure: Callable[[object], list[dict]], path: Path | None) -> None:
+    """Prints the rows of one shape after the other, and keeps the CSV at ``path`` up to date, so that an end before the last loses none."""
+    rows = []
+    for shape in shapes:
+        found = measure(shape)
+        print_rows(found)
+        rows += found
+        if path:
+            write_rows(path, rows)
+
+
 def print_machine() -> None:
     print(" | ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
 
