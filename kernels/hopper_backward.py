@@ -38,9 +38,9 @@ _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "l
 def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq_tiles, side_tiles, dk, dv, turns, tile_numbers,
                      counts, indices, ranks, q_starts, q_sizes,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, number, scale_log2, scale,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, number, sums, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, CUT_QUERIES: gl.constexpr,
-                     CUT_KEYS: gl.constexpr, ORDERED: gl.constexpr, SPREAD: gl.constexpr,
+                     CUT_KEYS: gl.constexpr, ORDERED: gl.constexpr,
                      MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     QUERIES: gl.constexpr = q_tiles.block_type.shape[2]
@@ -97,7 +97,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     work = Work(k, v, q, do, side, sizes, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty, ds_full, ds_empty,
                 dq_full, dq_empty, clean, tile_numbers, first)
     lists = Lists(counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                  width, group, heads, blocks, parts, q_len, q_length, slots, SPREAD)
+                  width, group, heads, blocks, parts, q_len, q_length, slots, ORDERED)
     if ORDERED:
         gl.warp_specialize([
             (multiply, (work, 0, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
@@ -105,7 +105,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
                         CUT_QUERIES, CUT_KEYS)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, False)),
-            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, UNIFORM, CUT_QUERIES)),
+            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNIFORM, CUT_QUERIES)),
             (add_dq, (work, lists, dq_tiles, turns, 0, D, UNIFORM)),
             (add_dq, (work, lists, dq_tiles, turns, 1, D, UNIFORM)),
         ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
@@ -116,7 +116,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
                         CUT_QUERIES, CUT_KEYS)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, True)),
-            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, UNIFORM, CUT_QUERIES)),
+            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, None, UNIFORM, CUT_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
 
@@ -141,7 +141,7 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device) if deterministic else 0
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, shape["SPREAD"])
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs)
     number = len(plan.tiles) - programs
     slots = fill_slots(dout, dlse, out, lse, scale, queries)
     # Whose turn it is at each slot: the number of programs that have added. Never read where they do not take turns.
@@ -152,7 +152,7 @@ def hopper_backward(
         _sums(slots.dq), _sides(slots.side), dk, dv, turns, plan.tiles, counts, indices, plan.ranks if deterministic else plan.tiles,
         queries.starts, queries.sizes, *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
         plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, slots.number,
-        number, scale * LOG2E, scale,
+        number, slots.dq, scale * LOG2E, scale,
         UNIFORM=queries.uniform, CUT_QUERIES=_cut(queries, QUERIES), CUT_KEYS=_cut(keys, KEYS),
         # Programs that wait for one another must all be there.
         **shape, **OPTIONS, launch_cooperative_grid=deterministic)
@@ -161,18 +161,16 @@ def hopper_backward(
 
 
 def constants(dim: int, deterministic: bool) -> dict:
-    """The kernel's shape for a head_dim: stages of q and dO, stagings of dQ, places at which lists begin, and the partitions' registers.
+    """The kernel's shape for a head_dim: stages of q and dO, stagings of dQ, and the partitions' registers.
 
-    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Taking turns with one adding
-    warp, beside 29.0 in any order: lists that all begin at their first block 34.8, at three places 31.9, at six 33.4, at sixteen 33.5.
-    More places mean less waiting and fewer hits in L2. At three places, beside 29.6 in any order: one adding warp 32.4, two 30.8,
-    because a warp waits until each addition is written. At head_dim 64, beside 15.8: 17.4 and 16.5. At 138,240 tokens, 56 of 360 kept,
-    beside 110: 135 and 138; what limits it there is not known. All of these without the fence that ``copies_done`` has since.
+    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Taking turns, beside 29.6 in any
+    order: one adding warp 32.4, two 30.8, because a warp waits until each addition is written (before tiles began by the clock, see
+    hopper_schedule). With two: sums of dQ brought into L2 ahead 30.8, not ahead 33.6. In any order the latter changes nothing.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
     # Where turns are taken, as many stagings as fit beside the rest; else those of one visit, which the dQ warpgroup itself fills again.
     staged = (3 if dim == 128 else 4) if deterministic else dim // 64
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, STAGED=staged, ORDERED=deterministic, SPREAD=3 if deterministic else 1,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, STAGED=staged, ORDERED=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_backward_walk import tile_number, visit_after, visit_before_first
-from .hopper_names import aggregate, barrier, copies_done, copy_add, copy_in, copy_out
+from .hopper_names import aggregate, barrier, copies_done, copy_add, copy_in, copy_out, prefetch
 from .hopper_primitives import anew, clean, matrix, product_layout
 from .hopper_schedule import BATCH, HEAD, NEXT, ROW, ROWS, VISITS
 
-# Rounds of waiting, of about a microsecond, for turns that never come, as where a list names a block twice: dQ is then added up in another
-# order.
+# Rounds of waiting, of about a microsecond, for a turn that never comes, as where a list names a block twice: from then on the program adds
+# without waiting.
 PATIENCE = gl.constexpr(1 << 20)
 
 
@@ -77,8 +77,12 @@ class Work:
 
 
 @gluon.jit
-def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, UNIFORM: gl.constexpr, CUT_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and side of every chunk."""
+def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNIFORM: gl.constexpr, CUT_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and side of every chunk.
+
+    Into L2 also what of dQ is summed up so far (``sums``, see hopper_slots.Slots; None where turns are not taken): an addition is written
+    sooner there, and the next program waits for that.
+    """
     STAGES: gl.constexpr = work.q.shape[0]
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
@@ -100,6 +104,9 @@ def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, UNIFORM: 
             start = visit.start + visit.chunk * QUERIES
             stage = i % STAGES
             mbarrier.wait(work.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            if sums is not None:
+                words = QUERIES * work.q.shape[4]
+                prefetch(sums + (visit.slot + visit.chunk).to(gl.int64) * words, words * 4)
             if CUT_QUERIES:
                 size = gl.minimum(visit.size - visit.chunk * QUERIES, QUERIES)
                 work.sizes.index(stage).store(gl.full([1], size, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -382,6 +389,7 @@ def add_dq(work, lists, dq_tiles, turns, share: gl.constexpr, D: gl.constexpr, U
                     while (turn < visit.rank) & (patience > 0):
                         turn = gl.load(turns + slot, volatile=True)
                         patience -= 1
+                    patience = gl.where(patience > 0, PATIENCE, 0)
                 copy_add(dq_tiles, [slot, 0, piece * COLUMNS], work.dq.index(staged % STAGED))
             tma.store_wait(0)
             barrier()

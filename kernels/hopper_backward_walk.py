@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_names import aggregate
-from .hopper_schedule import BATCH, BLOCK, FIELDS, HEAD, PART
+from .hopper_schedule import BATCH, BEGIN, BLOCK, FIELDS, HEAD, PART, RING
 
 
 @aggregate
@@ -30,11 +30,11 @@ class Lists:
     q_len: gl.tensor
     q_length: gl.tensor      # tokens of a query block, where it is uniform
     slots: gl.tensor         # of a head
-    spread: gl.constexpr     # places at which lists begin
+    rings: gl.constexpr      # whether tiles enter their lists anywhere, where additions have an order, or at the first block
 
     @gluon.constexpr_function
     def __init__(self, counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                 width, group, heads, blocks, parts, q_len, q_length, slots, spread):
+                 width, group, heads, blocks, parts, q_len, q_length, slots, rings):
         self.counts = counts
         self.indices = indices
         self.ranks = ranks
@@ -54,7 +54,7 @@ class Lists:
         self.q_len = q_len
         self.q_length = q_length
         self.slots = slots
-        self.spread = gl.constexpr(spread)
+        self.rings = gl.constexpr(rings)
 
 
 @aggregate
@@ -65,7 +65,7 @@ class Visit:
     first_head: gl.tensor   # of the query heads that share the key/value head
     block: gl.tensor        # key block
     part: gl.tensor
-    begin: gl.tensor        # in 1 / spread: where in each query head's list the walk begins
+    begin: gl.tensor        # in 1 / RING: where in each query head's list the walk begins
     member: gl.tensor       # query head within the group, -1 before the first
     count: gl.tensor        # entries in that head's list
     entry: gl.tensor        # how many of them come before, -1 before the first
@@ -105,7 +105,7 @@ def visit_before_first(lists, work, tile, skipped, step):
     """What stands ``step`` chunks before the first of the tile's that is not skipped."""
     none = gl.to_tensor(0)
     return Visit(tile_number(work, tile, BATCH), tile_number(work, tile, HEAD) * lists.group, tile_number(work, tile, BLOCK),
-                 tile_number(work, tile, PART), tile % lists.spread, none - 1, none, none - 1, none + skipped - step,
+                 tile_number(work, tile, PART), tile_number(work, tile, BEGIN), none - 1, none, none - 1, none + skipped - step,
                  none, none, none, none, none)
 
 
@@ -119,9 +119,10 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
         chunks = gl.to_tensor(0)
         entry = entry + 1
         if entry < count:
-            # Lists are rings here, entered at one of a few places.
-            at = entry + visit.begin * count // lists.spread
-            at = gl.where(at >= count, at - count, at)
+            at = entry
+            if lists.rings:
+                at += visit.begin * count // RING
+                at = gl.where(at >= count, at - count, at)
             head = visit.first_head + member
             row = visit.batch.to(gl.int64) * lists.list_batch + (head // lists.list_group) * lists.list_head + visit.block
             item = gl.load(lists.indices + row * lists.width + at)

@@ -58,7 +58,8 @@ def compile_backward(dim: int, name: str, deterministic: bool, cut: bool) -> tup
     types |= dict.fromkeys(("q_tiles", "do_tiles"), tiles(queries, dim, name))
     types |= dict.fromkeys(("dk_tiles", "dv_tiles"), tiles(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")
     types |= dict(dq_tiles=f"tensordesc<fp32[1, {queries}, 64],{hopper_backward.SUM_LAYOUT!r}>",
-                  side_tiles=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.SIDE_LAYOUT!r}>", scale_log2="fp32", scale="fp32")
+                  side_tiles=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.SIDE_LAYOUT!r}>", sums="*fp32", scale_log2="fp32",
+                  scale="fp32")
     return report(hopper_backward._backward_kernel, types, constants, hopper_backward.OPTIONS)
 
 

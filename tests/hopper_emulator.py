@@ -271,7 +271,7 @@ def _modules():
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=SimpleNamespace(store_wait=store_wait), warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
     names = dict(aggregate=lambda cls: cls, barrier=anything, copy_in=copy_in, copy_out=copy_out, copies_done=store_wait,
-                 copy_add=partial(copy_out, add=True))
+                 copy_add=partial(copy_out, add=True), prefetch=anything)
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper_names": names, "ssta.kernels.hopper_tiles": dict(tiles=tiles, reachable=lambda x: x)}

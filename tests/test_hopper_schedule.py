@@ -11,15 +11,15 @@ triton = pytest.importorskip("triton")
 from test_hopper_slots import DEVICES, patterns  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
-from ssta.kernels.hopper_schedule import BATCH, BLOCK, HEAD, NEXT, PART, ROW, ROWS, VISITS, schedule  # noqa: E402
+from ssta.kernels.hopper_schedule import BATCH, BEGIN, BLOCK, HEAD, LAPS, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
 from ssta.kernels.hopper_slots import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.triton_chunks import kv_cut, q_cut  # noqa: E402
 
 
-def plan(blocks, heads, kv_heads, q_len, kv_len, programs, spread=3):
+def plan(blocks, heads, kv_heads, q_len, kv_len, programs):
     """(tiles as lists of numbers, first tile of each program, ranks)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs, spread)
+    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs)
     tiles = made.tiles.tolist()
     number = len(tiles) - programs
     return tiles[:number], [row[NEXT] for row in tiles[number:]], made.ranks
@@ -58,17 +58,17 @@ def test_every_tile_is_listed_once(device, name):
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
         chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len) for visit in member)
-        assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1
+        assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[BEGIN] == 0
     assert not first and ranks is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("programs, spread", [(1, 6), (3, 1), (3, 6), (7, 2)])
+@pytest.mark.parametrize("programs", [1, 3, 7])
 @pytest.mark.parametrize("name", patterns("cpu"))
-def test_everyone_gets_a_turn(device, name, programs, spread):
+def test_everyone_gets_a_turn(device, name, programs):
     """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
-    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs, spread)
+    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs)
     ranks = ranks.tolist()
     walks, dealt = [], []
     for at in first:
@@ -77,7 +77,7 @@ def test_everyone_gets_a_turn(device, name, programs, spread):
             dealt.append(at)
             tile = tiles[at]
             for member in visits(tile, blocks, heads, kv_heads, q_len):
-                begin = at % spread * len(member) // spread
+                begin = tile[BEGIN] * len(member) // RING.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
                         walk.append(((batch, head, block), ranks[batch][head][tile[BLOCK]][tile[PART]][place]))
@@ -113,6 +113,25 @@ def test_work_is_shared_fairly(device):
             at = tiles[at][NEXT]
     lengths = [tile[VISITS] for tile in tiles]
     assert sum(work) == sum(lengths) and max(work) <= sum(work) / programs + max(lengths) + sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_sweep_over_the_queries_together(device):
+    """At any time all programs are where their places around the ring say, to within what lists of different lengths let them drift."""
+    number, programs = 40, 6
+    blocks = BlockLists.from_mask(torch.rand(3, 4, number, number, device=device) < 0.5, 128, 128)
+    tiles, first, _ = plan(blocks, 4, 4, number * 128, number * 128, programs)
+    period = sum(tile[VISITS] for tile in tiles) // len(tiles) + 1
+    begins = set()
+    for program, at in enumerate(first):
+        work = 0
+        while at >= 0:
+            clock = work % period * RING.value // period
+            assert tiles[at][BEGIN] == (clock + program * LAPS.value * RING.value // programs) % RING.value
+            begins.add(tiles[at][BEGIN])
+            work += tiles[at][VISITS] + 1
+            at = tiles[at][NEXT]
+    assert len(begins) > programs
 
 
 @pytest.mark.gpu
