@@ -114,8 +114,8 @@ def resolve_impl(
     "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, a longest query block (``q_block``,
     in tokens) of at least 128 and a longest key block (``kv_block``) of at least 16, or shorter ones whose keys are copied together before
     they are attended to (``launch.brings_together``); else "triton" with head_dim 16 to 256. "gather" for everything else. The backward
-    of "hopper" is the portable one under a causal mask and for key blocks of up to 64 tokens that are not copied together. Under
-    Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
+    of "hopper" is the portable one for key blocks of up to 64 tokens that are not copied together. Under Triton's interpreter
+    (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -331,8 +331,8 @@ def _backward(
                              max_q_length)
     impl = resolve_impl(impl, q.device, q.dtype, q.shape[-1], max_q_length, _key_run(q, k, blocks, causal))
     together = brings_together(blocks, q.shape[1], k.shape[1], causal, backward=True)
-    # The Hopper backward knows no causal mask, and its tiles of 128 keys would be half empty; both forwards save the same.
-    if impl == "hopper" and (causal or max_kv_length <= HOPPER_BACKWARD_KEY_BLOCK // 2 and not together):
+    # The Hopper backward's tiles of 128 keys would be half empty; both forwards save the same.
+    if impl == "hopper" and max_kv_length <= HOPPER_BACKWARD_KEY_BLOCK // 2 and not together:
         impl = "triton"
     # The others have only one order in which they add up.
     order = (deterministic,) if impl == "hopper" else ()

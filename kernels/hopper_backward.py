@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blocks import BlockLists
-from .hopper_backward_steps import Work, add_dq, load, multiply, multiply_dq, pick_columns
+from .hopper_backward_steps import add_dq, load, multiply, multiply_dq, pick_columns
 from .hopper_backward_walk import Lists
+from .hopper_backward_work import Work
 from .hopper_forward import LOG2E
 from .hopper_schedule import FIELDS, NEXT, ROWS, schedule
 from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq
@@ -31,16 +32,16 @@ OPTIONS = dict(num_warps=4, maxnreg=128)
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "list_batch", "list_head", "list_group", "q_batch", "q_head",
-            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "number"]
+            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq_tiles, side_tiles, dk, dv, turns, tile_numbers,
                      counts, indices, ranks, q_starts, q_sizes,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, number, sums, scale_log2, scale,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, sums, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, CUT_QUERIES: gl.constexpr,
-                     CUT_KEYS: gl.constexpr, ORDERED: gl.constexpr,
+                     CUT_KEYS: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
                      MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     QUERIES: gl.constexpr = q_tiles.block_type.shape[2]
@@ -59,6 +60,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_tiles.layout)
     side = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], side_tiles.layout)
     sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ones = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16], gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     pick_columns(ones)
     ds = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
@@ -94,16 +96,16 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     # The copy engine must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, side, sizes, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty, ds_full, ds_empty,
-                dq_full, dq_empty, clean, tile_numbers, first)
+    work = Work(k, v, q, do, side, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
+                ds_full, ds_empty, dq_full, dq_empty, clean, tile_numbers, first)
     lists = Lists(counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                  width, group, heads, blocks, parts, q_len, q_length, slots, ORDERED)
+                  width, group, heads, blocks, parts, q_len, q_length, slots, shift, CAUSAL, ORDERED)
     if ORDERED:
         gl.warp_specialize([
             (multiply, (work, 0, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
-                        CUT_QUERIES, CUT_KEYS)),
+                        CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
-                        CUT_QUERIES, CUT_KEYS)),
+                        CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, False)),
             (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNIFORM, CUT_QUERIES)),
             (add_dq, (work, lists, dq_tiles, turns, 0, D, UNIFORM)),
@@ -112,9 +114,9 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     else:
         gl.warp_specialize([
             (multiply, (work, 0, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
-                        CUT_QUERIES, CUT_KEYS)),
+                        CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
-                        CUT_QUERIES, CUT_KEYS)),
+                        CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, True)),
             (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, None, UNIFORM, CUT_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
@@ -128,7 +130,6 @@ def hopper_backward(
 
     With ``deterministic`` the programs take turns in adding to dQ, else they add when they come, and dQ's last bits differ from run to run.
     """
-    assert not causal, "the portable backward takes causal attention"
     q, k, v, dout = map(reachable, (q, k, v, dout))
     out = readable(out)
     batch, heads, q_len, dim = q.shape
@@ -141,7 +142,7 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device) if deterministic else 0
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs)
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None)
     number = len(plan.tiles) - programs
     slots = fill_slots(dout, dlse, out, lse, scale, queries)
     # Whose turn it is at each slot: the number of programs that have added. Never read where they do not take turns.
@@ -152,8 +153,8 @@ def hopper_backward(
         _sums(slots.dq), _sides(slots.side), dk, dv, turns, plan.tiles, counts, indices, plan.ranks if deterministic else plan.tiles,
         queries.starts, queries.sizes, *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
         plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, slots.number,
-        number, slots.dq, scale * LOG2E, scale,
-        UNIFORM=queries.uniform, CUT_QUERIES=_cut(queries, QUERIES), CUT_KEYS=_cut(keys, KEYS),
+        kv_len - q_len, number, slots.dq, scale * LOG2E, scale,
+        UNIFORM=queries.uniform, CUT_QUERIES=_cut(queries, QUERIES), CUT_KEYS=_cut(keys, KEYS), CAUSAL=causal,
         # Programs that wait for one another must all be there.
         **shape, **OPTIONS, launch_cooperative_grid=deterministic)
     finish_dq(slots, dq, scale, queries)

@@ -11,69 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_backward_walk import tile_number, visit_after, visit_before_first
-from .hopper_names import aggregate, barrier, copies_done, copy_add, copy_in, copy_out, prefetch
+from .hopper_names import barrier, copies_done, copy_add, copy_in, copy_out, prefetch
 from .hopper_primitives import anew, clean, matrix, product_layout
 from .hopper_schedule import BATCH, HEAD, NEXT, ROW, ROWS, VISITS
 
 # Rounds of waiting, of about a microsecond, for a turn that never comes, as where a list names a block twice: from then on the program adds
 # without waiting.
 PATIENCE = gl.constexpr(1 << 20)
-
-
-@aggregate
-class Work:
-    """The shared memory and the barriers through which the partitions of a program do its tiles, one after another."""
-
-    k: gl.shared_memory_descriptor         # [1, 1, KEYS * WARPGROUPS, D]
-    v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor         # [STAGES, 1, 1, QUERIES, D]
-    do: gl.shared_memory_descriptor
-    side: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see hopper_slots.Slots
-    sizes: gl.shared_memory_descriptor     # [STAGES, 1], int32, tokens of the chunk
-    ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of side
-    ds: gl.shared_memory_descriptor        # [2, KEYS * WARPGROUPS, QUERIES]
-    dq: gl.shared_memory_descriptor        # [STAGED, 1, QUERIES, 64], 64 columns of a chunk's dQ after another
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor   # both multiplying warpgroups have stored dK, which leaves through K's memory
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written q and side
-    do_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor     # both multiplying warpgroups have read the stage
-    ds_full: gl.shared_memory_descriptor   # both multiplying warpgroups have written dS
-    ds_empty: gl.shared_memory_descriptor  # the dQ warpgroup has read it
-    dq_full: gl.shared_memory_descriptor   # one a staging, where others add it up: the dQ warpgroup has written it
-    dq_empty: gl.shared_memory_descriptor  # the copy engine has read it
-    clean: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
-    tiles: gl.tensor                       # pointer, see hopper_schedule.Schedule
-    first: gl.tensor                       # number of the program's first tile, or -1
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, q, do, side, sizes, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty, ds_full, ds_empty,
-                 dq_full, dq_empty, clean, tiles, first):
-        self.k = k
-        self.v = v
-        self.q = q
-        self.do = do
-        self.side = side
-        self.sizes = sizes
-        self.ones = ones
-        self.ds = ds
-        self.dq = dq
-        self.k_full = k_full
-        self.k_empty = k_empty
-        self.v_full = v_full
-        self.v_empty = v_empty
-        self.q_full = q_full
-        self.do_full = do_full
-        self.empty = empty
-        self.ds_full = ds_full
-        self.ds_empty = ds_empty
-        self.dq_full = dq_full
-        self.dq_empty = dq_empty
-        self.clean = clean
-        self.tiles = tiles
-        self.first = first
 
 
 @gluon.jit
@@ -107,10 +51,13 @@ def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNI
             if sums is not None:
                 words = QUERIES * work.q.shape[4]
                 prefetch(sums + (visit.slot + visit.chunk).to(gl.int64) * words, words * 4)
-            if CUT_QUERIES:
+            if CUT_QUERIES or lists.causal:
+                layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
                 size = gl.minimum(visit.size - visit.chunk * QUERIES, QUERIES)
-                work.sizes.index(stage).store(gl.full([1], size, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-                # Those who wait for q must find the size of it too.
+                work.sizes.index(stage).store(gl.full([1], size, gl.int32, layout))
+                if lists.causal:
+                    work.limits.index(stage).store(gl.full([1], start + lists.shift - row, gl.int32, layout))
+                # Those who wait for q must find the numbers that go with it too.
                 barrier()
             mbarrier.expect(work.q_full.index(stage), q_tiles.block_type.nbytes + side_tiles.block_type.nbytes)
             copy_in(q_tiles, [batch, head, start, 0], work.q_full.index(stage), work.q.index(stage))
@@ -210,7 +157,7 @@ def _weighted(p, dp):
 
 
 @gluon.jit
-def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.constexpr):
+def _weigh(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
     """(dV with visit ``i`` added, dS of the visit in 16 bits)."""
     STAGES: gl.constexpr = work.q.shape[0]
     s_layout: gl.constexpr = product_layout(zero.shape[1])
@@ -220,6 +167,13 @@ def _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS: gl.cons
     do = matrix(work.do.index(stage))
     if CUT_KEYS:
         scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
+    if CAUSAL:
+        KEYS: gl.constexpr = zero.shape[0]
+        limit = gl.max(work.limits.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0) - group * KEYS
+        if limit < KEYS - 1:
+            keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+            queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
+            scores = gl.where(keys[:, None] <= queries[None, :] + limit, scores, float("-inf"))
     # Kept in 16 bits: the registers of the float32 weights are those of dP.
     p = _narrow(gl.exp2(scores * scale_log2), dtype)
     mbarrier.wait(work.do_full.index(stage), (i // STAGES) & 1)
@@ -244,7 +198,7 @@ def _hand_over(work, group: gl.constexpr, i, ds):
 
 @gluon.jit
 def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale,
-             D: gl.constexpr, CUT_QUERIES: gl.constexpr, CUT_KEYS: gl.constexpr):
+             D: gl.constexpr, CUT_QUERIES: gl.constexpr, CUT_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
     """A multiplying partition: dK and dV of 64 keys of every tile."""
     STAGES: gl.constexpr = work.q.shape[0]
     QUERIES: gl.constexpr = work.q.shape[3]
@@ -280,7 +234,7 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_batch, dk
             cut = _await_queries(work, first, cut, group, CUT_QUERIES)
             scores = warpgroup_mma_wait(0, deps=[_product(work, k, matrix(work.q.index(first % STAGES)), first % STAGES, 0, zero)])
             for i in range(first, last):
-                dv_sum, ds = _weigh(work, v, i, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
+                dv_sum, ds = _weigh(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS, CAUSAL)
                 dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(i % STAGES)), dk_sum, is_async=True)
                 _hand_over(work, group, i, ds)
                 # The next scores begin before this dK is complete, and end in this round.
@@ -288,7 +242,7 @@ def multiply(work, group: gl.constexpr, dk_tiles, dv_tiles, dk, dv, dk_batch, dk
                 s_token = _product(work, k, matrix(work.q.index((i + 1) % STAGES)), (i + 1) % STAGES, 0, zero)
                 dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
                 mbarrier.arrive(work.empty.index(i % STAGES), count=1)
-            dv_sum, ds = _weigh(work, v, last, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS)
+            dv_sum, ds = _weigh(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, CUT_KEYS, CAUSAL)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(work.q.index(last % STAGES)), dk_sum, is_async=True)
             _hand_over(work, group, last, ds)
             dk_sum = warpgroup_mma_wait(0, deps=[dk_token])

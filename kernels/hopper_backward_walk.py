@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_names import aggregate
-from .hopper_schedule import BATCH, BEGIN, BLOCK, FIELDS, HEAD, PART, RING
+from .hopper_schedule import BATCH, BEGIN, BLOCK, FIELDS, HEAD, PART, RING, ROW
 
 
 @aggregate
@@ -30,11 +30,13 @@ class Lists:
     q_len: gl.tensor
     q_length: gl.tensor      # tokens of a query block, where it is uniform
     slots: gl.tensor         # of a head
+    shift: gl.tensor         # under a causal mask query i sees the keys up to i + shift
+    causal: gl.constexpr
     rings: gl.constexpr      # whether tiles enter their lists anywhere, where additions have an order, or at the first block
 
     @gluon.constexpr_function
     def __init__(self, counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                 width, group, heads, blocks, parts, q_len, q_length, slots, rings):
+                 width, group, heads, blocks, parts, q_len, q_length, slots, shift, causal, rings):
         self.counts = counts
         self.indices = indices
         self.ranks = ranks
@@ -54,6 +56,8 @@ class Lists:
         self.q_len = q_len
         self.q_length = q_length
         self.slots = slots
+        self.shift = shift
+        self.causal = gl.constexpr(causal)
         self.rings = gl.constexpr(rings)
 
 
@@ -66,6 +70,7 @@ class Visit:
     block: gl.tensor        # key block
     part: gl.tensor
     begin: gl.tensor        # in 1 / RING: where in each query head's list the walk begins
+    reach: gl.tensor        # under a causal mask no query before sees a key of the block
     member: gl.tensor       # query head within the group, -1 before the first
     count: gl.tensor        # entries in that head's list
     entry: gl.tensor        # how many of them come before, -1 before the first
@@ -77,12 +82,13 @@ class Visit:
     rank: gl.tensor         # of the tile at the query block
 
     @gluon.constexpr_function
-    def __init__(self, batch, first_head, block, part, begin, member, count, entry, chunk, chunks, start, size, slot, rank):
+    def __init__(self, batch, first_head, block, part, begin, reach, member, count, entry, chunk, chunks, start, size, slot, rank):
         self.batch = batch
         self.first_head = first_head
         self.block = block
         self.part = part
         self.begin = begin
+        self.reach = reach
         self.member = member
         self.count = count
         self.entry = entry
@@ -104,9 +110,13 @@ def tile_number(work, tile, field):
 def visit_before_first(lists, work, tile, skipped, step):
     """What stands ``step`` chunks before the first of the tile's that is not skipped."""
     none = gl.to_tensor(0)
+    reach = none
+    if lists.causal:
+        KEYS: gl.constexpr = work.k.shape[2]
+        reach = tile_number(work, tile, ROW) - tile_number(work, tile, PART) * KEYS - lists.shift
     return Visit(tile_number(work, tile, BATCH), tile_number(work, tile, HEAD) * lists.group, tile_number(work, tile, BLOCK),
-                 tile_number(work, tile, PART), tile_number(work, tile, BEGIN), none - 1, none, none - 1, none + skipped - step,
-                 none, none, none, none, none)
+                 tile_number(work, tile, PART), tile_number(work, tile, BEGIN), reach, none - 1, none, none - 1,
+                 none + skipped - step, none, none, none, none, none)
 
 
 @gluon.jit
@@ -121,7 +131,7 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
         if entry < count:
             at = entry
             if lists.rings:
-                at += visit.begin * count // RING
+                at = entry + visit.begin * count // RING
                 at = gl.where(at >= count, at - count, at)
             head = visit.first_head + member
             row = visit.batch.to(gl.int64) * lists.list_batch + (head // lists.list_group) * lists.list_head + visit.block
@@ -133,6 +143,8 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
                 bound = visit.batch * lists.q_batch + (head // lists.q_group) * lists.q_head + item
                 start, size = gl.load(lists.q_starts + bound), gl.load(lists.q_sizes + bound)
             chunks = gl.maximum(size + QUERIES - 1, 0) // QUERIES
+            if lists.causal:
+                chunks = gl.where(start + size > visit.reach, chunks, 0)
             slot = (visit.batch * lists.heads + head) * lists.slots + start // QUERIES + item
             if RANKED:
                 row = (visit.batch.to(gl.int64) * lists.heads + head) * lists.blocks + visit.block
@@ -145,5 +157,5 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
                 head = visit.first_head + member
                 row = visit.batch.to(gl.int64) * lists.list_batch + (head // lists.list_group) * lists.list_head + visit.block
                 count = gl.minimum(gl.load(lists.counts + row), lists.width)
-    return Visit(visit.batch, visit.first_head, visit.block, visit.part, visit.begin, member, count, entry, chunk,
+    return Visit(visit.batch, visit.first_head, visit.block, visit.part, visit.begin, visit.reach, member, count, entry, chunk,
                  chunks, start, size, slot, rank)

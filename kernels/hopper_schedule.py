@@ -39,7 +39,7 @@ SEGMENT = 128
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "row", "item") for what in ("batch", "head", "group", "length", "tokens")]
-_NUMBERS += ["kv_heads", "group", "rows", "blocks", "capacity", "width", "parts", "halvings", "number", "programs"]
+_NUMBERS += ["kv_heads", "group", "rows", "blocks", "capacity", "width", "parts", "halvings", "number", "programs", "shift"]
 
 
 class Schedule(NamedTuple):
@@ -54,9 +54,9 @@ class Schedule(NamedTuple):
 @triton.jit(do_not_specialize=_NUMBERS)
 def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, tiles,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
-                  kv_heads, group, rows, row_length, row_tokens, item_length, item_tokens, width, parts,
+                  kv_heads, group, rows, row_length, row_tokens, item_length, item_tokens, width, parts, shift,
                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_ROWS: tl.constexpr,
-                  UNIFORM_ITEMS: tl.constexpr):
+                  UNIFORM_ITEMS: tl.constexpr, CAUSAL: tl.constexpr):
     block = tl.program_id(0)
     kv_head, batch = tl.program_id(1) % kv_heads, tl.program_id(1) // kv_heads
     row_at = batch * row_batch + (kv_head // row_group) * row_head
@@ -71,7 +71,11 @@ def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
             entry = first + tl.arange(0, SEGMENT)
             item = tl.load(indices + list_row * width + entry, mask=entry < count, other=0)
             start, length = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
-            visits += tl.where(entry < count, tl.maximum(length + M - 1, 0) // M, 0)
+            seen = entry < count
+            if CAUSAL:
+                # A block of queries that all come before these keys is not visited.
+                seen = seen & (start + length + shift > row)
+            visits += tl.where(seen, tl.maximum(length + M - 1, 0) // M, 0)
     part = tl.arange(0, PARTS)
     left = size - part * N
     # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
@@ -124,8 +128,12 @@ def _deal_kernel(tiles, times, number, programs, group, PROGRAMS: tl.constexpr, 
 
 @triton.jit
 def _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group,
-              first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, SEGMENT: tl.constexpr):
-    """Of a query block's list from ``first`` on, every part of a key block apart: (when it comes, where its rank stands, if it exists)."""
+              first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N: tl.constexpr,
+              SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
+    """Of a query block's list from ``first`` on, every part of a key block apart: (when it comes, where its rank stands, if it comes).
+
+    Under CAUSAL those key blocks come that begin before ``reach``.
+    """
     entry = first + tl.arange(0, SEGMENT)
     part = entry % parts
     other = tl.load(indices + entry // parts, mask=entry < number, other=-1)
@@ -136,6 +144,8 @@ def _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch
     tile = (batch * kv_heads + kv_head + 1) * blocks * parts - 1 - (other * parts + part)
     at = tiles + tile.to(tl.int64) * FIELDS
     known = known & (tl.load(at + ROWS, mask=known, other=0) > 0)
+    if CAUSAL:
+        known = known & (tl.load(at + ROW, mask=known, other=0) - part * N < reach)
     before, total = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
     for member in range(kv_head * group, kv_head * group + group):
         row = batch.to(tl.int64) * listed_batch + (member // listed_group) * listed_head + other
@@ -162,25 +172,33 @@ def _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, whens, ranks,
-                 list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
-                 kv_heads, group, blocks, capacity, width, parts, halvings, SEGMENT: tl.constexpr, OTHERS: tl.constexpr):
+def _rank_kernel(counts, indices, listed_counts, listed_indices, item_starts, item_sizes, tiles, times, whens, ranks,
+                 list_batch, list_head, list_group, listed_batch, listed_head, listed_group, item_batch, item_head, item_group,
+                 kv_heads, group, blocks, item_length, item_tokens, capacity, width, parts, halvings, shift,
+                 N: tl.constexpr, SEGMENT: tl.constexpr, OTHERS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, CAUSAL: tl.constexpr):
     """For one query block: the rank of each tile that adds to its dQ."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
     indices += row * capacity
     number = tl.minimum(tl.load(counts + row), capacity) * parts
+    reach = 0
+    if CAUSAL:
+        start, length = block_bounds(item_starts, item_sizes, batch * item_batch + (head // item_group) * item_head, block,
+                                     item_length, item_tokens, UNIFORM_ITEMS)
+        reach = start + length + shift
     whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
     for first in range(0, number, SEGMENT):
         when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group, first,
-                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, SEGMENT)
+                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N, SEGMENT,
+                                       CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
     # Other threads read what these have written.
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
         when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group, first,
-                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, SEGMENT)
+                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N, SEGMENT,
+                                       CAUSAL)
         rank = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
             entry = start + tl.arange(0, OTHERS)
@@ -190,9 +208,10 @@ def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, w
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, batch: int, heads: int, kv_heads: int,
-             programs: int) -> Schedule:
+             programs: int, shift: int | None = None) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 dealt out to so many, and ranked.
 
+    Where ``shift`` is given, query i sees the keys up to i + shift, and tiles pass by the blocks of which none sees a key of their block.
     ``flipped`` is ``blocks.transpose()``, whose ids ascend. Tiles that are not dealt out begin at the first block of their lists.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
@@ -204,8 +223,9 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     _tiles_kernel[(keys.number, batch * kv_heads)](
         counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles,
         *strides, *keys.strides(kv_heads), *queries.strides(heads),
-        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts,
-        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_ROWS=keys.uniform, UNIFORM_ITEMS=queries.uniform)
+        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, shift or 0,
+        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_ROWS=keys.uniform, UNIFORM_ITEMS=queries.uniform,
+        CAUSAL=shift is not None)
     if not programs:
         return Schedule(tiles, None, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
@@ -215,7 +235,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
     ranks = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
     _rank_kernel[(queries.number, heads, batch)](
-        own_counts, own_indices, counts, indices, tiles, times, whens, ranks,
-        *shared_strides(own_counts, heads), *strides,
-        kv_heads, group, keys.number, capacity, width, parts, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32)
+        own_counts, own_indices, counts, indices, queries.starts, queries.sizes, tiles, times, whens, ranks,
+        *shared_strides(own_counts, heads), *strides, *queries.strides(heads),
+        kv_heads, group, keys.number, queries.length, queries.tokens, capacity, width, parts, width.bit_length(), shift or 0,
+        N=KEYS, SEGMENT=SEGMENT, OTHERS=32, UNIFORM_ITEMS=queries.uniform, CAUSAL=shift is not None)
     return Schedule(tiles, ranks, width)

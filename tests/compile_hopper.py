@@ -27,7 +27,7 @@ DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 # Bytes: what a kernel may set aside for the end of a tile, when results are stored, while the loop over the chunks has all registers.
 SPILLS = 2048
 # The backward's loop at head_dim 128, of some 330 instructions. Triton 3.9 reloads more of it in float16, which will cost time.
-RELOADS = 16
+RELOADS = 18
 # A forward of three warpgroups, by Triton 3.9; 3.6 to 3.8 reload nothing.
 RELOADS_OF_THREE = 2
 RELOADS_OF_FP16 = 60 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else RELOADS
@@ -49,9 +49,9 @@ def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bo
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
-def compile_backward(dim: int, name: str, deterministic: bool, cut: bool) -> tuple[int, str, int]:
+def compile_backward(dim: int, name: str, deterministic: bool, cut: bool, causal: bool = False) -> tuple[int, str, int]:
     """The same of the backward kernel; ``cut``: ragged blocks."""
-    constants = hopper_backward.constants(dim, deterministic) | dict(UNIFORM=not cut, CUT_QUERIES=cut, CUT_KEYS=cut)
+    constants = hopper_backward.constants(dim, deterministic) | dict(UNIFORM=not cut, CUT_QUERIES=cut, CUT_KEYS=cut, CAUSAL=causal)
     queries, keys = hopper_slots.QUERIES, hopper_slots.KEYS
     types = dict.fromkeys(("turns", "tile_numbers", "counts", "indices", "ranks", "q_starts", "q_sizes"), "*i32")
     types |= dict.fromkeys(("k_tiles", "v_tiles"), tiles(keys, dim, name))
@@ -122,6 +122,9 @@ def main() -> int:
     fine += [passes(f"backward D={dim} {name} deterministic={deterministic} cut={cut}", *compile_backward(dim, name, deterministic, cut),
                     (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128))
              for dim in (64, 128) for name in DTYPES for deterministic in (True, False) for cut in (True, False)]
+    fine += [passes(f"backward D={dim} bf16 deterministic={deterministic} cut={cut} causal",
+                    *compile_backward(dim, "bf16", deterministic, cut, causal=True), RELOADS * (dim == 128))
+             for dim in (64, 128) for deterministic, cut in ((True, False), (True, True), (False, True))]
     return int(not all(fine))
 
 

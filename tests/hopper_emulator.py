@@ -302,7 +302,8 @@ def module(name):
 def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
-        for part in ("hopper_primitives", "hopper_forward", "hopper_backward_walk", "hopper_backward_steps", "hopper_backward"):
+        for part in ("hopper_primitives", "hopper_forward", "hopper_backward_walk", "hopper_backward_work", "hopper_backward_steps",
+                     "hopper_backward"):
             path = Path(triton_chunks.__file__).with_name(f"{part}.py")
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

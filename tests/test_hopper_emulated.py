@@ -76,17 +76,17 @@ def test_what_is_not_seen_changes_nothing(causal, late):
     assert torch.equal(dirty[:, :, sees][..., others], clean[:, :, sees][..., others])
 
 
-def gradients(q, k, v, blocks, deterministic, late, dout, dlse):
+def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
     """(dq, dk, dv) of the kernel."""
-    out, lse = reference_attention(q, k, v, blocks, 0.125, False)
-    return run("hopper_backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, False, deterministic, late=late)
+    out, lse = reference_attention(q, k, v, blocks, 0.125, causal)
+    return run("hopper_backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, causal, deterministic, late=late)
 
 
-def assert_right_gradients(q, k, v, blocks, deterministic, late):
+def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
     blocks = _with_kv_blocks(blocks, k.shape[2])
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
-    grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse)
-    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
+    grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal)
+    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=causal)
     exact = attention_with_gradients(attend, q.double(), k.double(), v.double(), dout, dlse)
     for grad, right in zip(grads, exact[2:]):
         torch.testing.assert_close(grad.double(), right, rtol=5e-3, atol=5e-3)
@@ -105,6 +105,14 @@ def test_gradients_of_small_blocks(name, late, three_programs):
     assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_causal_gradients_of_small_blocks(name, deterministic, three_programs):
+    """More keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, deterministic, True, causal=True)
+
+
 def test_gradients_of_one_program():
     """All tiles one after another: every barrier goes through many phases."""
     blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")["ragged"]
@@ -112,10 +120,10 @@ def test_gradients_of_one_program():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("dim, deterministic", [(64, True), (128, True), (64, False), (128, False)])
-def test_gradients_of_long_blocks(dim, deterministic, late, three_programs):
+@pytest.mark.parametrize("dim, deterministic, causal", [(64, True, False), (128, True, True), (64, False, True), (128, False, False)])
+def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_programs):
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
-    assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late)
+    assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late, causal)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -67,6 +67,23 @@ def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic):
         assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
 
 
+@orders
+@both
+@pytest.mark.parametrize("kind", ["shared", "per batch element", "per key head"])
+def test_causal_order(kind, dtype, dim, deterministic):
+    """Over ragged blocks, and over uniform ones with more keys than queries and the other way round."""
+    blocks = lists(kind)
+    q, k, v = fused(2, sum(LENGTHS), dim, dtype)
+    uniform = [torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype) for tokens in (1201, 777) for heads in (HEADS, KV_HEADS)]
+    cases = [(q, k, v, blocks)]
+    for (many, few), (q_len, kv_len) in (((0, 3), (1201, 777)), ((2, 1), (777, 1201))):
+        mask = some(1, HEADS, -(-q_len // 192), -(-kv_len // 384))
+        cases.append((uniform[many], uniform[few], uniform[few].flip(2), BlockLists.from_mask(mask, 192, 384)))
+    for q, k, v, blocks in cases:
+        attend = partial(block_sparse_attention, blocks=blocks, causal=True, return_lse=True, deterministic=deterministic, impl="hopper")
+        assert_as_exact_as_torch(attend, q, k, v, blocks, causal=True, block=64)
+
+
 def gradients(q, k, v, dout, blocks, deterministic):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = block_sparse_attention(*leaves, blocks, deterministic=deterministic, impl="hopper")

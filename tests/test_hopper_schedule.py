@@ -16,10 +16,11 @@ from ssta.kernels.hopper_slots import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.triton_chunks import kv_cut, q_cut  # noqa: E402
 
 
-def plan(blocks, heads, kv_heads, q_len, kv_len, programs):
+def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, ranks)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs)
+    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs,
+                    kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
     number = len(tiles) - programs
     return tiles[:number], [row[NEXT] for row in tiles[number:]], made.ranks
@@ -30,23 +31,27 @@ def of(x, batch, head, heads):
     return x[min(batch, x.shape[0] - 1), head * x.shape[1] // heads]
 
 
-def visits(tile, blocks, heads, kv_heads, q_len):
+def visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
     """((batch, query head, query block), place in the list, chunks) of a tile, from the mask alone, before its list is turned."""
-    mask, sizes = blocks.to_mask(), blocks.q_bounds(q_len)[1]
+    mask, (starts, sizes) = blocks.to_mask(), blocks.q_bounds(q_len)
+    key = tile[ROW] - tile[PART] * KEYS
     group = heads // kv_heads
     found = []
     for head in range(tile[HEAD] * group, (tile[HEAD] + 1) * group):
         listed = of(mask, tile[BATCH], head, heads)[:, tile[BLOCK]].nonzero().flatten().tolist()
-        size = of(sizes, tile[BATCH], head, heads)
-        found.append([((tile[BATCH], head, block), at, max(-(-int(size[block]) // QUERIES), 0)) for at, block in enumerate(listed)])
+        start, size = (of(x, tile[BATCH], head, heads) for x in (starts, sizes))
+        seen = [not causal or int(start[block] + size[block]) - 1 + kv_len - q_len >= key for block in listed]
+        chunks = [max(-(-int(size[block]) // QUERIES), 0) * seen[at] for at, block in enumerate(listed)]
+        found.append([((tile[BATCH], head, block), at, chunks[at]) for at, block in enumerate(listed)])
     return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", patterns("cpu"))
-def test_every_tile_is_listed_once(device, name):
+def test_every_tile_is_listed_once(device, name, causal):
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
-    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, 0)
+    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, 0, causal)
     starts, sizes = blocks.kv_bounds(kv_len)
     wanted = set()
     for batch in range(2):
@@ -57,18 +62,18 @@ def test_every_tile_is_listed_once(device, name):
     here = [tile for tile in tiles if tile[ROWS] > 0]
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
-        chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len) for visit in member)
+        chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for visit in member)
         assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[BEGIN] == 0
     assert not first and ranks is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("programs", [1, 3, 7])
+@pytest.mark.parametrize("programs, causal", [(1, False), (3, False), (3, True), (7, True)])
 @pytest.mark.parametrize("name", patterns("cpu"))
-def test_everyone_gets_a_turn(device, name, programs):
+def test_everyone_gets_a_turn(device, name, programs, causal):
     """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
-    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs)
+    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
     ranks = ranks.tolist()
     walks, dealt = [], []
     for at in first:
@@ -76,7 +81,7 @@ def test_everyone_gets_a_turn(device, name, programs):
         while at >= 0:
             dealt.append(at)
             tile = tiles[at]
-            for member in visits(tile, blocks, heads, kv_heads, q_len):
+            for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
                 begin = tile[BEGIN] * len(member) // RING.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
