@@ -37,7 +37,7 @@ _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "l
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq_tiles, side_tiles, dk, dv, turns, tile_numbers,
-                     counts, indices, ranks, q_starts, q_sizes,
+                     counts, indices, ranks, passed, q_starts, q_sizes,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, sums, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, CUT_QUERIES: gl.constexpr,
@@ -98,7 +98,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
 
     work = Work(k, v, q, do, side, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
                 ds_full, ds_empty, dq_full, dq_empty, clean, tile_numbers, first)
-    lists = Lists(counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
+    lists = Lists(counts, indices, ranks, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, CAUSAL, ORDERED)
     if ORDERED:
         gl.warp_specialize([
@@ -151,7 +151,8 @@ def hopper_backward(
     _backward_kernel[(programs or number,)](
         *(tiles(x, KEYS) for x in (k, v)), *(tiles(x, QUERIES) for x in (q, dout)), *(tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)),
         _sums(slots.dq), _sides(slots.side), dk, dv, turns, plan.tiles, counts, indices, plan.ranks if deterministic else plan.tiles,
-        queries.starts, queries.sizes, *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
+        plan.passed if causal else plan.tiles, queries.starts, queries.sizes,
+        *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
         plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, slots.number,
         kv_len - q_len, number, slots.dq, scale * LOG2E, scale,
         UNIFORM=queries.uniform, CUT_QUERIES=_cut(queries, QUERIES), CUT_KEYS=_cut(keys, KEYS), CAUSAL=causal,

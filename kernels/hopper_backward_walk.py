@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_names import aggregate
-from .hopper_schedule import BATCH, BEGIN, BLOCK, FIELDS, HEAD, PART, RING, ROW
+from .hopper_schedule import BATCH, BEGIN, BLOCK, FIELDS, HEAD, PART, RING
 
 
 @aggregate
@@ -14,6 +14,7 @@ class Lists:
     counts: gl.tensor        # pointers: those of BlockLists.transpose(), per key block the query blocks that attend to it
     indices: gl.tensor
     ranks: gl.tensor         # see hopper_schedule.Schedule
+    passed: gl.tensor
     q_starts: gl.tensor      # see triton_chunks.Cut
     q_sizes: gl.tensor
     list_batch: gl.tensor    # strides, see shared_strides
@@ -35,11 +36,12 @@ class Lists:
     rings: gl.constexpr      # whether tiles enter their lists anywhere, where additions have an order, or at the first block
 
     @gluon.constexpr_function
-    def __init__(self, counts, indices, ranks, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
+    def __init__(self, counts, indices, ranks, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                  width, group, heads, blocks, parts, q_len, q_length, slots, shift, causal, rings):
         self.counts = counts
         self.indices = indices
         self.ranks = ranks
+        self.passed = passed
         self.q_starts = q_starts
         self.q_sizes = q_sizes
         self.list_batch = list_batch
@@ -70,9 +72,9 @@ class Visit:
     block: gl.tensor        # key block
     part: gl.tensor
     begin: gl.tensor        # in 1 / RING: where in each query head's list the walk begins
-    reach: gl.tensor        # under a causal mask no query before sees a key of the block
     member: gl.tensor       # query head within the group, -1 before the first
-    count: gl.tensor        # entries in that head's list
+    passed: gl.tensor       # entries of that head's list that come before the first visit, see Schedule
+    count: gl.tensor        # entries from there on
     entry: gl.tensor        # how many of them come before, -1 before the first
     chunk: gl.tensor        # within the query block
     chunks: gl.tensor       # of the query block
@@ -82,14 +84,14 @@ class Visit:
     rank: gl.tensor         # of the tile at the query block
 
     @gluon.constexpr_function
-    def __init__(self, batch, first_head, block, part, begin, reach, member, count, entry, chunk, chunks, start, size, slot, rank):
+    def __init__(self, batch, first_head, block, part, begin, member, passed, count, entry, chunk, chunks, start, size, slot, rank):
         self.batch = batch
         self.first_head = first_head
         self.block = block
         self.part = part
         self.begin = begin
-        self.reach = reach
         self.member = member
+        self.passed = passed
         self.count = count
         self.entry = entry
         self.chunk = chunk
@@ -110,19 +112,15 @@ def tile_number(work, tile, field):
 def visit_before_first(lists, work, tile, skipped, step):
     """What stands ``step`` chunks before the first of the tile's that is not skipped."""
     none = gl.to_tensor(0)
-    reach = none
-    if lists.causal:
-        KEYS: gl.constexpr = work.k.shape[2]
-        reach = tile_number(work, tile, ROW) - tile_number(work, tile, PART) * KEYS - lists.shift
     return Visit(tile_number(work, tile, BATCH), tile_number(work, tile, HEAD) * lists.group, tile_number(work, tile, BLOCK),
-                 tile_number(work, tile, PART), tile_number(work, tile, BEGIN), reach, none - 1, none, none - 1,
+                 tile_number(work, tile, PART), tile_number(work, tile, BEGIN), none - 1, none, none, none - 1,
                  none + skipped - step, none, none, none, none, none)
 
 
 @gluon.jit
 def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr, RANKED: gl.constexpr):
     """The visit ``step`` chunks further on; past the last one, something that may be read but means nothing."""
-    member, count, entry = visit.member, visit.count, visit.entry
+    member, passed, count, entry = visit.member, visit.passed, visit.count, visit.entry
     chunk, chunks, start, size, slot, rank = visit.chunk + step, visit.chunks, visit.start, visit.size, visit.slot, visit.rank
     while (chunk >= chunks) & (member < lists.group):
         chunk = chunk - chunks
@@ -133,6 +131,8 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
             if lists.rings:
                 at = entry + visit.begin * count // RING
                 at = gl.where(at >= count, at - count, at)
+            if lists.causal:
+                at = at + passed
             head = visit.first_head + member
             row = visit.batch.to(gl.int64) * lists.list_batch + (head // lists.list_group) * lists.list_head + visit.block
             item = gl.load(lists.indices + row * lists.width + at)
@@ -143,8 +143,6 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
                 bound = visit.batch * lists.q_batch + (head // lists.q_group) * lists.q_head + item
                 start, size = gl.load(lists.q_starts + bound), gl.load(lists.q_sizes + bound)
             chunks = gl.maximum(size + QUERIES - 1, 0) // QUERIES
-            if lists.causal:
-                chunks = gl.where(start + size > visit.reach, chunks, 0)
             slot = (visit.batch * lists.heads + head) * lists.slots + start // QUERIES + item
             if RANKED:
                 row = (visit.batch.to(gl.int64) * lists.heads + head) * lists.blocks + visit.block
@@ -157,5 +155,8 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
                 head = visit.first_head + member
                 row = visit.batch.to(gl.int64) * lists.list_batch + (head // lists.list_group) * lists.list_head + visit.block
                 count = gl.minimum(gl.load(lists.counts + row), lists.width)
-    return Visit(visit.batch, visit.first_head, visit.block, visit.part, visit.begin, visit.reach, member, count, entry, chunk,
+                if lists.causal:
+                    passed = gl.load(lists.passed + (visit.batch.to(gl.int64) * lists.heads + head) * lists.blocks + visit.block)
+                    count = count - passed
+    return Visit(visit.batch, visit.first_head, visit.block, visit.part, visit.begin, member, passed, count, entry, chunk,
                  chunks, start, size, slot, rank)

@@ -8,7 +8,7 @@ a ring: whoever is first in time among all that wait has its turn.
 
 Lists are rings, and where a tile enters them follows the clock: all programs sweep over the queries together, so that most of what one
 brings into L2, the sums of dQ above all, the others find there. They do not go abreast, since programs side by side often have tiles of
-the same block and would want the same chunk at the same time: the places of all of them, one after another, go LAPS times around the ring.
+the same block and would want the same chunk at the same time: each is GAP visits ahead of the one before it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .triton_primitives import block_bounds
 FIELDS = tl.constexpr(9)
 ROW, ROWS, BATCH, HEAD, BLOCK, PART, VISITS, NEXT, BEGIN = map(tl.constexpr, range(9))
 RING = tl.constexpr(4096)
-# Times of the backward on an H200, bfloat16, D 128, in ms, for 1/2, 1, 2, 3 and 5 laps: 46,080 tokens in blocks of 384, 48 of 120 kept:
-# 35.6, 30.8, 30.0, 30.1, 32.3; 24 kept: 17.2, 16.2, 15.8, 15.7, 15.5; 138,240 tokens, 56 of 360 kept: 113, 111, 112, 121, 142.
-# All tiles from their first block on: 45 at 46,080 tokens (one lap abreast); without the clock 33.3, and 147 at 138,240.
-LAPS = tl.constexpr(2)
+# An addition is written about two visits after it began. Times of the backward on an H200, bfloat16, D 128, in ms: 46,080 tokens in blocks
+# of 384, 48 of 120 kept, where a list has 288 visits: 1.1 visits apart 35.6, 2.2: 30.8, 4.4: 30.0, 6.5: 30.1, 11: 32.3; 24 kept, 144
+# visits: 0.5: 17.2, 1.1: 16.2, 2.2: 15.8, 3.3: 15.7, 5.5: 15.5; 138,240 tokens, 56 of 360 kept, 336 visits: 1.3: 113, 2.5: 111, 5.1: 112,
+# 7.6: 121, 13: 142. Without the clock, lists entered at one of three places: 33.3 at 48 of 120, 147 at 138,240 tokens.
+GAP = tl.constexpr(7)
 SEGMENT = 128
 
 
@@ -48,11 +49,12 @@ class Schedule(NamedTuple):
     tiles: Tensor          # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, head after
     #                        head, then for each program a row of which NEXT, its first tile, is set
     ranks: Tensor | None   # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
+    passed: Tensor | None  # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int             # of a list
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, tiles,
+def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, tiles, passed,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   kv_heads, group, rows, row_length, row_tokens, item_length, item_tokens, width, parts, shift,
                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_ROWS: tl.constexpr,
@@ -67,15 +69,19 @@ def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
         list_row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
         item_at = batch * item_batch + (head // item_group) * item_head
         count = tl.minimum(tl.load(counts + list_row), width)
+        unseen = tl.zeros([SEGMENT], tl.int32)
         for first in range(0, count, SEGMENT):
             entry = first + tl.arange(0, SEGMENT)
             item = tl.load(indices + list_row * width + entry, mask=entry < count, other=0)
             start, length = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
             seen = entry < count
             if CAUSAL:
-                # A block of queries that all come before these keys is not visited.
+                # Blocks of queries that all come before these keys are passed by. Ids ascend, so they are the first of the list.
                 seen = seen & (start + length + shift > row)
+                unseen += (entry < count) & ~seen
             visits += tl.where(seen, tl.maximum(length + M - 1, 0) // M, 0)
+        if CAUSAL:
+            tl.store(passed + (batch.to(tl.int64) * kv_heads * group + head) * rows + block, tl.sum(unseen, 0))
     part = tl.arange(0, PARTS)
     left = size - part * N
     # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
@@ -107,7 +113,7 @@ def _deal_kernel(tiles, times, number, programs, group, PROGRAMS: tl.constexpr, 
     # To change tiles takes about as long as a visit. Every query head of a group has a list of its own, walked one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * LAPS * RING // programs
+    place = program * GAP % period * RING // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + program
     taken = 0
@@ -127,13 +133,20 @@ def _deal_kernel(tiles, times, number, programs, group, PROGRAMS: tl.constexpr, 
 
 
 @triton.jit
-def _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group,
-              first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N: tl.constexpr,
-              SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of a query block's list from ``first`` on, every part of a key block apart: (when it comes, where its rank stands, if it comes).
+def _visible(listed_counts, passed, row, list_row, width, mask, CAUSAL: tl.constexpr):
+    """Of a list: (its entries less those that are passed by, how many these are)."""
+    count = tl.minimum(tl.load(listed_counts + list_row, mask=mask, other=0), width)
+    if CAUSAL:
+        unseen = tl.load(passed + row, mask=mask, other=0)
+        return count - unseen, unseen
+    return count, tl.zeros_like(count)
 
-    Under CAUSAL those key blocks come that begin before ``reach``.
-    """
+
+@triton.jit
+def _visitors(indices, listed_counts, listed_indices, tiles, times, passed, listed_batch, listed_head, listed_group,
+              first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, SEGMENT: tl.constexpr,
+              CAUSAL: tl.constexpr):
+    """Of a query block's list from ``first`` on, every part of a key block apart: (when it comes, where its rank stands, if it comes)."""
     entry = first + tl.arange(0, SEGMENT)
     part = entry % parts
     other = tl.load(indices + entry // parts, mask=entry < number, other=-1)
@@ -144,61 +157,56 @@ def _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch
     tile = (batch * kv_heads + kv_head + 1) * blocks * parts - 1 - (other * parts + part)
     at = tiles + tile.to(tl.int64) * FIELDS
     known = known & (tl.load(at + ROWS, mask=known, other=0) > 0)
-    if CAUSAL:
-        known = known & (tl.load(at + ROW, mask=known, other=0) - part * N < reach)
     before, total = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
     for member in range(kv_head * group, kv_head * group + group):
-        row = batch.to(tl.int64) * listed_batch + (member // listed_group) * listed_head + other
-        count = tl.minimum(tl.load(listed_counts + row, mask=known, other=0), width)
+        list_row = batch.to(tl.int64) * listed_batch + (member // listed_group) * listed_head + other
+        row = (batch.to(tl.int64) * kv_heads * group + member) * blocks + other
+        count, _ = _visible(listed_counts, passed, row, list_row, width, known, CAUSAL)
         before += tl.where(member < head, count, 0)
         total += count
-    row = batch.to(tl.int64) * listed_batch + (head // listed_group) * listed_head + other
-    count = tl.minimum(tl.load(listed_counts + row, mask=known, other=0), width)
+    list_row = batch.to(tl.int64) * listed_batch + (head // listed_group) * listed_head + other
+    row = (batch.to(tl.int64) * kv_heads * group + head) * blocks + other
+    count, unseen = _visible(listed_counts, passed, row, list_row, width, known, CAUSAL)
     # Where in the key block's list, which ascends, this query block stands.
-    low, high = tl.zeros([SEGMENT], tl.int32), count
+    low, high = tl.zeros([SEGMENT], tl.int32), count + unseen
     for _ in range(halvings):
         middle = (low + high) // 2
-        less = tl.load(listed_indices + row * width + middle, mask=known & (low < high), other=block) < block
+        less = tl.load(listed_indices + list_row * width + middle, mask=known & (low < high), other=block) < block
         low, high = tl.where(less & (low < high), middle + 1, low), tl.where(less, high, middle)
-    entry = low - tl.load(at + BEGIN, mask=known, other=0) * count // RING
+    known = known & (low >= unseen)
+    entry = low - unseen - tl.load(at + BEGIN, mask=known, other=0) * count // RING
     before += tl.where(entry < 0, entry + count, entry)
     visits = tl.load(at + VISITS, mask=known, other=0).to(tl.int64)
     time = tl.load(times + tile, mask=known, other=0) + before * visits // tl.maximum(total, 1)
     # Of those that come at the same time, any order that is the same everywhere will do.
     when = tl.where(known, (time << 32) + other * parts + part, 1 << 62)
-    heads = kv_heads * group
-    where = (((batch.to(tl.int64) * heads + head) * blocks + other) * parts + part) * width + low
+    where = (row * parts + part) * width + low
     return when, where, known
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _rank_kernel(counts, indices, listed_counts, listed_indices, item_starts, item_sizes, tiles, times, whens, ranks,
-                 list_batch, list_head, list_group, listed_batch, listed_head, listed_group, item_batch, item_head, item_group,
-                 kv_heads, group, blocks, item_length, item_tokens, capacity, width, parts, halvings, shift,
-                 N: tl.constexpr, SEGMENT: tl.constexpr, OTHERS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, CAUSAL: tl.constexpr):
+def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, passed, whens, ranks,
+                 list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
+                 kv_heads, group, blocks, capacity, width, parts, halvings, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
+                 CAUSAL: tl.constexpr):
     """For one query block: the rank of each tile that adds to its dQ."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
     indices += row * capacity
     number = tl.minimum(tl.load(counts + row), capacity) * parts
-    reach = 0
-    if CAUSAL:
-        start, length = block_bounds(item_starts, item_sizes, batch * item_batch + (head // item_group) * item_head, block,
-                                     item_length, item_tokens, UNIFORM_ITEMS)
-        reach = start + length + shift
     whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
     for first in range(0, number, SEGMENT):
-        when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group, first,
-                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N, SEGMENT,
-                                       CAUSAL)
+        when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, passed, listed_batch, listed_head,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings,
+                                       SEGMENT, CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
     # Other threads read what these have written.
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
-        when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, listed_batch, listed_head, listed_group, first,
-                                       number, batch, head, kv_heads, group, block, blocks, width, parts, halvings, reach, N, SEGMENT,
-                                       CAUSAL)
+        when, where, known = _visitors(indices, listed_counts, listed_indices, tiles, times, passed, listed_batch, listed_head,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, halvings,
+                                       SEGMENT, CAUSAL)
         rank = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
             entry = start + tl.arange(0, OTHERS)
@@ -220,14 +228,15 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     number = batch * kv_heads * keys.number * parts
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
+    passed = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     _tiles_kernel[(keys.number, batch * kv_heads)](
-        counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles,
+        counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, passed,
         *strides, *keys.strides(kv_heads), *queries.strides(heads),
         kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, shift or 0,
         M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_ROWS=keys.uniform, UNIFORM_ITEMS=queries.uniform,
         CAUSAL=shift is not None)
     if not programs:
-        return Schedule(tiles, None, width)
+        return Schedule(tiles, None, passed, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
     _deal_kernel[(1,)](tiles, times, number, programs, group, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
@@ -235,8 +244,7 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
     ranks = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
     _rank_kernel[(queries.number, heads, batch)](
-        own_counts, own_indices, counts, indices, queries.starts, queries.sizes, tiles, times, whens, ranks,
-        *shared_strides(own_counts, heads), *strides, *queries.strides(heads),
-        kv_heads, group, keys.number, queries.length, queries.tokens, capacity, width, parts, width.bit_length(), shift or 0,
-        N=KEYS, SEGMENT=SEGMENT, OTHERS=32, UNIFORM_ITEMS=queries.uniform, CAUSAL=shift is not None)
-    return Schedule(tiles, ranks, width)
+        own_counts, own_indices, counts, indices, tiles, times, passed, whens, ranks,
+        *shared_strides(own_counts, heads), *strides,
+        kv_heads, group, keys.number, capacity, width, parts, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+    return Schedule(tiles, ranks, passed, width)

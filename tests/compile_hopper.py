@@ -53,7 +53,7 @@ def compile_backward(dim: int, name: str, deterministic: bool, cut: bool, causal
     """The same of the backward kernel; ``cut``: ragged blocks."""
     constants = hopper_backward.constants(dim, deterministic) | dict(UNIFORM=not cut, CUT_QUERIES=cut, CUT_KEYS=cut, CAUSAL=causal)
     queries, keys = hopper_slots.QUERIES, hopper_slots.KEYS
-    types = dict.fromkeys(("turns", "tile_numbers", "counts", "indices", "ranks", "q_starts", "q_sizes"), "*i32")
+    types = dict.fromkeys(("turns", "tile_numbers", "counts", "indices", "ranks", "passed", "q_starts", "q_sizes"), "*i32")
     types |= dict.fromkeys(("k_tiles", "v_tiles"), tiles(keys, dim, name))
     types |= dict.fromkeys(("q_tiles", "do_tiles"), tiles(queries, dim, name))
     types |= dict.fromkeys(("dk_tiles", "dv_tiles"), tiles(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")

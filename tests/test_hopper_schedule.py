@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from test_hopper_slots import DEVICES, patterns  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
-from ssta.kernels.hopper_schedule import BATCH, BEGIN, BLOCK, HEAD, LAPS, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
+from ssta.kernels.hopper_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
 from ssta.kernels.hopper_slots import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.triton_chunks import kv_cut, q_cut  # noqa: E402
 
@@ -131,8 +131,8 @@ def test_programs_sweep_over_the_queries_together(device):
     for program, at in enumerate(first):
         work = 0
         while at >= 0:
-            clock = work % period * RING.value // period
-            assert tiles[at][BEGIN] == (clock + program * LAPS.value * RING.value // programs) % RING.value
+            clock, place = (visits % period * RING.value // period for visits in (work, program * GAP.value))
+            assert tiles[at][BEGIN] == (clock + place) % RING.value
             begins.add(tiles[at][BEGIN])
             work += tiles[at][VISITS] + 1
             at = tiles[at][NEXT]
