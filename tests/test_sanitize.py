@@ -1,5 +1,8 @@
 """sanitize.py tells hazards on data from those on words without data."""
 
+from types import SimpleNamespace
+
+import pytest
 import sanitize
 
 PTX = """
@@ -32,9 +35,58 @@ def test_only_hazards_on_such_words_are_left_out():
 
 
 def test_what_a_barrier_hands_over_is_left_out():
+    """The next reader's words, and the next writer's after a reader; not what other lines store, nor what a tool says of that line else."""
     where = sanitize.handed_over()
     assert len(where) == len(sanitize.HANDED_OVER)
-    text = "".join(f"========= Error: Potential RAW hazard detected at __shared__ 0x33700 in block (9,0,0) :\n"
-                   f"=========     Write Thread (415,0,0) at _kernel+0xb910 in {at}\n" for at in (*where, "hopper_backward_steps.py:1"))
-    errors, left_out = sanitize.judge(text, {})
-    assert left_out == 1 and len(errors) == 1 and errors[0].endswith("hopper_backward_steps.py:1")
+
+    def hazard(kind, first, second):
+        return (f"========= Error: Potential {kind} hazard detected at __shared__ 0x33700 in block (9,0,0) :\n"
+                f"=========     {first} Thread (415,0,0) at _kernel+0xb910 in {{0}}\n=========     {second}\n"
+                "=========     Current Value : 64, Incoming Value : 33\n========= \n")
+
+    reading = "Read Thread (160,0,0) at _kernel+0xcc30 in hopper_primitives.py:7"
+    text = hazard("RAW", "Write", reading)
+    text += hazard("WAR", "Read", "Write Thread (415,0,0) at _kernel+0x9 in {0}").replace("{0}", "a.py:1", 1)
+    text += "========= Invalid __shared__ write of size 4 bytes\n=========     at _kernel+0xb910 in {0}\n"
+    for at in where:
+        errors, left_out = sanitize.judge(text.replace("{0}", at), {})
+        assert left_out == 2 and errors == [f"Invalid __shared__ write of size 4 bytes; at _kernel+0xb910 in {at}"]
+    errors, left_out = sanitize.judge(text.replace("{0}", "hopper_backward_steps.py:1"), {})
+    assert left_out == 0 and len(errors) == 3
+    assert errors[0].endswith(f"Write Thread (415,0,0) at _kernel+0xb910 in hopper_backward_steps.py:1; {reading}")
+
+
+@pytest.mark.parametrize("tool, said", [
+    ("memcheck", "========= Invalid __global__ write of size 4 bytes\n=========     at _store_kernel+0x80 in sanitize.py:1\n"
+                 "=========     by thread (3,0,0) in block (0,0,0)\n========= ERROR SUMMARY: 1 error"),
+    ("racecheck", "========= Warning: Potential WAW hazard detected at __shared__ 0x400 in block (0,0,0) :\n"
+                  "=========     Write Thread (0,0,0) at _two_stores_kernel+0x1a0 in sanitize.py:1\n"
+                  "=========     Write Thread (128,0,0) at _two_stores_kernel+0x2b0 in sanitize.py:1\n"
+                  "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"),
+])
+def test_a_planted_error_is_found_only_by_what_it_is(tool, said, monkeypatch, tmp_path, capsys):
+    """A launch that fails, as after an illegal address, is not what was planted; nor is an error in a family of kernels fine."""
+
+    def says(text):
+        monkeypatch.setattr(sanitize.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text, stderr="", returncode=0))
+
+    planted, clean = sanitize.PLANTED[tool][0], said.rsplit("=========", 1)[1]
+    for text, planted_is_fine, family_is_fine in (
+            (said, True, False), (f"========={clean}", False, True), ("no such option", False, False),
+            (f"========= Program hit cudaErrorIllegalAddress\n=========     at x\n========={clean}", False, False)):
+        says(text)
+        assert sanitize.report(tool, planted, tmp_path) is planted_is_fine, capsys.readouterr().out
+        assert sanitize.report(tool, "triton", tmp_path) is family_is_fine, capsys.readouterr().out
+
+
+def test_words_of_a_kernel_compiled_twice_are_those_without_data_in_both(monkeypatch, tmp_path, capsys):
+    for form, address in (("a", 512), ("b", 520)):
+        (tmp_path / form).mkdir()
+        (tmp_path / form / "_kernel.ptx").write_text(f"\tst.shared.v4.b32 \t[global_smem+{address}], {{%r1, %r2, %r3, %r4}};\n")
+    hazards = "".join(f"========= Error: Potential WAW hazard detected at __shared__ {sanitize.RESERVED + at:#x} in block (0,0,0) :\n"
+                      "=========     Write Thread (0,0,0) at _kernel+0x1 in a.py:1\n" for at in (516, 524, 532))
+    said = SimpleNamespace(stdout=hazards + "========= RACECHECK SUMMARY: 3 hazards displayed", stderr="", returncode=0)
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *_, **__: said)
+    assert not sanitize.report("racecheck", "triton", tmp_path)
+    printed = capsys.readouterr().out
+    assert "2 errors" in printed and "(1 reports of words without data)" in printed
