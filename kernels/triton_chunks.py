@@ -40,7 +40,8 @@ class Queue(NamedTuple):
     """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
 
     ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
-    are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes.
+    are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes,
+    but where no chunk can be cut.
     """
 
     data: Tensor
@@ -193,7 +194,7 @@ def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shi
     """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
     plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, True)
     batch, heads, width = plan.extent
-    number = HEADER.value + batch * heads * rows.number * (ENTRY.value + 2 * width)
+    number = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if plan.cuts else 1) * width)
     data = torch.empty(number, dtype=torch.int32, device=blocks.device)
     _launch(plan, blocks, rows, items, data, None, None, None)
     return Queue(data, batch, heads, width)
@@ -203,6 +204,7 @@ class _Plan(NamedTuple):
     """What a launch takes beside tensors."""
 
     extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
+    cuts: bool                     # whether a chunk may be cut
     numbers: tuple[int, ...]
     constants: dict
     key: tuple
@@ -222,7 +224,8 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
                rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
                      UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=queue)
-    return _Plan((batch, heads, width), numbers, constants, (fit(numbers), *constants.values()))
+    cuts = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    return _Plan((batch, heads, width), cuts, numbers, constants, (fit(numbers), *constants.values()))
 
 
 _cut_chunks = QuickLaunch(_chunks_kernel)

@@ -94,6 +94,7 @@ def ssta_attention(
         impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
     q, k, v, means = tiles.tile_qkv(query, key, value)
     blocks = select_tiles(q, k, tiles, config, text_mask, means)
+    del means
     # The tiled copies are this call's own: the result may take the place of q, and k and v need not outlive the kernel. Beside the
     # inputs there are then never more than the three copies.
     tiled_out = attend_in_place(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)

@@ -193,6 +193,13 @@ class TileLayout:
         return sum(segment.num_slots for segment in (*self.video, *self.dense))
 
     @property
+    def tile_length(self) -> int | None:
+        """Slots of every tile, None where tiles differ."""
+        segments = (*self.video, *self.dense)
+        whole = all(n % size == 0 for segment in segments for n, size in zip(segment.padded, segment.tile))
+        return prod(self.tile_thw) if whole else None
+
+    @property
     def max_tile_length(self) -> int:
         """Slots of the longest tile."""
         return max([segment.longest_tile for segment in (*self.video, *self.dense)])

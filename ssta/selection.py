@@ -137,8 +137,10 @@ def _window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int]) -> Block
 
 
 def _lists(counts: Tensor, indices: Tensor, layout: TileLayout, lengths: Tensor | None = None) -> BlockLists:
-    longest = layout.max_tile_length
-    return BlockLists(counts, indices, layout.offsets, layout.offsets, lengths, lengths, max_q_length=longest, max_kv_length=longest)
+    # Kernels find tiles of one length by arithmetic, and need less memory for their work.
+    offsets, longest = layout.tile_length or layout.offsets, layout.max_tile_length
+    return BlockLists(counts, indices, offsets, offsets, lengths, lengths, num_kv_blocks=layout.num_tiles,
+                      max_q_length=longest, max_kv_length=longest)
 
 
 @remember(64)

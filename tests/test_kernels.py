@@ -389,6 +389,18 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     assert torch.equal(lengths.view_as(chunks.sizes)[cut], chunks.sizes[cut])
 
 
+@pytest.mark.parametrize("tokens, causal, sizes", [(96, False, 0), (100, False, 1), (96, True, 1)])
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
+def test_the_queue_has_no_room_for_cut_chunks_where_there_are_none(tokens, causal, sizes):
+    from ssta.kernels.triton_chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
+
+    blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
+    queue = work_queue(blocks, q_cut(blocks, tokens), kv_cut(blocks, tokens), 16, 0 if causal else None)
+    entries = queue.data[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
+    assert queue.data.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
+    assert bool((entries[:, 3] > 0).any()) == bool(sizes)
+
+
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
     from ssta.kernels.attention import _flatten, _forward

@@ -67,6 +67,7 @@ def test_the_720p_canvas(padding, slots):
     layout = tile_layout(TokenLayout.video_text((31, 45, 80), 1985), (6, 8, 8), padding)
     assert (layout.num_video_tiles, layout.num_dense_tiles, layout.num_slots) == (360, 6, slots)
     assert layout.tile_grids == ((6, 6, 10),) and layout.max_tile_length == 384
+    assert layout.tile_length == (None if padding == "none" else 384)
     assert torch.equal(layout.source[layout.inverse], torch.arange(31 * 45 * 80 + 1985))
     assert int(layout.offsets[-1]) == slots
 

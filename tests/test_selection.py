@@ -252,6 +252,20 @@ def test_the_window_alone_is_shared_and_made_once():
     assert masked.indices is lists.indices and masked.kv_lengths.shape == (3, 1, 10)
 
 
+@pytest.mark.parametrize("thw, text_len, padding, length", [
+    ((3, 4, 5), 7, "none", None), ((3, 4, 5), 7, "zero", 8), ((3, 4, 5), 7, "repeat", 8), ((4, 4, 2), 16, "none", 8),
+    ((4, 4, 2), 9, "none", None)])
+def test_tiles_of_one_length_make_uniform_blocks(thw, text_len, padding, length):
+    layout = tile_layout(TokenLayout.video_text(thw, text_len), (2, 2, 2), padding)
+    assert layout.tile_length == length and set(layout.lengths.tolist()) == {length} or length is None
+    x = torch.randn(1, 2, layout.num_slots, 4)
+    lists = select_tiles(x, x, layout, SSTAConfig(tile_thw=(2, 2, 2), topk=3, pad_type=padding))
+    lists.check_values(layout.num_slots, layout.num_slots)
+    for start, size in (lists.q_bounds(layout.num_slots), lists.kv_bounds(layout.num_slots)):
+        assert torch.equal(start[0, 0], layout.offsets[:-1]) and torch.equal(size[0, 0], layout.lengths)
+    assert isinstance(lists.q_offsets, int) == isinstance(lists.kv_offsets, int) == (length is not None)
+
+
 def test_autocast_does_not_change_the_selection():
     layout = tile_layout(TokenLayout.video_text((4, 8, 8)), (2, 2, 2))
     q, k = torch.randn(2, 1, 2, 256, 16).unbind()

@@ -1,5 +1,7 @@
 """The whole layer on a GPU: over its selection with gradients, captured, compiled, without waiting, and in how much memory."""
 
+from math import prod
+
 import pytest
 import torch
 from test_selection import PADDINGS
@@ -98,11 +100,11 @@ def test_a_gpu_attends_over_its_selection_with_its_gradients(padding, by_token):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("padding, bound", [("none", 0.85), ("zero", 1.0)])
-def test_memory_on_top_of_the_inputs(padding, bound):
+@pytest.mark.parametrize("padding, thw, bound", [("none", (31, 45, 80), 0.85), ("zero", (31, 45, 80), 1.0), ("zero", (31, 30, 53), 1.0)])
+def test_memory_on_top_of_the_inputs(padding, thw, bound):
     """In bytes of q, k, v and out: the three tiled copies, in the place of one of which the result comes."""
-    heads, thw, text_len = 16, (31, 45, 80), 1985
-    q, k, v = (torch.randn(1, 31 * 45 * 80 + text_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    heads, text_len = 16, 1985
+    q, k, v = (torch.randn(1, prod(thw) + text_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     arguments = dict(thw=thw, topk=2, kernel_thw=(1, 1, 3), text_len=text_len, sampling_type="importance", pad_type=padding)
     out = ssta_3d_attention(q, k, v, **arguments)
     assert out.stride() == q.stride()
