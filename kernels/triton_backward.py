@@ -15,7 +15,7 @@ from .blocks import BlockLists
 from .launch import GATHERED_BELOW, LaunchConfig, device_limits, dkv_config, dq_config
 from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
 from .triton_gathered import gathered_dq
-from .triton_primitives import LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, store_rows, visible_keys
+from .triton_primitives import LOG2E, finite_or_zero, load_chunk, load_rows, of_head, own_rows, row_of_lists, store_rows, visible_keys
 
 DELTA_ROWS = 64
 
@@ -27,8 +27,8 @@ def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_ro
     """delta, and lse in base 2 with +inf for empty rows, whose weights exp2(score - lse2) are then 0 as they must be."""
     row = tl.program_id(0) * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    o = load_rows(out + batch * out_batch + head.to(tl.int64) * out_head, row, out_row, q_len - row, M, DIM, DIM_PAD, True)
-    do = load_rows(dout + batch * do_batch + head.to(tl.int64) * do_head, row, do_row, q_len - row, M, DIM, DIM_PAD, True)
+    o = load_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, q_len - row, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, q_len - row, M, DIM, DIM_PAD, True)
     offsets = row + tl.arange(0, M)
     mask = offsets < q_len
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -72,23 +72,20 @@ def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_s
                heads, group, q_len, block_length, shift, scale_log2, scale,
                UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
-    row, rows = row + part * M, rows - part * M
+    batch, head, block, row, rows = own_rows(tl.program_id(0), q_starts, q_sizes, bound_batch, bound_head, bound_group, heads,
+                                             block_length, q_len, M, PARTS, UNIFORM)
     if rows <= 0:
         return
     kv_head = head // group
-    k += batch * k_batch + kv_head.to(tl.int64) * k_head
-    v += batch * v_batch + kv_head.to(tl.int64) * v_head
-    chunk_row = batch * list_batch + (head // list_group).to(tl.int64) * list_head + block
+    k = of_head(k, batch, kv_head, k_batch, k_head)
+    v = of_head(v, batch, kv_head, v_batch, v_head)
+    chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
     number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
     chunk_starts += chunk_row * width
     chunk_sizes += chunk_row * width
 
-    queries = load_rows(q + batch * q_batch + head.to(tl.int64) * q_head, row, q_row, rows, M, DIM, DIM_PAD, True)
-    do = load_rows(dout + batch * do_batch + head.to(tl.int64) * do_head, row, do_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, rows, M, DIM, DIM_PAD, True)
     offsets = tl.arange(0, M)
     at = (batch * heads + head) * q_len + row + offsets
     row_lse2 = tl.load(lse2 + at, mask=offsets < rows, other=float("inf"))
@@ -102,7 +99,7 @@ def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_s
         start, size = tl.load(chunk_starts + i), tl.load(chunk_sizes + i)
         acc = _dq_step(acc, queries, do, row_lse2, row_delta, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, size,
                        row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
-    store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
+    store_rows(of_head(dq, batch, head, dq_batch, dq_head), row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
 
 
 @triton.jit
@@ -152,24 +149,21 @@ def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_star
                 kv_heads, group, q_len, kv_len, block_length, shift, scale_log2, scale,
                 UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
-    bound = batch * bound_batch + (kv_head // bound_group) * bound_head
-    row, rows = block_bounds(kv_starts, kv_sizes, bound, block, block_length, kv_len, UNIFORM)
-    row, rows = row + part * N, rows - part * N
+    batch, kv_head, block, row, rows = own_rows(tl.program_id(0), kv_starts, kv_sizes, bound_batch, bound_head, bound_group, kv_heads,
+                                                block_length, kv_len, N, PARTS, UNIFORM)
     if rows <= 0:
         return
-    keys = load_rows(k + batch * k_batch + kv_head.to(tl.int64) * k_head, row, k_row, rows, N, DIM, DIM_PAD, True)
-    values = load_rows(v + batch * v_batch + kv_head.to(tl.int64) * v_head, row, v_row, rows, N, DIM, DIM_PAD, True)
+    keys = load_rows(of_head(k, batch, kv_head, k_batch, k_head), row, k_row, rows, N, DIM, DIM_PAD, True)
+    values = load_rows(of_head(v, batch, kv_head, v_batch, v_head), row, v_row, rows, N, DIM, DIM_PAD, True)
     dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
     dv_acc = tl.zeros([N, DIM_PAD], tl.float32)
     # The query heads that share this key/value head, in order.
     for head in range(kv_head * group, kv_head * group + group):
-        head_q = q + batch * q_batch + tl.cast(head, tl.int64) * q_head
-        head_do = dout + batch * do_batch + tl.cast(head, tl.int64) * do_head
+        head_q = of_head(q, batch, head, q_batch, q_head)
+        head_do = of_head(dout, batch, head, do_batch, do_head)
         rows_before = (batch * kv_heads * group + head) * q_len
         head_lse2, head_delta = lse2 + rows_before, delta + rows_before
-        chunk_row = batch * list_batch + tl.cast(head // list_group, tl.int64) * list_head + block
+        chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
         number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
         head_starts, head_sizes = chunk_starts + chunk_row * width, chunk_sizes + chunk_row * width
         for i in range(number_whole):
@@ -182,8 +176,8 @@ def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_star
             dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, head_q, head_do, q_chunks, do_chunks, batch.to(tl.int32), head,
                                        head_lse2, head_delta, start, size, row, q_row, do_row, shift, scale_log2,
                                        M, N, DIM, DIM_PAD, True, CAUSAL)
-    store_rows(dk + batch * dk_batch + kv_head.to(tl.int64) * dk_head, row, dk_row, rows, dk_acc * scale, N, DIM, DIM_PAD)
-    store_rows(dv + batch * dv_batch + kv_head.to(tl.int64) * dv_head, row, dv_row, rows, dv_acc, N, DIM, DIM_PAD)
+    store_rows(of_head(dk, batch, kv_head, dk_batch, dk_head), row, dk_row, rows, dk_acc * scale, N, DIM, DIM_PAD)
+    store_rows(of_head(dv, batch, kv_head, dv_batch, dv_head), row, dv_row, rows, dv_acc, N, DIM, DIM_PAD)
 
 
 def triton_backward(

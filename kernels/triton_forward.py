@@ -11,7 +11,19 @@ from .launch import GATHERED_BELOW, LaunchConfig, device_limits, forward_config
 from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
 from .triton_gathered import gathered_forward
 from .triton_outputs import empty_outputs
-from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_chunk, load_rows, softmax_step, store_rows, visible_keys
+from .triton_primitives import (
+    LN2,
+    LOG2E,
+    finite_or_zero,
+    load_chunk,
+    load_rows,
+    of_head,
+    own_rows,
+    row_of_lists,
+    softmax_step,
+    store_rows,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -52,18 +64,15 @@ def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, ch
                     DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
     # From the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, part = place // PARTS, place % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
-    row, rows = row + part * M, rows - part * M
+    batch, head, block, row, rows = own_rows(place, q_starts, q_sizes, bound_batch, bound_head, bound_group, heads, block_length, q_len,
+                                             M, PARTS, UNIFORM)
     if rows <= 0:
         return
-    q += batch * q_batch + head.to(tl.int64) * q_head
+    q = of_head(q, batch, head, q_batch, q_head)
     kv_head = head // group
-    k += batch * k_batch + kv_head.to(tl.int64) * k_head
-    v += batch * v_batch + kv_head.to(tl.int64) * v_head
-    chunk_row = batch * list_batch + (head // list_group).to(tl.int64) * list_head + block
+    k = of_head(k, batch, kv_head, k_batch, k_head)
+    v = of_head(v, batch, kv_head, v_batch, v_head)
+    chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
     number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
     chunk_starts += chunk_row * width
     chunk_sizes += chunk_row * width
@@ -83,7 +92,7 @@ def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, ch
 
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    store_rows(out + batch * out_batch + head.to(tl.int64) * out_head, row, out_row, rows, acc, M, DIM, DIM_PAD)
+    store_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, rows, acc, M, DIM, DIM_PAD)
     offsets = tl.arange(0, M)
     row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse + (batch * heads + head) * q_len + row + offsets, row_lse, mask=offsets < rows)

@@ -17,7 +17,18 @@ from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, gathered_config
 from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
 from .triton_outputs import empty_outputs
-from .triton_primitives import LN2, LOG2E, block_bounds, finite_or_zero, load_rows, softmax_step, store_rows
+from .triton_primitives import (
+    LN2,
+    LOG2E,
+    block_bounds,
+    finite_or_zero,
+    load_rows,
+    of_head,
+    own_rows,
+    row_of_lists,
+    softmax_step,
+    store_rows,
+)
 
 
 class Within(NamedTuple):
@@ -66,28 +77,26 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
                     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr):
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, part = place // PARTS, place % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, block_rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, Q_UNIFORM)
-    row, rows = row + part * M, block_rows - part * M
+    batch, head, block, row, rows = own_rows(place, q_starts, q_sizes, bound_batch, bound_head, bound_group, heads, block_length, q_len,
+                                             M, PARTS, Q_UNIFORM)
     if rows <= 0:
         return
-    q += batch * q_batch + head.to(tl.int64) * q_head
+    q = of_head(q, batch, head, q_batch, q_head)
     kv_head = head // group
-    k += batch * k_batch + kv_head.to(tl.int64) * k_head
-    v += batch * v_batch + kv_head.to(tl.int64) * v_head
-    list_row = batch * list_batch + (head // list_group).to(tl.int64) * list_head + block
-    item_at = batch * item_batch + (head // item_group) * item_head
+    k = of_head(k, batch, kv_head, k_batch, k_head)
+    v = of_head(v, batch, kv_head, v_batch, v_head)
+    list_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
+    item_at = batch * item_batch + head // item_group * item_head
     count = tl.minimum(tl.load(counts + list_row), capacity)
     indices += list_row * capacity
     in_tile = tl.arange(0, M)
-    token_of_row = (part * M + in_tile) // packed
+    rows_before = place % PARTS * M
+    token_of_row = (rows_before + in_tile) // packed
     if MASKED:
         mask += tl.load(first_entry + block).to(tl.int64) * mask_rows * mask_columns
     if ORDERED:
         order += list_row * capacity
-        last_seen = tl.load(total_keys + list_row) - block_rows // packed + token_of_row
+        last_seen = tl.load(total_keys + list_row) - (rows_before + rows) // packed + token_of_row
 
     queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -122,7 +131,7 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
 
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    store_rows(out + batch * out_batch + head.to(tl.int64) * out_head, row, out_row, rows, acc, M, DIM, DIM_PAD)
+    store_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, rows, acc, M, DIM, DIM_PAD)
     row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse + (batch * heads + head) * q_len + row + in_tile, row_lse, mask=in_tile < rows)
 
@@ -134,23 +143,20 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, counts, indices, q_starts, q_size
                heads, group, q_len, block_length, items, length, kv_len, capacity, shift, scale_log2, scale,
                Q_UNIFORM: tl.constexpr, KV_UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, Q_UNIFORM)
-    row, rows = row + part * M, rows - part * M
+    batch, head, block, row, rows = own_rows(tl.program_id(0), q_starts, q_sizes, bound_batch, bound_head, bound_group, heads,
+                                             block_length, q_len, M, PARTS, Q_UNIFORM)
     if rows <= 0:
         return
     kv_head = head // group
-    k += batch * k_batch + kv_head.to(tl.int64) * k_head
-    v += batch * v_batch + kv_head.to(tl.int64) * v_head
-    list_row = batch * list_batch + (head // list_group).to(tl.int64) * list_head + block
-    item_at = batch * item_batch + (head // item_group) * item_head
+    k = of_head(k, batch, kv_head, k_batch, k_head)
+    v = of_head(v, batch, kv_head, v_batch, v_head)
+    list_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
+    item_at = batch * item_batch + head // item_group * item_head
     count = tl.minimum(tl.load(counts + list_row), capacity)
     indices += list_row * capacity
 
-    queries = load_rows(q + batch * q_batch + head.to(tl.int64) * q_head, row, q_row, rows, M, DIM, DIM_PAD, True)
-    do = load_rows(dout + batch * do_batch + head.to(tl.int64) * do_head, row, do_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, rows, M, DIM, DIM_PAD, True)
     in_tile = tl.arange(0, M)
     at = (batch * heads + head) * q_len + row + in_tile
     row_lse2 = tl.load(lse2 + at, mask=in_tile < rows, other=float("inf"))
@@ -170,7 +176,7 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, counts, indices, q_starts, q_size
             dscores = tl.where(visible, dscores, 0.0)
             keys = finite_or_zero(keys)
         acc = tl.dot(dscores.to(keys.dtype), keys, acc)
-    store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
+    store_rows(of_head(dq, batch, head, dq_batch, dq_head), row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
 
 
 def gathered_forward(

@@ -18,6 +18,30 @@ def block_bounds(starts, sizes, at, block, length, tokens, UNIFORM: tl.constexpr
 
 
 @triton.jit
+def own_rows(place, starts, sizes, bound_batch, bound_head, bound_group, heads, length, tokens,
+             ROWS: tl.constexpr, PARTS: tl.constexpr, UNIFORM: tl.constexpr):
+    """(batch, head, block, first row, rows from there to the block's end) of a program that owns the ``place % PARTS``-th ROWS rows of
+    block ``place // PARTS``; no rows, or fewer than none, where the block is too short to have them."""
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, before = place // PARTS, place % PARTS * ROWS
+    at = batch * bound_batch + head // bound_group * bound_head
+    row, rows = block_bounds(starts, sizes, at, block, length, tokens, UNIFORM)
+    return batch, head, block, row + before, rows - before
+
+
+@triton.jit
+def of_head(x, batch, head, batch_stride, head_stride):
+    """Where a head of x [B, H, ...] begins."""
+    return x + batch * batch_stride + tl.cast(head, tl.int64) * head_stride
+
+
+@triton.jit
+def row_of_lists(batch, head, block, list_batch, list_head, list_group):
+    """Which row of lists [B|1, H|1, rows] is a block's; the strides are those of ``shared_strides``."""
+    return batch * list_batch + tl.cast(head // list_group, tl.int64) * list_head + block
+
+
+@triton.jit
 def row_pointers(base, row, stride, ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
     """Pointers [ROWS, DIM_PAD] to a [tokens, dim] matrix from ``row`` on: a 64-bit start for all, 32-bit offsets from it."""
     start = base + tl.cast(row, tl.int64) * stride

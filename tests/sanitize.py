@@ -9,9 +9,9 @@ shows.
 What racecheck says of words that are no data is left out, and counted: the mbarriers, which many threads change on purpose, and the words
 through which Triton hands a kernel's arguments to its partitions, which all threads of the first one write alike. Which words these are
 is read from the compiled kernels. Nor does it follow an mbarrier from a warp that stores to one that loads, so what the lines named in
-HANDED_OVER store is left out too. The copy engine and wgmma touch shared memory past racecheck, so for the Hopper kernels it judges what
-threads load and store themselves (cleaned values, dS, results on their way out); the order of copies and products is what
-tests/hopper_emulator.py tries to break.
+HANDED_OVER store is left out too. It sees nothing of what the copy engine and wgmma do in shared memory, nor of stores as matrices
+(stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what threads load and store word by word (cleaned values,
+sizes, dQ, what changes its layout); the order of the rest is what tests/hopper_emulator.py tries to break.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def _fill(buffer, value: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _two_stores_kernel(out):
-    # Four numbers a thread, which are stored as such: fewer are stored as a matrix, which racecheck need not follow.
+    # Four numbers a thread, which are stored as such: single ones are stored as a matrix, which racecheck 2025.3.1 does not see.
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     buffer = gl.allocate_shared_memory(gl.int32, [512], gl.SwizzledSharedLayout(4, 1, 1, [0]))
     gl.warp_specialize([(_fill, (buffer, 1, layout)), (_fill, (buffer, 2, layout))], [4], [40])
