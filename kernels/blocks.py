@@ -259,21 +259,9 @@ class BlockLists:
             TypeError: not a BlockMask.
             ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
         """
-        from torch.nn.attention.flex_attention import BlockMask, noop_mask
+        from .flex_masks import kept_blocks
 
-        if not isinstance(block_mask, BlockMask):
-            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
-        nk = block_mask.kv_indices.shape[-1]
-        mask = _scatter_mask(block_mask.kv_indices, _prefix_mask(block_mask.kv_num_blocks, nk), nk)
-        if block_mask.mask_mod is not noop_mask and bool(mask.any()):
-            masked = int((mask & ~_whole_blocks(block_mask)).sum())
-            if masked:
-                raise ValueError(f"block_mask must not mask inside a block, got {masked} such blocks under mask_mod "
-                                 f"{getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
-        if block_mask.full_kv_num_blocks is not None:
-            mask |= _scatter_mask(block_mask.full_kv_indices, _prefix_mask(block_mask.full_kv_num_blocks, nk), nk)
-        q_size, kv_size = block_mask.BLOCK_SIZE
-        return cls.from_mask(mask, q_size, kv_size)
+        return cls.from_mask(kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
 
     def to_block_mask(self, q_len: int, kv_len: int):
         """A FlexAttention ``BlockMask`` of full blocks for sequences of ``q_len`` and ``kv_len`` tokens.
@@ -283,25 +271,9 @@ class BlockLists:
         Raises:
             ValueError: the blocks are ragged or have valid lengths; FlexAttention's blocks are uniform.
         """
-        from torch.nn.attention.flex_attention import BlockMask
+        from .flex_masks import block_mask_of
 
-        ragged = any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths))
-        if ragged:
-            raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
-        nk = -(-kv_len // self.kv_offsets)
-        full = torch.zeros(*self.counts.shape, nk, dtype=torch.int32, device=self.device)
-        width = min(nk, self.capacity)
-        full[..., :width] = self.indices.masked_fill(~self._used(), 0)[..., :width]
-        none = torch.zeros_like(self.counts)
-        kept = _scatter_mask(self.indices, self._used(), nk)
-        (batch, heads), q_size, kv_size = kept.shape[:2], self.q_offsets, self.kv_offsets
-
-        def mask_mod(b, h, i, j):
-            # Compiled kernels skip it in full blocks; FlexAttention without torch.compile masks by nothing else.
-            return kept[b % batch, h % heads, i // q_size, j // kv_size]
-
-        return BlockMask.from_kv_blocks(none, torch.zeros_like(full), self.counts, full, BLOCK_SIZE=(q_size, kv_size), mask_mod=mask_mod,
-                                        seq_lengths=(q_len, kv_len))
+        return block_mask_of(self, q_len, kv_len)
 
     # The other direction
 
@@ -366,17 +338,6 @@ def _scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
 def _in_range(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
     """The used entries that name a block; ids out of range count as absent."""
     return used & (indices >= 0) & (indices < blocks)
-
-
-def _whole_blocks(block_mask) -> Tensor:
-    """bool [B, H, Nq, Nk] of a FlexAttention BlockMask: its mask_mod keeps every pair of real tokens in the block."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch, heads, nq, nk = (*block_mask.kv_indices.shape[:3], block_mask.kv_indices.shape[-1])
-    (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    seen = create_mask(block_mask.mask_mod, batch, heads, q_len, kv_len, device=block_mask.kv_indices.device)
-    seen = torch.nn.functional.pad(seen, (0, nk * kv_size - kv_len, 0, nq * q_size - q_len), value=True)
-    return seen.unflatten(3, (nk, kv_size)).unflatten(2, (nq, q_size)).all(5).all(3)
 
 
 def _bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

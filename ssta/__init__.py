@@ -4,7 +4,8 @@ from importlib import import_module
 
 from .attention import ssta_3d_attention, ssta_attention
 from .config import SSTAConfig
-from .layout import DenseRun, TileLayout, TokenLayout, VideoGrid, tile_layout
+from .layout import TileLayout, tile_layout
+from .sequence import DenseRun, TokenLayout, VideoGrid
 
 __version__ = "0.1.0"
 

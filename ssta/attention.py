@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .config import SSTAConfig
 from .kernels import BlockLists, Unfinished, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
-from .layout import Input, TokenLayout, tile_layout
+from .layout import Input, tile_layout
 from .selection import check_text_mask, select_tiles
+from .sequence import TokenLayout
 
 
 def ssta_3d_attention(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
-from .layout import TokenLayout, tile_layout
+from .layout import tile_layout
 from .selection import select_tiles
+from .sequence import TokenLayout
 from .window import near
 
 

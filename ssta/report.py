@@ -13,8 +13,9 @@ from torch import Tensor
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
 from .kernels import BlockLists, best_blocks, resolve_impl, resolve_scale
-from .layout import TiledSegment, TileLayout, TokenLayout, tile_layout
+from .layout import TiledSegment, TileLayout, tile_layout
 from .selection import budget, select_tiles
+from .sequence import TokenLayout
 from .window import near
 
 SAMPLED_ROWS = 32
