@@ -3,15 +3,13 @@
 import csv
 import importlib
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.kernels.reference import reference_attention, token_mask
+from ssta.kernels.reference import reference_attention
 
 BENCHMARK = Path(__file__).parent.parent / "benchmark"
 TINY = "64,2,16,2,32"  # tokens, kept, block, heads, head_dim
@@ -131,20 +129,6 @@ def test_a_wrong_kernel_gets_no_time(script, monkeypatch, capsys, tmp_path, wron
     with pytest.raises(SystemExit, match=f"ssta \\w+, {what}, is wrong: .*; no time is printed"):
         bench.main(["--shape", TINY, "--rounds", "1", "--csv", "refused"])
     assert "_ms" not in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
-def test_a_wrong_layer_gets_no_time(script, monkeypatch):
-    bench = tiny_layer(script, monkeypatch)
-
-    whole = bench.ssta_attention
-
-    def wrong(*args, return_blocks=False, **options):
-        found = whole(*args, return_blocks=return_blocks, **options)
-        return found if return_blocks else found * 1.01
-
-    monkeypatch.setattr(bench, "ssta_attention", wrong)
-    with pytest.raises(SystemExit, match="SSTA with padding 'none' is wrong: .*; no time is printed"):
-        bench.main(["--rounds", "1"])
 
 
 def test_a_choice_is_measured_in_the_directions_that_it_changes(script, monkeypatch, tmp_path):
@@ -290,58 +274,6 @@ def test_what_fails_while_it_is_timed(script, monkeypatch):
         bench.failed_in_time(("flash-attn-4", pattern), "failed: x")
 
 
-def tiny_layer(script, monkeypatch):
-    bench = script("bench_layer")
-    from shapes import HUNYUAN, LayerShape
-
-    for name in ("LAYERS", "LAYERS_CPU"):
-        monkeypatch.setattr(bench, name, (LayerShape("tiny", (3, 9, 10), 20, 12, 1, 32, HUNYUAN),))
-    return bench
-
-
-def test_layer_end_to_end(script, monkeypatch, tmp_path):
-    tiny_layer(script, monkeypatch).main(["--rounds", "2", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
-    stages = ["tile", "score", "select", "attend", "untile", "total"]
-    assert [(row["padding"], row["stage"]) for row in rows] == [("dense", "total"), *((pad, s) for pad in ("none", "zero") for s in stages)]
-    assert [row["stage"] for row in rows if row["error"]] == ["total", "total"]
-    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 3
-    assert [row["stage"] for row in rows if row["tflops"]] == ["total", "attend", "attend"]
-    assert all(float(row["median_ms"]) > 0 for row in rows)
-
-
-def test_stages_are_timed_inside_the_layer(monkeypatch):
-    import stages
-
-    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 9.0])  # select [0, 5] with score [1, 3] and [4, 4.5], then attend
-    monkeypatch.setattr(stages, "now", lambda: next(clock))
-    monkeypatch.setattr(stages, "elapsed_ms", lambda first, last: last - first)
-    monkeypatch.setattr(stages, "STAGES", {"score": (("here", "score"),), "select": (("here", "select"),)})
-    module = types.ModuleType("here")
-    module.score, module.select = lambda: None, lambda: module.score() or "selected"
-    monkeypatch.setitem(sys.modules, "here", module)
-    unpatched = module.select
-    watch = stages.Stopwatch(lambda: module.select())
-    watch()
-    assert module.select is unpatched, "the stages were not given back"
-    assert stages._alone(watch._runs[0]) == {"score": 2.0, "select": 2.0}
-    clock = iter([0.0, 5.0, 5.0, 6.0])
-    watch()
-    assert {name: times["median_ms"] for name, times in watch.summary(1).items()} == {"score": 0.0, "select": 6.0}
-    assert {name: times["median_ms"] for name, times in watch.summary(2).items()} == {"score": 1.0, "select": 4.0}
-
-
-def test_every_stage_is_a_part_of_the_layer():
-    from stages import STAGES
-
-    for functions in STAGES.values():
-        for module, name in functions:
-            owner = importlib.import_module(module)
-            for part in name.split("."):
-                owner = getattr(owner, part)
-            assert callable(owner)
-
-
 def test_errors_end_to_end(script, monkeypatch, tmp_path):
     bench = script("bench_errors")
     from shapes import ErrorShape
@@ -398,80 +330,6 @@ def test_arguments_that_are_refused(script, capsys, name, arguments, message):
     with pytest.raises(SystemExit) as stop:
         script(name).main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-# How it is measured
-
-
-def test_interleaved_calls_each_the_same_number_of_times():
-    from measure import interleaved
-
-    calls = []
-    times = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=5, warm=2)
-    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
-    assert len(rounds) == 7 and all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert len(set(map(tuple, rounds))) > 1, "the order never changes"
-    assert list(times) == ["a", "b", "c"]
-    assert all(0 <= t["q1_ms"] <= t["median_ms"] <= t["q3_ms"] and t["note"] == "" for t in times.values())
-
-
-def test_interleaved_reports_the_median_without_the_warm_rounds(monkeypatch):
-    import measure
-
-    clock, waits = iter([(100.0, 0.5), (3.0, 1.0), (1.0, 1.0), (2.0, 3.0), (8.0, 9.0)]), []
-    monkeypatch.setattr(measure, "_milliseconds", lambda call, wait: waits.append(wait) or next(clock))
-    assert measure.interleaved({"a": None}, rounds=4, warm=1) == {
-        "a": {"median_ms": 2.5, "q1_ms": 1.75, "q3_ms": 4.25, "host_ms": 2.0, "note": ""}}
-    assert waits == [measure.LONGEST_WAIT, *[pytest.approx(0.6)] * 4]
-
-
-def test_a_call_that_fails_while_it_is_timed_is_left_out():
-    from measure import NO_TIMES, interleaved
-
-    calls = []
-
-    def fails():
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of luck\nand more")
-
-    told = []
-    times = interleaved({"good": lambda: None, "bad": fails}, rounds=4, warm=1, failed=lambda *what: told.append(what))
-    assert told == [("bad", "failed: RuntimeError: out of luck")]
-    assert times["bad"] == {**NO_TIMES, "note": "failed: RuntimeError: out of luck"} and len(calls) == 3
-    assert times["good"]["median_ms"] >= 0 and times["good"]["note"] == ""
-
-
-def test_flops_are_those_of_the_products():
-    from measure import backward_flops, forward_flops
-
-    q, k, v = torch.randn(3, 1, 2, 48, 16).requires_grad_().unbind()
-    pairs = 2 * 48 * 48
-    with FlopCounterMode(display=False) as forward:
-        out = torch.softmax(q @ k.mT, -1) @ v
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-        q @ k.mT  # the scores, which a sparse backward computes again
-    assert forward_flops(pairs, 16) == forward.get_total_flops()
-    assert backward_flops(pairs, 16) == backward.get_total_flops()
-
-
-def test_pairs_are_what_the_mask_keeps():
-    from arguments import kernel_shape
-    from shapes import pairs
-
-    for text in (TINY, "128,window,16,2,32", "96,full,16", "160,0.4,16"):
-        problem, pattern = kernel_shape(text)
-        q = torch.empty(problem.batch, problem.heads, problem.tokens, 8)
-        blocks = BlockLists.from_mask(pattern.mask(problem, "cpu"), problem.block, problem.block)
-        assert pairs(problem, pattern.kept) == token_mask(q, q, blocks).expand(*q.shape[:2], -1, -1).sum()
-
-
-def test_the_commit_may_come_from_the_environment(monkeypatch):
-    from measure import machine
-
-    monkeypatch.setenv("SSTA_COMMIT", "0123abc")
-    assert machine()["commit"] == "0123abc"
 
 
 # Lists of single tokens

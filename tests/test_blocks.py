@@ -96,8 +96,9 @@ def test_flex_partial_blocks():
     whole = create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 512, 512, device="cpu")
     assert torch.equal(BlockLists.from_block_mask(whole).to_mask()[0, 0], torch.ones(4, 4).tril().bool())
     counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
-    unmasked = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
-    assert BlockLists.from_block_mask(unmasked).to_mask().tolist() == [[[[False, True], [True, True]]]]
+    for some in ((counts, indices), (counts[0], indices[0]), (counts[0, 0].long(), indices[0, 0].long())):
+        unmasked = BlockMask.from_kv_blocks(*some, BLOCK_SIZE=128)
+        assert BlockLists.from_block_mask(unmasked).to_mask().tolist() == [[[[False, True], [True, True]]]]
 
 
 def test_ragged_blocks_have_no_flex_form():
