@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .block_masks import full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask
+
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
@@ -122,7 +124,7 @@ class BlockLists:
     def density(self) -> Tensor:
         """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
         blocks = self._known_kv_blocks("density")
-        return _in_range(self.indices, self._used(), blocks).sum(dtype=torch.float32) / (self.counts.numel() * blocks)
+        return in_range(self.indices, self._used(), blocks).sum(dtype=torch.float32) / (self.counts.numel() * blocks)
 
     def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each."""
@@ -149,7 +151,7 @@ class BlockLists:
         ids = self.indices[used]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < nk:
             raise ValueError(f"indices must lie in [0, {nk}), got {int(ids.min())} to {int(ids.max())}")
-        kept = _scatter_mask(self.indices, used, nk).sum(-1)
+        kept = scatter_mask(self.indices, used, nk).sum(-1)
         if not torch.equal(kept, self.counts.to(kept.dtype)):
             raise ValueError("indices must name each key block at most once in a list, got a repeated id")
         _check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
@@ -191,7 +193,7 @@ class BlockLists:
 
     def to_mask(self) -> Tensor:
         """bool ``[B|1, H|1, Nq, Nk]``, True where the block is kept. Does not synchronise."""
-        return _scatter_mask(self.indices, self._used(), self._known_kv_blocks("to_mask"))
+        return scatter_mask(self.indices, self._used(), self._known_kv_blocks("to_mask"))
 
     # Top-k indices
 
@@ -259,8 +261,6 @@ class BlockLists:
             TypeError: not a BlockMask.
             ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
         """
-        from .flex_masks import kept_blocks
-
         return cls.from_mask(kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
 
     def to_block_mask(self, q_len: int, kv_len: int):
@@ -271,9 +271,9 @@ class BlockLists:
         Raises:
             ValueError: the blocks are ragged or have valid lengths; FlexAttention's blocks are uniform.
         """
-        from .flex_masks import block_mask_of
-
-        return block_mask_of(self, q_len, kv_len)
+        if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
+            raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
+        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (q_len, kv_len))
 
     # The other direction
 
@@ -292,7 +292,7 @@ class BlockLists:
             max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
 
     def _used(self) -> Tensor:
-        return _prefix_mask(self.counts, self.capacity)
+        return prefix_mask(self.counts, self.capacity)
 
     def _known_kv_blocks(self, wanted_by: str) -> int:
         if self.num_kv_blocks is None:
@@ -322,22 +322,6 @@ def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
         raise TypeError(f"{name} must be int32, got {tensor.dtype}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-
-
-def _prefix_mask(counts: Tensor, width: int) -> Tensor:
-    """True in the first ``counts`` of ``width`` entries."""
-    return torch.arange(width, device=counts.device) < counts[..., None]
-
-
-def _scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
-    """bool [..., blocks], True at the ids of the used entries; the others land in one extra column, which is cut off."""
-    mask = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter(-1, torch.where(_in_range(indices, used, blocks), indices, blocks).long(), True)[..., :blocks]
-
-
-def _in_range(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
-    """The used entries that name a block; ids out of range count as absent."""
-    return used & (indices >= 0) & (indices < blocks)
 
 
 def _bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
