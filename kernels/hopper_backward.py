@@ -23,7 +23,8 @@ from .hopper_schedule import FIELDS, NEXT, ROWS, schedule
 from .hopper_slots import KEYS, QUERIES, fill_slots, finish_dq
 from .hopper_tiles import reachable, tiles
 from .launch import multiprocessors
-from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import Cut, kv_cut, q_cut, shared_strides
+from .triton_inputs import readable
 
 WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
 # 128 registers at entry for 4 + 4 + 4 + 3 warps, which count as 16; warp_specialize deals them out anew.

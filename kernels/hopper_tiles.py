@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_chunks import aligned, readable
+from .triton_inputs import aligned, readable
 
 
 def reachable(x: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import GATHERED_BELOW, LaunchConfig, device_limits, dkv_config, dq_config
-from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import chunk_lists, kv_cut, q_cut, shared_strides
 from .triton_gathered import gathered_dq
+from .triton_inputs import descriptor, readable
 from .triton_primitives import LOG2E, finite_or_zero, load_chunk, load_rows, of_head, own_rows, row_of_lists, store_rows, visible_keys
 
 DELTA_ROWS = 64

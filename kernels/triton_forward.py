@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import GATHERED_BELOW, LaunchConfig, device_limits, forward_config
-from .triton_chunks import chunk_lists, descriptor, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import chunk_lists, kv_cut, q_cut, shared_strides
 from .triton_gathered import gathered_forward
+from .triton_inputs import descriptor, readable
 from .triton_outputs import empty_outputs
 from .triton_primitives import (
     LN2,

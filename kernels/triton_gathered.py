@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import LaunchConfig, device_limits, gathered_config
-from .triton_chunks import Cut, kv_cut, q_cut, readable, shared_strides
+from .triton_chunks import Cut, kv_cut, q_cut, shared_strides
+from .triton_inputs import readable
 from .triton_outputs import empty_outputs
 from .triton_primitives import (
     LN2,

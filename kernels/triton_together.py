@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .launch import TOGETHER_BYTES
-from .triton_chunks import q_cut, readable
+from .triton_chunks import q_cut
+from .triton_inputs import readable
 from .triton_outputs import empty_outputs
 
 # List entries read at once by one program.

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import device_limits, multiprocessors, token_config, token_splits
 from .token_lists import PaddedCache, TokenLists
-from .triton_chunks import aligned
+from .triton_inputs import aligned
 from .triton_primitives import LN2, LOG2E, load_rows, softmax_step
 
 

@@ -20,7 +20,7 @@ import torch
 from triton.language import constexpr
 
 # Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
-from ssta.kernels import hopper_schedule, hopper_slots, triton_chunks, triton_outputs  # noqa: F401
+from ssta.kernels import hopper_schedule, hopper_slots, triton_chunks, triton_inputs, triton_outputs  # noqa: F401
 
 TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
 # What both GPU implementations are built on; they compute no attention.
-SHARED = {"ssta.kernels.triton_chunks", "ssta.kernels.triton_outputs", "ssta.kernels.triton_primitives"}
+SHARED = {f"ssta.kernels.triton_{name}" for name in ("chunks", "inputs", "outputs", "primitives")}
 CONTRACT = {"BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks",
             "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"}
 

@@ -78,9 +78,9 @@ def test_gradients_added_up_in_any_order(device, impl, name):
 @pytest.mark.parametrize("name", ["uniform", "ragged", "per key head"])
 def test_gpus_without_a_copy_engine(device, impl, name, monkeypatch):
     """The kernels as Ampere and Ada run them: addresses instead of descriptors, in 100 KB of shared memory."""
-    from ssta.kernels import launch, triton_backward, triton_chunks, triton_forward
+    from ssta.kernels import launch, triton_backward, triton_forward, triton_inputs
 
-    for module in (triton_backward, triton_chunks, triton_forward):
+    for module in (triton_backward, triton_forward, triton_inputs):
         monkeypatch.setattr(module, "device_limits", lambda device: launch.DeviceLimits(99 * 1024, copy_engine=False))
     test_against_float64(device, impl, False, name)
 
