@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict:
         print(f"[{time.perf_counter() - began:5.1f} s] {sentence}", flush=True)
 
     say("loading diffusers")
-    from ssta.pipelines import apply_ssta
+    from ssta.pipelines import Schedule, apply_ssta
 
     t, h, w = size.canvas
     say(f"rendering a clip of {t * PATCH[0]} frames, {w * PATCH[2]} x {h * PATCH[1]} pixels")
@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> dict:
     with torch.inference_mode():
         runs = compare(model, inputs, size, device, say)
         say("looking at the first layer")
-        with apply_ssta(model, size.config):
+        # A dense layer is given q, k and v finished; a sparse one may finish them while it makes tiles.
+        with apply_ssta(model, size.config, schedule=Schedule(dense_layers=(0,))):
             query, key, value, layout, text_mask = record_attention(model, inputs)
         report = explain(query, key, layout, size.config, value=value, text_mask=text_mask)
 
@@ -199,8 +200,8 @@ def draw(report: Report, clip: Tensor, output: Path) -> None:
 
 @contextmanager
 def dense_without_mask(model, valid: int) -> Iterator[None]:
-    """Exact dense attention over the video and the ``valid`` text tokens, put where SSTA's processors would attend sparsely."""
-    from ssta.pipelines import apply_ssta
+    """Exact dense attention over the video and the ``valid`` text tokens, put where SSTA's processors would attend densely."""
+    from ssta.pipelines import Schedule, apply_ssta
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         end = layout.video_length + valid
@@ -209,7 +210,7 @@ def dense_without_mask(model, valid: int) -> Iterator[None]:
             *(x[:, :end].transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         return out
 
-    with apply_ssta(model):
+    with apply_ssta(model, schedule=Schedule(dense_layers=tuple(range(len(model.transformer_blocks))))):
         for block in model.transformer_blocks:
             block.attn.processor.attend = attend
         yield
