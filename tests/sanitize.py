@@ -46,7 +46,7 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
 # Statements whose words an mbarrier hands to other warps: (file, what stands in the line).
-HANDED_OVER = (("hopper_backward_steps.py", "work.sizes.index(stage).store("),)
+HANDED_OVER = tuple(("hopper_backward_steps.py", f"work.{words}.index(stage).store(") for words in ("sizes", "limits"))
 # Where a program's own shared memory begins: CUDA keeps what is before.
 RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)

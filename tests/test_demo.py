@@ -81,6 +81,18 @@ def test_the_large_sizes_way_through_the_demo(demo, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_sparse_layers_may_get_q_k_and_v_unfinished(demo, tmp_path, monkeypatch):
+    """As on a GPU, where norm, RoPE and tiles are one pass; here in Triton's interpreter."""
+    from ssta.pipelines import streams
+
+    wanted = []
+    monkeypatch.setattr(streams, "_by_kernel", lambda *stream: wanted.append(stream) or True)
+    tiny = replace(demo.SIZES["small"], stock_dense=False, repeats=1, layers=1)
+    monkeypatch.setitem(demo.SIZES, "small", tiny)
+    result = demo.main(["--canvas", "2x4x8", "--output", str(tmp_path)])
+    assert wanted and result["runs"][1]["relative_difference"] < 1e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", ["small", "720p"])
 def test_the_demo_on_a_gpu(demo, tmp_path, size):

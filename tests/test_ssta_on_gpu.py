@@ -100,7 +100,7 @@ def test_a_gpu_attends_over_its_selection_with_its_gradients(padding, by_token):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("padding, thw, bound", [("none", (31, 45, 80), 0.85), ("zero", (31, 45, 80), 1.0), ("zero", (31, 30, 53), 1.0)])
+@pytest.mark.parametrize("padding, thw, bound", [("none", (31, 45, 80), 0.82), ("zero", (31, 45, 80), 0.97), ("zero", (31, 30, 53), 1.0)])
 def test_memory_on_top_of_the_inputs(padding, thw, bound):
     """In bytes of q, k, v and out: the three tiled copies, in the place of one of which the result comes."""
     heads, text_len = 16, 1985
@@ -110,10 +110,11 @@ def test_memory_on_top_of_the_inputs(padding, thw, bound):
     assert out.stride() == q.stride()
     del out
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    # What is asked for: the allocator rounds pieces of this size up to 2 MiB, or not, as it has cut them before.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     ssta_3d_attention(q, k, v, **arguments)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert peak <= bound * 4 * q.numel() * q.element_size(), f"{peak / (4 * q.numel() * q.element_size()):.3f}"
 
 
