@@ -30,7 +30,7 @@ from .triton_primitives import block_bounds
 FIELDS = tl.constexpr(9)
 ROW, ROWS, BATCH, HEAD, BLOCK, PART, VISITS, NEXT, BEGIN = map(tl.constexpr, range(9))
 RING = tl.constexpr(4096)
-# An addition is written about two visits after it began. Time of the backward over that in any order, H200, bfloat16, D 128, for six patterns
+# An addition is written about two visits after it began. Time of the backward over that in any order, H200, bfloat16, D 128, six patterns
 # (46,080 to 138,240 tokens, blocks of 128 and 384, random lists and neighbours, one of grouped heads): 3 visits apart 1.02 to 1.12, 5 apart
 # 1.00 to 1.08, 7 apart 1.02 to 1.12, 10 apart 1.00 to 1.18. Abreast 1.5 at 46,080 tokens; without the clock 1.1, and 1.3 at 138,240.
 GAP = tl.constexpr(5)
