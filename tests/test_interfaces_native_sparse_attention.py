@@ -139,36 +139,6 @@ def test_window_and_gates(device, impl, window, monkeypatch):
 
 
 @everywhere
-@pytest.mark.parametrize("bounds", [None, [(0, 13), (13, 14), (14, 40)]], ids=["batch", "packed"])
-def test_compressed_branch(device, impl, bounds, monkeypatch):
-    """By the definition: means of whole blocks, seen from the block's last token on."""
-    from ssta.kernels.interfaces import native_sparse_attention as module
-
-    monkeypatch.setattr(module, "WINDOW_BLOCK", 2)
-    batch, tokens, size = 1 if bounds else 2, 40, 4
-    q, k, v = inputs(batch, tokens, 4, 2, 16, 16, device)
-    gate = torch.rand(batch, tokens, 4, device=device, dtype=q.dtype)
-    nothing = torch.full((batch, tokens, 2, 1), -1, device=device)
-    cu_seqlens = torch.tensor([0, *(end for _, end in bounds)], device=device) if bounds else None
-    tensors = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = parallel_nsa(*tensors, g_cmp=gate, block_indices=nothing, block_size=size, cu_seqlens=cu_seqlens, impl=impl)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    truth = torch.zeros_like(exact[0])
-    for b in range(batch):
-        for start, end in bounds or [(0, tokens)]:
-            keys, values = (torch.stack([x[b, i:i + size].mean(0) for i in range(start, end - size + 1, size)] or [x[b, start] * 0])
-                            for x in exact[1:])
-            seen = torch.arange(len(keys)) * size + size <= torch.arange(end - start)[:, None] + 1
-            part = dense(exact[0][b, start:end], keys, values, seen.expand(4, -1, -1).to(device), 0.25)[0]
-            truth = torch.cat([truth[:b], torch.cat([truth[b, :start], part, truth[b, end:]])[None], truth[b + 1:]])
-    truth = truth * gate[..., None]
-    torch.testing.assert_close(out.double(), truth, atol=2e-3, rtol=4e-3)
-    dout = torch.randn_like(out)
-    for got, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(truth, exact, dout.double())):
-        torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
-
-
-@everywhere
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_factory(device, impl, is_causal):
     """As tilelang's own example calls it: T as padding, sorted, int32."""
@@ -187,6 +157,10 @@ def test_factory(device, impl, is_causal):
     # As its decode example does: the last token alone.
     last = kernel(q[:, -1:], k, v, indices[:, -1:].int().to(device), impl=impl)
     torch.testing.assert_close(last, attend(q, k, v)[:, -1:], atol=2e-3, rtol=2e-3)
+    # As its examples do since its kernels take their sizes from the tensors.
+    at_once = native_sparse_attention(q, k, v, indices.int().to(device), dim=dim, is_causal=is_causal, block_size=block_size,
+                                      groups=heads // kv_heads, selected_blocks=slots, scale=0.1, impl=impl)
+    assert torch.equal(at_once, attend(q, k, v))
 
 
 @everywhere
@@ -354,7 +328,7 @@ def call(**changes):
     (dict(k=torch.zeros(1, 8, 2, 16)), TypeError, "k must have q's dtype torch.float16, got torch.float32"),
     (dict(v=torch.zeros(1, 7, 2, 16, dtype=torch.float16)), ValueError, r"v must have k's shape \(1, 8, 2, 16\) but for the head_dim"),
     (dict(q=torch.zeros(1, 8, 3, 16, dtype=torch.float16)), ValueError, "q's heads must be a multiple of k's 2, got 3"),
-    (dict(block_indices=None), TypeError, "block_indices must be a tensor"),
+    (dict(block_indices=[0]), TypeError, "block_indices must be a tensor"),
     (dict(block_indices=torch.zeros(1, 8, 2, 3)), TypeError, "block_indices must be int32 or int64, got torch.float32"),
     (dict(block_indices=torch.zeros(1, 8, 4, 3).int()), ValueError, r"block_indices must be \[B, T, H, S\] = \[1, 8, 2, any\]"),
     (dict(block_counts=torch.zeros(1, 8, 4, dtype=torch.int32)), ValueError, r"block_counts must be \[B, T, H\] = \[1, 8, 2\]"),
@@ -363,7 +337,7 @@ def call(**changes):
     (dict(scale=0.0), ValueError, "scale must be positive and finite"),
     (dict(cu_seqlens=torch.zeros(1, dtype=torch.int32)), ValueError, "cu_seqlens must hold at least two entries, got 1"),
     (dict(g_cmp=torch.zeros(1, 8, 2)), ValueError, r"g_cmp must be \[B, T, HQ\] = \[1, 8, 4\]"),
-    (dict(g_swa=torch.zeros(1, 8, 4)), ValueError, "g_swa must be None without a window"),
+    (dict(g_swa=torch.zeros(1, 8, 2)), ValueError, r"g_swa must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(g_slc=torch.zeros(1, 8, 2)), ValueError, r"g_slc must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(impl="hopper"), ValueError, "impl must be one of 'auto', 'gather', 'triton', got 'hopper'"),
 ])
@@ -381,6 +355,8 @@ def test_factory_refuses():
     q, k, v = inputs(1, 9, 4, 2, 16, 16, "cpu")
     with pytest.raises(ValueError, match=r"Q must be the size that it was made for = \[1, 8, 4, 16\], got shape \(1, 9, 4, 16\)"):
         kernel(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"BlockIndices must be the size that it was made for = \[1, 9, 2, 2\], got shape \(1, 9, 2, 3\)"):
+        native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=16, groups=2, selected_blocks=2)
 
 
 def test_empty_inputs():

@@ -12,8 +12,9 @@ if __name__ == "ssta.kernels.interfaces":
                            "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func"),
         "seer_decode": ("block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
                         "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
-        # Its factory has the module's own name and is taken from the module.
-        "native_sparse_attention": ("parallel_nsa", "selected_attention"),
+        # tilelang's name is the module's own and is taken from the module.
+        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_fwd", "selected_attention"),
+        "compressed_blocks": ("parallel_nsa_compression", "parallel_nsa_topk"),
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

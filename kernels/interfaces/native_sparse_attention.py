@@ -1,23 +1,26 @@
 """Native sparse attention (Yuan et al. 2025): every token attends to the key blocks selected for it, with the names of fla and tilelang.
 
-``selected_attention`` is the selected branch itself, ``parallel_nsa`` fla's function, and ``native_sparse_attention`` tilelang's factory.
+``selected_attention`` is the selected branch itself, ``parallel_nsa`` fla's function, and ``native_sparse_attention`` tilelang's kernel.
+The compressed branch and the selection are in compressed_blocks.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from ..token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
-from ..token_lists import Packed, lists_from_ids
+from ..token_lists import lists_from_ids
 from .arguments import require_bool, require_int
+from .compressed_blocks import DIMS, INTEGERS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
 
-DIMS = "[batch, tokens, heads, head_dim]"
-INTEGERS = (torch.int32, torch.int64)
-# Keys that the window branch takes as one block, and means that the compressed branch does.
+# Keys that the window branch takes as one block.
 WINDOW_BLOCK = 64
+# Blocks that a token selects where nothing else is asked for; fla's default.
+SELECTED_BLOCKS = 16
 
 
 def selected_attention(
@@ -54,7 +57,7 @@ def selected_attention(
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
     require_int("block_size", block_size, 1)
-    packed = _packed(q, k, cu_seqlens)
+    packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
         block_counts = block_counts.flatten(0, 1)
@@ -75,48 +78,95 @@ def parallel_nsa(
     g_swa`` where window_size > 0.
 
     Args:
-        q, k, v, block_counts, block_size, scale, cu_seqlens, impl: as in ``selected_attention``.
+        q, k, v, block_size, scale, cu_seqlens, impl: as in ``selected_attention``.
         g_cmp: ``[B, T, HQ]`` gate of the compressed branch, in which every token attends to the mean key and mean value of each block
             that is over at it; None for no such branch.
-        g_slc, g_swa: ``[B, T, HQ]`` gates, or None for 1. g_swa needs a window.
-        block_indices: as in ``selected_attention``; required: the selection by the compressed branch is not part of this library.
+        g_slc: ``[B, T, HQ]`` gate of the selected branch, or None for 1.
+        g_swa: ``[B, T, HQ]`` gate of the window branch, or None for 1. Without effect where there is no window, as upstream.
+        block_indices: as in ``selected_attention``, and taken whether or not g_cmp is given. None: ``parallel_nsa_topk`` selects them by
+            the mean keys; no gradient flows through the selection.
+        block_counts: as in ``selected_attention``; where blocks are selected here, how many, None being 16, and the largest of a tensor
+            is read back.
         window_size: keys that the window branch sees, the token's own included; 0 for no such branch.
 
     Returns:
-        ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention``; block_counts defaults to all.
+        ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention`` and ``parallel_nsa_topk``;
+        block_counts defaults to all of given block_indices; blocks are selected without g_cmp too.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    if block_indices is None:
-        raise TypeError("block_indices must be a tensor [B, T, H, S], got None")
     require_int("window_size", window_size, 0)
-    if g_swa is not None and not window_size:
-        raise ValueError("g_swa must be None without a window, got window_size 0")
-    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
+    require_int("block_size", block_size, 1)
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         if gate is not None:
-            check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), out.shape[:3], "[B, T, HQ]", out.device)
+            check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), q.shape[:3], "[B, T, HQ]", q.device)
+    compressed = lse = None
+    if g_cmp is not None or block_indices is None:
+        packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
+        blocks = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens)
+        keys = block_means(k, packed, block_size)
+        if g_cmp is not None:
+            compressed, lse = parallel_nsa_compression(q, keys, block_means(v, packed, block_size), **blocks, impl=impl)
+        if block_indices is None:
+            counts = SELECTED_BLOCKS if block_counts is None else block_counts
+            block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
+                                                            **blocks), None
+    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
     if g_slc is not None:
         out = out * g_slc[..., None]
-    if g_cmp is not None:
-        out = out + _compressed_attention(q, k, v, block_size, scale, cu_seqlens, impl) * g_cmp[..., None]
+    if compressed is not None:
+        out = out + compressed * g_cmp[..., None]
     if window_size:
         near = _window_attention(q, k, v, window_size, scale, cu_seqlens, impl)
         out = out + (near if g_swa is None else near * g_swa[..., None])
     return out
 
 
+def parallel_nsa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None, block_size: int, scale: float | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, token_indices_q: Tensor | None = None, *, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """fla's forward alone, ``fla.ops.nsa.parallel.parallel_nsa_fwd``: ``selected_attention`` with the log-sum-exp.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: the two of ``cu_seqlens``, or None.
+        token_indices_q: upstream's table of every token's sequence and place; both follow from cu_seqlens_q here, so it is not read.
+        The others, and the result: as in ``selected_attention``, whose gradient this has too.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
+    cu_seqlens = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    return selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
+
+
+@overload
 def native_sparse_attention(
     batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
     groups: int = 1, selected_blocks: int = 16,
-) -> NativeSparseAttention:
-    """tilelang's factory: the callable for one problem size.
+) -> NativeSparseAttention: ...
+
+
+@overload
+def native_sparse_attention(
+    Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+    block_size: int = 64, groups: int = 1, selected_blocks: int = 16,
+) -> Tensor: ...
+
+
+def native_sparse_attention(*problem, **options):
+    """tilelang's kernel, in both forms that its examples have had: a factory of the callable for one problem size, or the attention of
+    tensors at once.
 
     Args:
         batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
             tilelang's decode example.
         heads: query heads; ``groups`` of them share a key/value head.
+        Q, K, V, BlockIndices: the tensors, in place of batch, heads and seq_len.
         dim: head dimension.
         is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
         scale: factor on the scores; default 1 / sqrt(dim).
@@ -124,7 +174,8 @@ def native_sparse_attention(
         selected_blocks: S of the block indices.
 
     Returns:
-        A callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) -> Output``.
+        From sizes a callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) ->
+        Output``; from tensors the output.
 
     Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
     too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
@@ -132,6 +183,12 @@ def native_sparse_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
+    return (_attend_tensors if with_tensors else _for_size)(*problem, **options)
+
+
+def _for_size(batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+              groups: int = 1, selected_blocks: int = 16) -> NativeSparseAttention:
     sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
     for name, value in sizes.items():
         require_int(name, value, 1)
@@ -139,6 +196,13 @@ def native_sparse_attention(
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
     return NativeSparseAttention(**sizes, is_causal=is_causal, scale=scale)
+
+
+def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+                    block_size: int = 64, groups: int = 1, selected_blocks: int = 16, *, impl: str = "auto") -> Tensor:
+    q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+    kernel = _for_size(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
+    return kernel(q, k, v, BlockIndices, impl=impl)
 
 
 @dataclass(frozen=True)
@@ -166,74 +230,22 @@ class NativeSparseAttention:
                 ("V", v, (q.dtype,), self.seq_len, kv_heads, self.dim),
                 ("BlockIndices", BlockIndices, INTEGERS, tokens, kv_heads, self.selected_blocks)):
             check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
-        packed = _packed(q, k, None)
+        packed = packed_sequences(q, k, k.shape[1], None)
         spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
         lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, _lists_impl(q, v, impl))
         return _attend(q, k, v, lists, self.scale, impl)[0]
-
-
-def _packed(q: Tensor, k: Tensor, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
-    """How the sequences lie in q and k [B, T, H, D] with their first two dimensions made one."""
-    batch = q.shape[0]
-    if k.shape[0] != batch:
-        raise ValueError(f"k must have q's batch {batch}, got {k.shape[0]}")
-    if cu_seqlens is None:
-        if k.shape[1] < q.shape[1]:
-            raise ValueError(f"k must have at least q's {q.shape[1]} tokens, got {k.shape[1]}")
-        # As columns of one range, whose step may be 0 tokens.
-        number = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        return Packed(number * q.shape[1], number * k.shape[1], batch * q.shape[1], batch * k.shape[1])
-    if batch != 1:
-        raise ValueError(f"q must have batch 1 with cu_seqlens, got {batch}")
-    if not isinstance(cu_seqlens, (tuple, list)):
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(f"k must have q's {q.shape[1]} tokens with one cu_seqlens for both, got {k.shape[1]}")
-        cu_seqlens = cu_seqlens, cu_seqlens
-    if len(cu_seqlens) != 2:
-        raise ValueError(f"cu_seqlens must be a tensor or a pair of them, got {len(cu_seqlens)}")
-    cu_q, cu_k = cu_seqlens
-    check_tensor("cu_seqlens", cu_q, INTEGERS, (None,), "[N + 1]", q.device)
-    check_tensor("cu_seqlens", cu_k, INTEGERS, cu_q.shape, "[N + 1]", q.device)
-    if len(cu_q) < 2:
-        raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_q)}")
-    return Packed(cu_q.int(), cu_k.int(), q.shape[1], k.shape[1])
 
 
 def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None,
                       cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> Tensor:
     """Attention of every token to the last ``window`` keys up to its own."""
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
-    packed = _packed(q, k, cu_seqlens)
+    packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
     spans = packed.spans(window=window)
     # As many blocks as a window can touch, from the one that it begins in.
     ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
     lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
     return _attend(q, k, v, lists, scale, impl)[0]
-
-
-def _compressed_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None,
-                          cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> Tensor:
-    """Attention of every token to the mean keys and values of the blocks that end at it or before."""
-    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
-    packed = _packed(q, k, cu_seqlens)
-    firsts, starts, sizes = packed.key_blocks(block_size)
-    places = torch.arange(block_size, device=q.device)
-    rows, real = starts[:, None] + places, (places < sizes[:, None])[..., None, None]
-
-    def means(x: Tensor) -> Tensor:
-        blocks = x.flatten(0, 1)[rows.clamp(max=max(x.shape[0] * x.shape[1] - 1, 0))]
-        return (blocks.masked_fill(~real, 0).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-                / sizes.clamp(min=1)[:, None, None]).to(x.dtype)
-
-    number = len(starts)
-    sequence, high = packed.places()[0], packed.spans()[:, 2] // block_size
-    spans = torch.stack([firsts[sequence].int(), torch.zeros_like(high), high], 1)
-    ends = torch.cat([firsts, firsts.new_full((1,), number)]).int()
-    ids = torch.arange(-(-(k.shape[1] // block_size) // WINDOW_BLOCK), device=q.device).expand(q.shape[0] * q.shape[1], k.shape[2], -1)
-    pooled = Packed(packed.cu_q, ends, packed.q_tokens, number)
-    lists = lists_from_ids(ids, None, pooled, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
-    out, _ = token_attention(q.flatten(0, 1), means(k), means(v), lists, scale=scale, impl=impl)
-    return out.unflatten(0, q.shape[:2])
 
 
 def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
