@@ -9,6 +9,7 @@ from token_oracle import assert_as_exact_as_torch, dense
 
 from ssta.kernels.interfaces import (
     attn_pooling,
+    attn_pooling_qkv_varlen,
     block_1d_gqa_sparse_attn_varlen_func,
     block_1d_gqa_sparse_attn_varlen_sim_func,
     block_2d_sparse_attn_varlen_func,
@@ -133,6 +134,26 @@ def test_pooling(device, impl, heads, kv_heads, block_size):
         exact /= exact.sum(-1, keepdim=True) + 1e-6
         torch.testing.assert_close(by_block[b].double(), exact, atol=1e-3, rtol=2e-3)
         start += length
+
+
+@everywhere
+def test_pooling_with_attention(device, impl):
+    """Dense causal attention within each sequence, and the pooling by tokens as one tensor."""
+    tokens, longest, scale = sum(LENGTHS) + 3, max(LENGTHS), 0.3
+    q, k, v = inputs(tokens, 4, 2, 16, device)
+    cu = packed(LENGTHS, device)
+    bounds = cu.tolist()
+    sequence = torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=device), right=True)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    visible &= (sequence[:, None] == sequence) & (torch.arange(tokens, device=device) < bounds[-1])
+    attend = partial(attn_pooling_qkv_varlen, cu_seqlens=cu, max_seqlen=longest, sm_scale=scale, block_size=8, impl=impl)
+    assert_as_exact_as_torch(lambda *x: attend(*x)[0], q, k, v, visible.expand(4, -1, -1), scale)
+    pooled = attend(q, k, v)[1]
+    assert pooled.shape == (len(LENGTHS), 4, longest, -(-longest // 8)) and pooled.dtype == q.dtype
+    for part, whole in zip(attn_pooling(q, k, cu, longest, scale, 8, impl=impl)[1], pooled):
+        _, _, length, number = part.shape
+        assert torch.equal(whole[:, :length, :number], part[0])
+        assert (whole[:, length:] == 0).all() and (whole[:, :, number:] == 0).all()
 
 
 @everywhere

@@ -8,7 +8,7 @@ if __name__ == "ssta.kernels.interfaces":
         "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
         "magi_attention": ("SparseArgs", "block_sparse_attn"),
         "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
-        "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "block_1d_gqa_sparse_attn_varlen_func",
+        "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",
                            "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func"),
         "seer_decode": ("block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
                         "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),

@@ -164,6 +164,32 @@ def attn_pooling(
 attn_pooling_qk_varlen = attn_pooling
 
 
+def attn_pooling_qkv_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, sm_scale: float, block_size: int = 64, *, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Dense causal attention together with the 1-D pooling, which SeerAttention-R trains its gates on.
+
+    Args:
+        v: ``[T, Hkv, D]``.
+        The others: as in ``attn_pooling``; ``impl`` holds for the attention too.
+
+    Returns:
+        out ``[T, Hq, D]`` in q's dtype, which is differentiable here, and Pool1D ``[B, Hq, max_seqlen, ceil(max_seqlen / block_size)]``,
+        the second result of ``attn_pooling`` with 0 past a sequence's end.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    by_token = attn_pooling(q, k, cu_seqlens, max_seqlen, sm_scale, block_size, impl=impl)[1]
+    number = -(-max_seqlen // block_size)
+    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device).expand(len(by_token), k.shape[1], number, number)
+    out = block_2d_sparse_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, sm_scale, everything, block_size, impl=impl)
+    pooled = torch.zeros(len(by_token), q.shape[1], max_seqlen, number, dtype=q.dtype, device=q.device)
+    for into, part in zip(pooled, by_token):
+        into[:, :part.shape[2], :part.shape[3]] = part[0]
+    return out, pooled
+
+
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor, max_seqlen: int, block_size: int
                   ) -> tuple[Tensor, Tensor, Tensor, Packed]:
     q, k, v = check_token_inputs(q, k, v)
