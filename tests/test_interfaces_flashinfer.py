@@ -323,6 +323,25 @@ def test_compiles_without_a_break(options):
         torch.testing.assert_close(a, b)
 
 
+@everywhere
+@pytest.mark.parametrize("float8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_float8_inputs_with_a_scale_for_every_head(device, dtype, backend, float8):
+    """As the exact products of what they hold and their scales, in the result's dtype."""
+    q, k, v = (torch.randn(n, heads, 16, device=device).to(float8) for n, heads in ((24, 4), (32, 2), (32, 2)))
+    scales = [torch.rand(x.shape[1], device=device) + 0.5 for x in (q, k, v)]
+    indptr, indices = random_bsr(3, 4, device)
+    wrapper = BlockSparseAttentionWrapper(torch.empty(1, device=device), backend=backend)
+    wrapper.plan(indptr, indices, 24, 32, 8, 8, 4, 2, 16, q_data_type=float8, kv_data_type=float8, o_data_type=dtype)
+    wide = [(x.float() * scale[:, None]).to(dtype) for x, scale in zip((q, k, v), scales)]
+    got = wrapper.run(q, k, v, *scales, return_lse=True)
+    assert got[0].dtype == dtype
+    assert_attends(got, *wide, bsr_tokens(indptr, indices, 24, 32, 8, 8), heads_last)
+    ones = wrapper.run(q, k, v, *map(torch.ones_like, scales))
+    assert torch.equal(wrapper.run(q, k, v), ones)
+    with pytest.raises(ValueError, match=r"scale_k must be \[heads\] = \[2\], got shape \(4,\)"):
+        wrapper.run(q, k, v, scales[0], scales[0])
+
+
 def paged(page_size, layout, device="cpu", dtype=torch.float64, **changes):
     """(planned wrapper, q, k and v of 24 entries or more in pages): every row lists five entries, some of them in one page."""
     heads, kv_heads, dim, rows, entries = 4, 2, 64, 6, 24

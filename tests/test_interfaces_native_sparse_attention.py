@@ -130,11 +130,12 @@ def test_window_and_gates(device, impl, window, monkeypatch):
     same = torch.arange(2 * tokens) // tokens
     reach = torch.arange(2 * tokens)[:, None] - torch.arange(2 * tokens)
     near = (same[:, None] == same) & (reach >= 0) & (reach < window)
+    # The window does not take the scale.
     gated = partial(parallel_nsa, block_indices=indices.to(device), block_size=block_size, window_size=window, g_slc=g_slc, g_swa=g_swa,
-                    impl=impl)
+                    scale=0.4, impl=impl)
     exact = [x.double().flatten(0, 1) for x in (q, k, v)]
-    truth = sum(dense(*exact, visible.to(device), 0.25)[0] * gate.double().flatten(0, 1)[..., None]
-                for visible, gate in ((selected, g_slc), (near.expand(4, -1, -1), g_swa)))
+    truth = sum(dense(*exact, visible.to(device), scale)[0] * gate.double().flatten(0, 1)[..., None]
+                for visible, scale, gate in ((selected, 0.4, g_slc), (near.expand(4, -1, -1), 0.25, g_swa)))
     torch.testing.assert_close(gated(q, k, v).flatten(0, 1).double(), truth, atol=4e-3, rtol=4e-3)
 
 

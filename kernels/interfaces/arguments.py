@@ -26,12 +26,13 @@ def require_bool(name: str, value: bool) -> bool:
     return value
 
 
-def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None = None) -> Tensor:
-    """``x``, a floating-point tensor with the dimensions that ``dims`` names: "[tokens, heads, head_dim]"."""
+def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
+    """``x``, a tensor of one of ``dtypes`` with the dimensions that ``dims`` names: "[tokens, heads, head_dim]"."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
     if x.dim() != dims.count(",") + 1:
         raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
     if device is not None and x.device != device:

@@ -119,6 +119,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             logits_soft_cap: c > 0 caps a scaled score x to c * tanh(x / c); None and 0 do not.
             sm_scale: factor on the scores; default 1 / sqrt(head_dim).
             q_data_type, kv_data_type: dtype of q, k and v: float16 or bfloat16, and on a CPU float32 and float64. The second is the first.
+                float8_e4m3fn and float8_e5m2 too: such inputs are scaled to o_data_type first, or to bfloat16 where no kernel takes that.
             o_data_type: dtype of what ``run`` returns; float16 unless said otherwise, whatever q's, as upstream.
             non_blocking: copies from the CPU to the device do not wait.
             block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices: a pattern for every head.
@@ -135,7 +136,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
         What differs from upstream: any head dimension, soft cap together with any R and C, a causal mask also for R * num_qo_heads /
         num_kv_heads < 4, packed masks of several rows, block_mask on any GPU with its own pattern for every query head; rows without
-        keys give zeros. No float8. Pages in "HND" layout are copied.
+        keys give zeros. float8 inputs save no time, and products are as exact as the wider dtype's. Pages in "HND" layout are copied.
         """
         options = Options.checked(causal=causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
                                   logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, head_dim=head_dim)
@@ -147,7 +148,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             self._check_layout()
             self._plan = plan_block_mask(indptr, indices, M, N, block_size, num_qo_heads, num_kv_heads, head_dim, options, self.device)
             return
-        dtype = planned_dtype(q_data_type, kv_data_type, self.device)
+        dtype = planned_dtype(q_data_type, kv_data_type, self.device, float8=True)
         sizes = {name: require_int(name, value, 1) for name, value in (("M", M), ("N", N), ("R", R), ("C", C))}
         heads = (num_qo_heads, num_kv_heads, head_dim)
         if kv_cache_page_size is None:
@@ -170,7 +171,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             q: ``[M, num_qo_heads, head_dim]`` in the planned dtype.
             k, v: ``[N, num_kv_heads, head_dim]``; with ``kv_cache_page_size`` p the cache, ``[pages, p, num_kv_heads, head_dim]`` or for
                 "HND" ``[pages, num_kv_heads, p, head_dim]``, of at least N entries.
-            scale_q, scale_k, scale_v: must be None; they belong to float8 inputs.
+            scale_q, scale_k, scale_v: float32 ``[num_qo_heads]``, ``[num_kv_heads]`` and ``[num_kv_heads]`` with float8 inputs, what each
+                head's are to be multiplied with; None for 1, and for all others.
             out: takes the result, in its shape and dtype; default a new tensor.
             lse: takes the log-sum-exp, in its shape and dtype, with ``return_lse``.
             return_lse: also return the log-sum-exp of each row's scores.

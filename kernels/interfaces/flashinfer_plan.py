@@ -14,6 +14,7 @@ from .arguments import ENOUGH_ROWS, pack_heads, require_bool, require_groups, re
 from .within_blocks import attention_within_blocks, listed_keys
 
 LOG2E = 1.4426950408889634
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,14 @@ class Plan:
         if self.page is not None:
             k, v = self._entries(k, v)
         for name, x, shape in (("q", q, self.q_shape), ("k", k, self.k_shape), ("v", v, self.k_shape)):
-            require_tensor(name, x, f"[{', '.join(map(str, shape))}]", device)
+            require_tensor(name, x, f"[{', '.join(map(str, shape))}]", device, DTYPES + FLOAT8)
             if tuple(x.shape) != shape:
                 raise ValueError(f"{name} must have the planned shape {shape}, got {tuple(x.shape)}")
             if x.dtype != self.dtype:
                 raise TypeError(f"{name} must have the planned dtype {self.dtype}, got {x.dtype}; q_data_type of plan() says it")
             if x.stride(-1) != 1 and x.shape[-1] > 1:
                 raise ValueError(f"{name} must have stride 1 in its last dimension, got {x.stride(-1)}; call .contiguous() on it")
-        for name, scale in zip(("scale_q", "scale_k", "scale_v"), scales):
-            if scale is not None:
-                raise ValueError(f"{name} must be None, because float8 inputs are not supported, got {type(scale).__name__}")
+        q, k, v = (self._scaled(*x) for x in zip((q, k, v), ("scale_q", "scale_k", "scale_v"), scales))
         require_bool("return_lse", return_lse)
         lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         _check_buffer("out", out, self.q_shape, self.o_dtype, device)
@@ -109,12 +108,27 @@ class Plan:
             out, lse = block_sparse_attention(rows, k, v, self.blocks, scale=options.scale, return_lse=True, impl=impl)
         return unpack_heads(out, self.packed), unpack_heads(lse, self.packed)
 
+    def _scaled(self, x: Tensor, name: str, scale: Tensor | None) -> Tensor:
+        """float8 inputs ``[S, H, D]`` times the scale of their head, in the dtype of the result; others as they are."""
+        if self.dtype not in FLOAT8:
+            if scale is not None:
+                raise ValueError(f"{name} must be None where float8 inputs are not planned, got {type(scale).__name__}")
+            return x
+        dtype = self.o_dtype if x.device.type == "cpu" or self.o_dtype in KERNEL_DTYPES else torch.bfloat16
+        if scale is None:
+            return x.to(dtype)
+        require_tensor(name, scale, "[heads]", x.device, (torch.float32,))
+        if len(scale) != x.shape[1]:
+            raise ValueError(f"{name} must be [heads] = [{x.shape[1]}], got shape {tuple(scale.shape)}")
+        return (x.float() * scale[:, None]).to(dtype)
+
     def _entries(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The planned entries of two caches, as k and v without pages."""
         (size, layout), (entries, heads, dim) = self.page, self.k_shape
         flat = []
         for name, x in (("k", k), ("v", v)):
-            require_tensor(name, x, f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]")
+            require_tensor(name, x, f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]",
+                           dtypes=DTYPES + FLOAT8)
             x = x if layout == "NHD" else x.transpose(1, 2)
             if x.shape[1] != size:
                 raise ValueError(f"{name} must have the planned {size} entries per page, got {x.shape[1]}")
@@ -238,14 +252,14 @@ def plan_variable(
 
 
 def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype | None, device: torch.device,
-                  name: str = "q_data_type") -> torch.dtype:
+                  name: str = "q_data_type", float8: bool = False) -> torch.dtype:
     """The torch dtype that FlashInfer's names stand for, checked to run on ``device``."""
     dtype = getattr(torch, data_type, data_type) if isinstance(data_type, str) else data_type
-    allowed = DTYPES if device.type == "cpu" else KERNEL_DTYPES
+    allowed = (DTYPES if device.type == "cpu" else KERNEL_DTYPES) + (FLOAT8 if float8 else ())
     if dtype not in allowed:
         raise TypeError(f"{name} must be one of {', '.join(str(x).removeprefix('torch.') for x in allowed)} on {device.type}, "
                         f"got {data_type}")
-    if kv_data_type is not None and planned_dtype(kv_data_type, None, device, "kv_data_type") != dtype:
+    if kv_data_type is not None and planned_dtype(kv_data_type, None, device, "kv_data_type", float8) != dtype:
         raise TypeError(f"kv_data_type must be q_data_type {dtype}, got {kv_data_type}")
     return dtype
 

@@ -78,7 +78,7 @@ def parallel_nsa(
     g_swa`` where window_size > 0.
 
     Args:
-        q, k, v, block_size, scale, cu_seqlens, impl: as in ``selected_attention``.
+        q, k, v, block_size, cu_seqlens, impl: as in ``selected_attention``.
         g_cmp: ``[B, T, HQ]`` gate of the compressed branch, in which every token attends to the mean key and mean value of each block
             that is over at it; None for no such branch.
         g_slc: ``[B, T, HQ]`` gate of the selected branch, or None for 1.
@@ -88,6 +88,8 @@ def parallel_nsa(
         block_counts: as in ``selected_attention``; where blocks are selected here, how many, None being 16, and the largest of a tensor
             is read back.
         window_size: keys that the window branch sees, the token's own included; 0 for no such branch.
+        scale: factor on the scores of the selected and the compressed branch; default 1 / sqrt(D), which the window branch always has, as
+            upstream, where flash-attn is called without it.
 
     Returns:
         ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention`` and ``parallel_nsa_topk``;
@@ -119,7 +121,7 @@ def parallel_nsa(
     if compressed is not None:
         out = out + compressed * g_cmp[..., None]
     if window_size:
-        near = _window_attention(q, k, v, window_size, scale, cu_seqlens, impl)
+        near = _window_attention(q, k, v, window_size, cu_seqlens, impl)
         out = out + (near if g_swa is None else near * g_swa[..., None])
     return out
 
@@ -236,16 +238,15 @@ class NativeSparseAttention:
         return _attend(q, k, v, lists, self.scale, impl)[0]
 
 
-def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None,
-                      cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> Tensor:
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str
+                      ) -> Tensor:
     """Attention of every token to the last ``window`` keys up to its own."""
-    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
     spans = packed.spans(window=window)
     # As many blocks as a window can touch, from the one that it begins in.
     ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
     lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
-    return _attend(q, k, v, lists, scale, impl)[0]
+    return _attend(q, k, v, lists, None, impl)[0]
 
 
 def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
