@@ -14,6 +14,7 @@ from .flashinfer_plan import Options, Plan, bsr_places, plan_block_mask, plan_bs
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
                      "vsa_blackwell_blk64")
 BACKENDS = ("gather", "triton", "hopper")
+NO_SCALES = (None, None, None)
 
 
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
@@ -270,7 +271,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
         layout there and returns copies.
         """
-        return self._planned().run(q, k, v, self._impl, (), out, lse, return_lse)
+        return self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
         """``run(..., return_lse=True)``, which upstream's documentation names."""
@@ -283,4 +284,4 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     ) -> Tensor:
         """``run``, with options for this call as in ``BlockSparseAttentionWrapper.forward``; deprecated upstream."""
         plan = self._planned().with_options(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
-        return plan.run(q, k, v, self._impl, (), None, None, False)
+        return plan.run(q, k, v, self._impl, NO_SCALES, None, None, False)
