@@ -107,30 +107,35 @@ def parallel_nsa_topk(
             keys = k[b].permute(1, 2, 0).float()
             for first in range(0, q.shape[1], at_once):
                 some = slice(first, first + at_once)
-                queries = q[b, some].unflatten(1, (-1, group)).permute(1, 0, 2, 3).float()
-                scores = (queries.flatten(1, 2) @ keys * scale).unflatten(1, (-1, group))
-                block = number - origin[b, some]
+                # Of a single sequence no more than the blocks that the last of these tokens sees.
+                reach = k.shape[1] if cu_seqlens is not None else (TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1) // block_size + 1
+                queries = (q[b, some].float() * scale).unflatten(1, (-1, group)).transpose(0, 1)
                 some_lse = None if lse is None else lse[b, some].float().unflatten(1, (-1, group)).transpose(0, 1)
-                ids = _best(scores, some_lse, block, position[b, some], block_size, block_counts)
+                ids = _best(queries, keys[..., :reach], some_lse, number[:reach] - origin[b, some], position[b, some], block_size,
+                            block_counts)
                 chosen[b, some, :, :ids.shape[2]] = ids
     if limits is not None:
         chosen.masked_fill_(torch.arange(block_counts, device=q.device) >= limits[..., None], -1)
     return chosen
 
 
-def _best(scores: Tensor, lse: Tensor | None, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
-    """int32 [t, H, min(count, rows)] of scores [H, t, g, rows]; block [t, rows] is the number of a row in the token's sequence, and may
-    lie outside of it, position [t, 1] the token's place there, or -1."""
-    own = position // block_size
-    seen = ((block >= 0) & (block < (position + 1) // block_size))[:, None]
-    scores = scores.masked_fill_(~seen, float("-inf"))
+def _best(queries: Tensor, keys: Tensor, lse: Tensor | None, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
+    """int32 [t, H, min(count, rows)] of scaled queries [H, t, g, D], keys [H, D, rows] and lse [H, t, g].
+
+    block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or
+    -1.
+    """
+    group, own = queries.shape[2], position // block_size
+    seen = (block >= 0) & (block < (position + 1) // block_size)
     if lse is None:
-        lse = scores.logsumexp(-1)
-    importance = torch.exp(scores - lse[..., None]).masked_fill_(~seen, 0.0).sum(2)
-    allowed = (block >= 0) & (block <= own)
-    importance = importance.masked_fill((block == 0) | (block >= own - 1), float("inf"))
+        scores = (queries.flatten(1, 2) @ keys).unflatten(1, (-1, group))
+        probability = scores.masked_fill_(~seen[:, None], float("-inf")).softmax(-1)
+    else:
+        probability = torch.baddbmm(-lse.flatten(1)[..., None], queries.flatten(1, 2), keys).exp_().unflatten(1, (-1, group))
+    importance = probability.sum(2).masked_fill(~seen, 0.0).masked_fill((block == 0) | (block >= own - 1), float("inf"))
     # Floats of at least 0 are ordered as their bits are. The row breaks ties, which topk alone would by chance.
     rank = importance.view(torch.int32).long() * 2**32 - torch.arange(block.shape[1], device=block.device)
+    allowed = (block >= 0) & (block <= own)
     best, row = rank.masked_fill(~allowed, -2**62).topk(min(count, block.shape[1]), dim=-1)
     ids = block.expand(row.shape[0], -1, -1).gather(2, row)
     return ids.masked_fill(best == -2**62, -1).transpose(0, 1).int()
