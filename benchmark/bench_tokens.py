@@ -3,6 +3,7 @@
     python benchmark/bench_tokens.py [--tokens 65536] [--rounds 7] [--csv NAME]
 
 Prefill: 64 query heads on 4 key/value heads, head_dim 128, blocks of 64, 16 of them for every token: the first, its own and random ones.
+The compressed branch of native sparse attention attends to the means of the blocks, and the selection chooses 16 of them.
 Decoding: batch 16, 32 query heads on 8, a cache of half as many tokens, every tenth block; its rate is that of the selected keys and values
 read once, beside a copy of as many bytes. fla's parallel_nsa is measured beside ours where it is installed. Before any time is taken,
 sampled tokens of every output are checked against float64.
@@ -18,7 +19,13 @@ from arguments import add_rounds, new_parser
 from measure import NO_TIMES, RESULTS, backward_flops, forward_flops, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from truth import Wrong, check
 
-from ssta.kernels.interfaces import attn_pooling, block_1d_gqa_sparse_attn_varlen_func, selected_attention
+from ssta.kernels.interfaces import (
+    attn_pooling,
+    block_1d_gqa_sparse_attn_varlen_func,
+    parallel_nsa_compression,
+    parallel_nsa_topk,
+    selected_attention,
+)
 from ssta.kernels.interfaces import block_sparse_flash_decode_gqa_indice as decode_by_indices
 from ssta.kernels.interfaces import block_sparse_flash_decode_gqa_mask as decode_by_mask
 
@@ -39,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     try:
         rows = measure(prefill(options.tokens, heads, kv_heads, dim, device, dtype), options.rounds)
+        rows += measure(choosing(options.tokens, heads, kv_heads, dim, device, dtype), options.rounds)
         rows += measure(decoding(16, options.tokens // 2, 8 * kv_heads, 2 * kv_heads, dim, device, dtype), options.rounds)
     except Wrong as error:
         raise SystemExit(f"{error}; no time is printed") from None
@@ -105,6 +113,40 @@ def prefill(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.devi
     some = tokens // 2
     calls[f"pooling of {some} tokens"] = (lambda: attn_pooling(q[0, :some], k[0, :some], cu // 2, some, scale, BLOCK), "TFLOP/s",
                                           forward_flops(heads * some * (some + 1) / 2, dim))
+    return calls
+
+
+def choosing(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
+    """The calls of the compressed branch and of the selection by it, forward, checked."""
+    q = torch.randn(1, tokens, heads, dim, device=device, dtype=dtype)
+    k, v = (torch.randn(1, tokens // BLOCK, kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
+    functions = {"": (parallel_nsa_compression, parallel_nsa_topk)}
+    if device.type == "cuda" and importlib.util.find_spec("fla"):
+        from fla.ops.nsa import compression, parallel
+
+        functions[", fla"] = (compression.parallel_nsa_compression, parallel.parallel_nsa_topk)
+    pairs = heads * float(((torch.arange(tokens) + 1) // BLOCK).sum())
+    calls = {}
+    for suffix, (compress, choose) in functions.items():
+        out, lse = compress(q, k, v, tokens, BLOCK)
+        ids = choose(q, k, tokens, lse, SELECTED, BLOCK, dim ** -0.5)
+        for token in torch.linspace(BLOCK, tokens - 1, SAMPLES).long().tolist():
+            over, own = (token + 1) // BLOCK, token // BLOCK
+            scores = torch.einsum("hgd,nhd->hgn", q[0, token].double().unflatten(0, (kv_heads, -1)), k[0, :over].double()) * dim ** -0.5
+            weights = scores.softmax(-1)
+            exact = torch.einsum("hgn,nhd->hgd", weights, v[0, :over].double()).flatten(0, 1)
+            check(f"compressed branch{suffix}, token {token},", out[0, token], exact, 4)
+            # Blocks of nearly one importance may change places, so it is the importance that is compared, of all but the three that every
+            # token takes.
+            importance = torch.nn.functional.pad(weights.sum(1), (0, own + 1 - over))
+            importance[:, [0, max(own - 1, 0), own]] = 0.0
+            free = min(SELECTED - 3, own - 2)
+            if free > 0:
+                chosen = importance.gather(1, ids[0, token].long().clamp(min=0)).sort(-1, descending=True).values[:, :free]
+                check(f"selection{suffix}, token {token},", chosen.to(dtype), importance.topk(free).values, 4)
+        calls[f"compressed branch{suffix}, forward"] = (lambda f=compress: f(q, k, v, tokens, BLOCK), "TFLOP/s", forward_flops(pairs, dim))
+        calls[f"selection{suffix}"] = (lambda f=choose, x=lse: f(q, k, tokens, x, SELECTED, BLOCK, dim ** -0.5), "TFLOP/s",
+                                       forward_flops(pairs, dim) / 2)
     return calls
 
 
