@@ -90,14 +90,22 @@ def choice(q, k, name, places, count, scale):
     return chosen
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+INTERPRETED_CASES = [(*case.values, name, 5) for case in INTERPRETED for name in ("decoding", "packed")]
+
+
+@pytest.mark.parametrize("device, impl, name, count", INTERPRETED_CASES)
+def test_selection_interpreted(device, impl, name, count, monkeypatch):
+    test_selection(device, impl, name, count, monkeypatch)
+
+
+@everywhere
 @pytest.mark.parametrize("count", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_selection(device, name, count, monkeypatch):
-    monkeypatch.setattr(compressed_blocks, "CHOICE_ELEMENTS", 4 * 11 * 7)  # seven tokens at a time
-    q, k, v, cu_seqlens, places = case(name, device, torch.float32)
+def test_selection(device, impl, name, count, monkeypatch):
+    monkeypatch.setattr(compressed_blocks, "CHOICE_ELEMENTS", 4 * 11 * 7)  # seven or fourteen tokens at a time
+    q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "gather" else torch.float16)
     k, v = means(k, name), means(v, name)
-    arguments = dict(TK=LAYOUTS[name][1][-1], block_size=SIZE, scale=0.5, cu_seqlens=cu_seqlens)
+    arguments = dict(TK=LAYOUTS[name][1][-1], block_size=SIZE, scale=0.5, cu_seqlens=cu_seqlens, impl=impl)
     truth = choice(q, k, name, places, count, 0.5)
     lse = parallel_nsa_compression(q, k, v, **arguments)[1]
     for given in (None, lse):
@@ -158,6 +166,16 @@ def test_sixteen_blocks_unless_told_otherwise():
     q, k, v = torch.randn(3, 1, 80, 2, 16).unbind()
     counted = [parallel_nsa(q, k, v, block_size=4, block_counts=count) for count in (None, 16, 15)]
     assert torch.equal(counted[0], counted[1]) and not torch.equal(counted[0], counted[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, dim", [(16, 1, 128), (64, 4, 64), (6, 2, 100), (4, 4, 256), (256, 1, 32)])
+def test_gpu_sizes(heads, kv_heads, dim):
+    """The kernel against plain torch on the same inputs, of any groups and head dimensions; near blocks may change places."""
+    q, k = (torch.randn(2, n, h, dim, device="cuda", dtype=torch.bfloat16) for n, h in ((900, heads), (57, kv_heads)))
+    chosen, plain = (parallel_nsa_topk(q, k, 900, None, 9, 16, impl=impl) for impl in ("triton", "gather"))
+    assert torch.equal(chosen[..., :3], plain[..., :3])
+    assert (chosen.sort(-1).values == plain.sort(-1).values).all(-1).float().mean() > 0.98
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ DIMS = "[batch, tokens, heads, head_dim]"
 INTEGERS = (torch.int32, torch.int64)
 # Means that the compressed branch takes as one block.
 MEANS_AT_ONCE = 64
-# Scores of tokens with blocks that are held at once: 64 MiB of float32.
+# Scores, or sums of them, of tokens with blocks that are held at once: 64 MiB of float32.
 CHOICE_ELEMENTS = 1 << 24
 
 
@@ -65,7 +65,7 @@ def parallel_nsa_compression(
 @torch.no_grad()
 def parallel_nsa_topk(
     q: Tensor, k: Tensor, TK: int, lse: Tensor | None, block_counts: Tensor | int, block_size: int = 64, scale: float | None = None,
-    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, impl: str = "auto",
 ) -> Tensor:
     """The blocks that every token selects; ``fla.ops.nsa.parallel.parallel_nsa_topk``.
 
@@ -73,14 +73,14 @@ def parallel_nsa_topk(
     the compressed branch, summed over the query heads of a key/value head; of equal ones the earlier block goes first.
 
     Args:
-        q, k, TK, block_size, scale, cu_seqlens: as in ``parallel_nsa_compression``.
+        q, k, TK, block_size, scale, cu_seqlens, impl: as in ``parallel_nsa_compression``.
         lse: float32 or float64 ``[B, T, HQ]``, what that returned for them; None computes it.
         block_counts: how many blocks a token selects: an int of at least 1, or int32 or int64 ``[B, T, H]``, whose largest is read back.
 
     Returns:
         int32 ``[B, T, H, S]``, S the largest count: block numbers within the sequence, -1 where there are no more or a count is smaller.
 
-    No gradient. Plain torch, in float32, for some tokens at a time; waits for the device just to read a tensor of block_counts.
+    No gradient. In float32, for some tokens at a time; waits for the device just to read a tensor of block_counts.
     Differs from fla on purpose: S is not rounded up to a power of two, and may be more than half of block_size.
 
     Raises:
@@ -88,57 +88,54 @@ def parallel_nsa_topk(
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
-    group = q.shape[2] // k.shape[2]
-    if lse is not None:
-        check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
+    scale, kernel = resolve_scale(scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
     limits = None
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, (*q.shape[:2], k.shape[2]), "[B, T, H]", q.device)
         limits, block_counts = block_counts, max(int(block_counts.max()), 1) if block_counts.numel() else 1
     require_int("block_counts", block_counts, 1)
-    scale = resolve_scale(scale, q.shape[-1])
-    origin, position = (x.view(*q.shape[:2], 1) for x in _places(packed, block_size)[1:])
+    if lse is None:
+        lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
+    check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
+    if kernel:
+        from ..triton_importance import importance
+    else:
+        from ..gather_importance import importance
+    _, origin, position = _places(packed, block_size)
     chosen = torch.full((*q.shape[:2], k.shape[2], block_counts), -1, dtype=torch.int32, device=q.device)
-    at_once = max(1, CHOICE_ELEMENTS // max(q.shape[2] * k.shape[1], 1))
+    at_once = max(1, CHOICE_ELEMENTS // max((k if kernel else q).shape[2] * k.shape[1], 1))
     # A sum in float32 must stay one under autocast.
     with torch.autocast(q.device.type, enabled=False):
         for b in range(q.shape[0]):
-            number = torch.arange(k.shape[1], device=q.device) + b * k.shape[1]
-            keys = k[b].permute(1, 2, 0).float()
+            number = torch.arange(k.shape[1], device=q.device)
+            first_row, place = (x.view(q.shape[:2])[b] for x in (origin - b * k.shape[1], position))
+            seen, log_sums = (place + 1) // block_size, lse[b].float().contiguous()
             for first in range(0, q.shape[1], at_once):
                 some = slice(first, first + at_once)
-                # Of a single sequence no more than the blocks that the last of these tokens sees.
+                # Of a single sequence no more than the blocks that the last of these tokens is in or behind.
                 reach = k.shape[1] if cu_seqlens is not None else (TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1) // block_size + 1
-                queries = (q[b, some].float() * scale).unflatten(1, (-1, group)).transpose(0, 1)
-                some_lse = None if lse is None else lse[b, some].float().unflatten(1, (-1, group)).transpose(0, 1)
-                ids = _best(queries, keys[..., :reach], some_lse, number[:reach] - origin[b, some], position[b, some], block_size,
-                            block_counts)
+                weights = importance(q[b, some], k[b, :reach], log_sums[some], first_row[some], seen[some], scale)
+                ids = _best(weights, number[:reach] - first_row[some, None], place[some, None], block_size, block_counts)
                 chosen[b, some, :, :ids.shape[2]] = ids
     if limits is not None:
         chosen.masked_fill_(torch.arange(block_counts, device=q.device) >= limits[..., None], -1)
     return chosen
 
 
-def _best(queries: Tensor, keys: Tensor, lse: Tensor | None, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
-    """int32 [t, H, min(count, rows)] of scaled queries [H, t, g, D], keys [H, D, rows] and lse [H, t, g].
+def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
+    """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined.
 
     block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or
     -1.
     """
-    group, own = queries.shape[2], position // block_size
-    seen = (block >= 0) & (block < (position + 1) // block_size)
-    if lse is None:
-        scores = (queries.flatten(1, 2) @ keys).unflatten(1, (-1, group))
-        probability = scores.masked_fill_(~seen[:, None], float("-inf")).softmax(-1)
-    else:
-        probability = torch.baddbmm(-lse.flatten(1)[..., None], queries.flatten(1, 2), keys).exp_().unflatten(1, (-1, group))
-    importance = probability.sum(2).masked_fill(~seen, 0.0).masked_fill((block == 0) | (block >= own - 1), float("inf"))
+    own = position // block_size
+    seen, allowed = block < (position + 1) // block_size, (block >= 0) & (block <= own)
+    importance = importance.masked_fill(~seen, 0.0).masked_fill_((block == 0) | (block >= own - 1), float("inf"))
     # Floats of at least 0 are ordered as their bits are. The row breaks ties, which topk alone would by chance.
     rank = importance.view(torch.int32).long() * 2**32 - torch.arange(block.shape[1], device=block.device)
-    allowed = (block >= 0) & (block <= own)
-    best, row = rank.masked_fill(~allowed, -2**62).topk(min(count, block.shape[1]), dim=-1)
+    best, row = rank.masked_fill_(~allowed, -2**62).topk(min(count, block.shape[1]), dim=-1)
     ids = block.expand(row.shape[0], -1, -1).gather(2, row)
-    return ids.masked_fill(best == -2**62, -1).transpose(0, 1).int()
+    return ids.masked_fill_(best == -2**62, -1).transpose(0, 1).int()
 
 
 def block_means(x: Tensor, packed: Tensor, block_size: int) -> Tensor:
