@@ -13,6 +13,8 @@ from .triton_primitives import LN2, LOG2E, load_rows
 # Rows of a tile, which are the query heads of some tokens, and keys that are multiplied with it at once.
 TILE = 128
 KEYS = 64
+# Elements of a tile of keys that is loaded ahead; a larger one would not leave room for itself in 99 KiB beside the queries.
+PREFETCHED = 64 * 128
 
 
 @triton.jit
@@ -63,8 +65,9 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
         at_once = max(1, TILE // group_pad)
         # A matrix unit takes 16 rows at least.
         group_pad = max(group_pad, 16 // at_once)
+        dim_pad = max(triton.next_power_of_2(dim), 16)
         _importance_kernel[(triton.cdiv(tokens, at_once), kv_heads)](
             q, k, lse, firsts, seen, out, *q.stride()[:2], *k.stride()[:2], lse.stride(0), tokens, k.shape[0], scale * LOG2E,
-            GROUP=heads // kv_heads, GROUP_PAD=group_pad, TOKENS=at_once, KEYS=KEYS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
-            num_warps=8)
+            GROUP=heads // kv_heads, GROUP_PAD=group_pad, TOKENS=at_once, KEYS=KEYS, DIM=dim, DIM_PAD=dim_pad,
+            num_warps=8, num_stages=3 if KEYS * dim_pad <= PREFETCHED else 1)
     return out
