@@ -123,6 +123,16 @@ def test_equal_blocks_are_taken_in_order():
 
 
 @everywhere
+def test_a_bad_block_does_not_displace_what_every_token_takes(device, impl):
+    q, k = torch.randn(1, 32, 4, 16, device=device).half(), torch.randn(1, 8, 2, 16, device=device).half()
+    k[0, 3, 0] = float("nan")
+    chosen = parallel_nsa_topk(q, k, 32, None, 4, 4, impl=impl)
+    assert (chosen[0, 20:, 0, :3] == torch.stack([torch.zeros(12), torch.arange(20, 32) // 4 - 1, torch.arange(20, 32) // 4], 1
+                                                 ).to(chosen)).all()
+    assert torch.equal(chosen[0, :, 1], parallel_nsa_topk(q, k.nan_to_num(), 32, None, 4, 4, impl=impl)[0, :, 1])
+
+
+@everywhere
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_gated_branch_of_the_whole(device, impl, name):
     """In parallel_nsa, which makes the means; its gradients reach keys and values through them."""

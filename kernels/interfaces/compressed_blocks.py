@@ -17,8 +17,8 @@ DIMS = "[batch, tokens, heads, head_dim]"
 INTEGERS = (torch.int32, torch.int64)
 # Means that the compressed branch takes as one block.
 MEANS_AT_ONCE = 64
-# Scores, or sums of them, of tokens with blocks that are held at once: 64 MiB of float32.
-CHOICE_ELEMENTS = 1 << 24
+# Scores, or sums of them, of tokens with blocks that are held at once: 32 MiB of float32, and three times as much to rank them.
+CHOICE_ELEMENTS = 1 << 23
 
 
 def parallel_nsa_compression(
@@ -123,16 +123,17 @@ def parallel_nsa_topk(
 
 
 def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
-    """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined.
+    """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined, and which is written over.
 
     block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or
     -1.
     """
     own = position // block_size
     seen, allowed = block < (position + 1) // block_size, (block >= 0) & (block <= own)
-    importance = importance.masked_fill(~seen, 0.0).masked_fill_((block == 0) | (block >= own - 1), float("inf"))
+    # NaN counts as nothing: the blocks that every token takes must not lose to it.
+    importance = importance.masked_fill_(~(seen & (importance >= 0)), 0.0).masked_fill_((block == 0) | (block >= own - 1), float("inf"))
     # Floats of at least 0 are ordered as their bits are. The row breaks ties, which topk alone would by chance.
-    rank = importance.view(torch.int32).long() * 2**32 - torch.arange(block.shape[1], device=block.device)
+    rank = importance.view(torch.int32).long().mul_(2**32).sub_(torch.arange(block.shape[1], device=block.device))
     best, row = rank.masked_fill_(~allowed, -2**62).topk(min(count, block.shape[1]), dim=-1)
     ids = block.expand(row.shape[0], -1, -1).gather(2, row)
     return ids.masked_fill_(best == -2**62, -1).transpose(0, 1).int()
