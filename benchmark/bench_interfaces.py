@@ -1,4 +1,4 @@
-"""How fast are other libraries' interfaces on our kernels? FlashInfer stands beside ours where it is installed.
+"""How fast are other libraries' interfaces on our kernels? FlashInfer stands beside ours where it is installed (0.7.2 on an H200).
 
     python benchmark/bench_interfaces.py [--tokens 49152] [--density 0.1] [--rounds 7] [--csv NAME]
 
