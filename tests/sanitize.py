@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 
 from ssta import ssta_3d_attention
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice
+from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa
 from ssta.kernels.interfaces.native_sparse_attention import selected_attention
 
 TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
@@ -83,6 +83,13 @@ def layer(padding: str) -> None:
 def token_lists() -> None:
     q, k, v = (make(1, 50, heads, 64).requires_grad_() for heads in (8, 2, 2))
     selected_attention(q, k, v, torch.randint(-1, 4, (1, 50, 2, 3), device="cuda"), block_size=16).float().sum().backward()
+
+
+def selection() -> None:
+    """Blocks are compressed, weighed and selected, in two sequences."""
+    q, k, v = (make(1, 75, heads, 64).requires_grad_() for heads in (8, 2, 2))
+    gate, offsets = make(1, 75, 8), torch.tensor([0, 21, 75], device="cuda")
+    parallel_nsa(q, k, v, g_cmp=gate, g_slc=gate, block_counts=3, block_size=16, cu_seqlens=offsets).float().sum().backward()
 
 
 def decode() -> None:
@@ -134,6 +141,7 @@ FAMILIES = {
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),
     "token lists": token_lists,
+    "selection": selection,
     "decode": decode,
     "pooling": pooling,
 }
