@@ -109,6 +109,17 @@ def matrix(buffer):
 
 
 @gluon.jit
+def largest_norm(buffer, size):
+    """The largest squared norm of the first ``size`` rows of a [64, D] matrix, float32; NaN where one is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    values = buffer.load(layout).to(gl.float32)
+    rows = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, layout))
+    # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN above them; a maximum of numbers drops NaN.
+    squares = gl.cast(gl.sum(values * values, axis=1), gl.int32, bitcast=True)
+    return gl.cast(gl.max(gl.where(rows < size, squares, 0), axis=0), gl.float32, bitcast=True)
+
+
+@gluon.jit
 def anew(x):
     """x, an int32, of which the compiler knows nothing: what follows from it is computed here, and not kept in registers through a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)

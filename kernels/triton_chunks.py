@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .quick_launch import QuickLaunch, fit
-from .triton_primitives import block_bounds
+from .triton_primitives import block_bounds, load_rows
 
 # List entries read at once by one program.
 SEGMENT = 256
+# Keys whose norms one program takes at once.
+NORM_ROWS = 64
 # Parts of a ``Queue``, in numbers of 4 bytes.
 HEADER = tl.constexpr(8)
 ENTRY = tl.constexpr(8)
@@ -39,13 +41,17 @@ class Queue(NamedTuple):
 
     ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
     are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes,
-    but where no chunk can be cut.
+    but where no chunk can be cut. From ``norms_at`` on, if keys were given, for every (batch, norm head, rank) the largest squared norm of
+    the keys that the row attends to, as the bits of a float32, where norm heads are the list heads or the key heads, whichever are more;
+    then that of every (batch, key head, block).
     """
 
     data: Tensor
     batch: int
     heads: int
-    width: int    # of a row of starts or sizes
+    width: int        # of a row of starts or sizes
+    norms_at: int
+    norm_heads: int   # 0 without norms
 
 
 class Cut(NamedTuple):
@@ -95,15 +101,17 @@ def kv_cut(blocks: BlockLists, tokens: int) -> Cut:
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
-            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift"]
+            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift",
+            "norms_at", "norm_batches", "norm_heads", "norm_group"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, whole, cut,
                    list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                    heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                   norms_at, norm_batches, norm_heads, norm_group,
                    CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr,
-                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, QUEUE: tl.constexpr):
+                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, QUEUE: tl.constexpr, NORMS: tl.constexpr):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_list = batch.to(tl.int64) * list_batch + (head // list_group) * list_head
     list_row = first_list + row
@@ -164,9 +172,49 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
         tl.store(entry + 4, row)
         if out_row == 0:
             tl.store(entries - HEADER, 0)
+        if NORMS:
+            # For each (batch, norm head) that reads this list.
+            norms = entries - HEADER + norms_at
+            blocks = norms + tl.cast(norm_batches, tl.int64) * norm_heads * rows
+            lists = tl.num_programs(2)
+            shared = norm_heads // heads
+            for reader in range(0, norm_batches // lists * shared):
+                at_batch, at_head = batch + reader // shared, head * shared + reader % shared
+                at_block = (at_batch.to(tl.int64) * (norm_heads // norm_group) + at_head // norm_group) * items
+                largest = tl.zeros([SEGMENT], tl.int32)
+                for first in range(0, count, SEGMENT):
+                    slot = first + tl.arange(0, SEGMENT)
+                    item = tl.load(indices + list_row * capacity + slot, mask=slot < count, other=-1)
+                    known = (item >= 0) & (item < items)
+                    largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
+                tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
     else:
         tl.store(whole + out_row, number_whole)
         tl.store(cut + out_row, number_cut)
+
+
+# Not specialised on any number, as above.
+_NORM_NUMBERS = ["at", "k_batch", "k_head", "k_row", "item_batch", "item_head", "item_group", "item_length", "item_tokens"]
+
+
+@triton.jit(do_not_specialize=_NORM_NUMBERS)
+def _norms_kernel(queue, k, item_starts, item_sizes, at, k_batch, k_head, k_row, item_batch, item_head, item_group, item_length,
+                  item_tokens, ROWS: tl.constexpr, DIM: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
+    item, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item_at = batch * item_batch + (head // item_group) * item_head
+    start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
+    # Rows begin at multiples of 16 bytes. Without these words, as numbers are not specialised on, they would be read entry by entry, in
+    # four times the time.
+    k += (batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head) // 8 * 8
+    k_row = k_row // 8 * 8
+    largest = tl.zeros([ROWS], tl.int32)
+    for first in range(0, size, ROWS):
+        keys = load_rows(k, start + first, k_row, size - first, ROWS, DIM, DIM, True).to(tl.float32)
+        # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN, without its sign, above them; a maximum
+        # of numbers would drop NaN.
+        largest = tl.maximum(largest, tl.sum(keys * keys, 1).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    place = (batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + item
+    tl.store(queue + at + place, tl.max(largest, 0))
 
 
 def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
@@ -180,7 +228,7 @@ def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_sh
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, False)
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, None)
     batch, heads, width = plan.extent
     starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
     whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
@@ -188,21 +236,32 @@ def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_sh
     return Chunks(starts, sizes, whole, cut)
 
 
-def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None) -> Queue:
-    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, True)
-    batch, heads, width = plan.extent
-    number = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if plan.cuts else 1) * width)
-    data = torch.empty(number, dtype=torch.int32, device=blocks.device)
+def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+               keys: Tensor | None = None) -> Queue:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them.
+
+    ``keys`` bfloat16 or float16 [B, Hkv, Skv, D], D a power of two, ``aligned``: their norms are wanted too.
+    """
+    heads = (0, 0) if keys is None else keys.shape[:2]
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, heads)
+    data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
+    if keys is not None:
+        dim, strides = keys.shape[3], keys.stride()
+        numbers = (plan.size - heads[0] * heads[1] * items.number, *strides[:3], *plan.item_strides, items.length, items.tokens)
+        _find_norms((data.get_device(), keys.dtype, dim, items.uniform, fit(numbers)), (items.number, heads[1], heads[0]), (),
+                    (data, keys, items.starts, items.sizes), numbers, dict(ROWS=NORM_ROWS, DIM=dim, UNIFORM_ITEMS=items.uniform), {})
     _launch(plan, blocks, rows, items, data, None, None, None)
-    return Queue(data, batch, heads, width)
+    return Queue(data, *plan.extent, plan.norms_at, plan.norm_heads)
 
 
 class _Plan(NamedTuple):
     """What a launch takes beside tensors."""
 
     extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
-    cuts: bool                     # whether a chunk may be cut
+    size: int                      # of a queue's data
+    norms_at: int
+    norm_heads: int
+    item_strides: tuple[int, int, int]
     numbers: tuple[int, ...]
     constants: dict
     key: tuple
@@ -211,22 +270,30 @@ class _Plan(NamedTuple):
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
 def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None, rows_are_queries: bool,
-          queue: bool) -> _Plan:
+          keys: tuple[int, int] | None) -> _Plan:
+    """``keys``: None for lists of chunks; for a queue the batch and heads of keys whose norms are wanted, (0, 0) if none are."""
     batch, heads = counts[:2]
     for cut in (rows, items):
         if cut.shape is not None:
             batch, heads = max(batch, cut.shape[0]), max(heads, cut.shape[1])
+    key_batch, key_heads = keys or (0, 0)
+    norm_heads = max(heads, key_heads) if key_heads else 0
     parts = -(-items.length // chunk)
     width = max(capacity * parts, 1)
-    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
-               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
-    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
-                     UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=queue)
     cuts = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    return _Plan((batch, heads, width), cuts, numbers, constants, (fit(numbers), *constants.values()))
+    norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if cuts else 1) * width)
+    size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
+    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
+               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0, norms_at, key_batch,
+               norm_heads, norm_heads // max(key_heads, 1))
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
+                     UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=keys is not None, NORMS=key_heads > 0)
+    return _Plan((batch, heads, width), size, norms_at, norm_heads, items.strides(key_heads), numbers, constants,
+                 (fit(numbers), *constants.values()))
 
 
 _cut_chunks = QuickLaunch(_chunks_kernel)
+_find_norms = QuickLaunch(_norms_kernel)
 
 
 def _launch(plan: _Plan, blocks: BlockLists, rows: Cut, items: Cut, starts: Tensor, sizes: Tensor | None, whole: Tensor | None,

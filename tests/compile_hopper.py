@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import triton
@@ -28,9 +29,11 @@ DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 SPILLS = 2048
 # The backward's loop at head_dim 128, of some 330 instructions. Triton 3.9 reloads more of it in float16, which will cost time.
 RELOADS = 18
-# A forward of three warpgroups, by Triton 3.9; 3.6 to 3.8 reload nothing.
-RELOADS_OF_THREE = 2
-RELOADS_OF_FP16 = 60 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else RELOADS
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# A forward of three warpgroups. From Triton 3.8 on one of them reloads more where it walks cut chunks, of which there are few, and up to
+# six words where it walks whole ones.
+RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 2
+RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
@@ -40,9 +43,9 @@ def tiles(rows: int, dim: int, name: str) -> str:
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
 
 
-def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str, int]:
+def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool, norms: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
-    constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
+    constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3, NORMS=norms)
     rows, chunk = hopper_forward.ROWS, config.chunk
     types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_tiles=tiles(rows, dim, name),
                  k_tiles=tiles(chunk, dim, name), v_tiles=tiles(chunk, dim, name), out_tiles=tiles(rows, dim, name))
@@ -114,11 +117,12 @@ def passes(label: str, shared: int, said: str, reloaded: int, allowed: int = 0) 
 
 
 def main() -> int:
-    forward = dict.fromkeys((dim, hopper_forward_config(dim, rows, keys, causal), causal)
-                            for dim in (64, 128) for rows in (128, 384) for keys in (64, 384) for causal in (False, True))
-    fine = [passes(f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal}",
-                   *compile_forward(dim, config, name, causal), RELOADS_OF_THREE * (config.warpgroups == 3))
-            for dim, config, causal in forward for name in DTYPES]
+    forward = dict.fromkeys((dim, hopper_forward_config(dim, rows, keys, causal, norms), name, causal, norms)
+                            for dim in (64, 128) for rows in (128, 384) for keys in (64, 384)
+                            for name, causal, norms in (("fp16", False, False), ("bf16", False, True), *product(DTYPES, (True,), (False,))))
+    fine = [passes(f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal} norms={norms}",
+                   *compile_forward(dim, config, name, causal, norms), RELOADS_OF_THREE * (config.warpgroups == 3))
+            for dim, config, name, causal, norms in forward]
     fine += [passes(f"backward D={dim} {name} deterministic={deterministic} cut={cut}", *compile_backward(dim, name, deterministic, cut),
                     (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128))
              for dim in (64, 128) for name in DTYPES for deterministic in (True, False) for cut in (True, False)]

@@ -257,8 +257,8 @@ def _modules():
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
         DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
-        program_id=lambda axis: _local.program, inline_asm_elementwise=inline_asm, multiple_of=lambda x, factor: x, atomic_add=atomic_add,
-        warp_specialize=warp_specialize, allocate_shared_memory=allocate,
+        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program, inline_asm_elementwise=inline_asm,
+        multiple_of=lambda x, factor: x, atomic_add=atomic_add, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis), abs=torch.abs,
@@ -302,8 +302,8 @@ def module(name):
 def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
-        for part in ("hopper_primitives", "hopper_forward", "hopper_backward_walk", "hopper_backward_work", "hopper_backward_steps",
-                     "hopper_backward"):
+        for part in ("hopper_primitives", "hopper_forward_work", "hopper_forward", "hopper_backward_walk", "hopper_backward_work",
+                     "hopper_backward_steps", "hopper_backward"):
             path = Path(triton_chunks.__file__).with_name(f"{part}.py")
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -86,7 +86,8 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
     from ssta.kernels.launch import hopper_forward_config
 
     for dim in (64, 128):
-        assert {hopper_forward_config(dim, block, block, False) for block in (64, 128, 384)} <= set(tune.hopper_configs(dim))
+        present = {hopper_forward_config(dim, block, block, False, norms) for block in (64, 128, 384) for norms in (False, True)}
+        assert present <= set(tune.hopper_configs(dim))
     for kernel, deterministic in (("hopper-turns", True), ("hopper-any-order", False)):
         for dim in (64, 128):
             present = hopper_backward.constants(dim, deterministic)

@@ -15,6 +15,11 @@ from ssta.kernels.reference import reference_attention
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")
 
 
+@pytest.fixture(autouse=True)
+def short_problems_have_norms_too(monkeypatch):
+    monkeypatch.setattr(module("hopper_forward"), "NORM_VISITS", 0)
+
+
 def assert_right(q, k, v, blocks, causal, late):
     out, lse = run("hopper_forward", q, k, v, blocks, 0.125, causal, late=late)
     exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125, causal)
@@ -61,9 +66,10 @@ def test_every_block_has_its_place():
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_what_is_not_seen_changes_nothing(causal, late):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_what_is_not_seen_changes_nothing(dtype, causal, late):
     """NaN in a key and its value, behind a block's real tokens and in another block, spoils the rows that see it and no others."""
-    q, k, v = inputs(1, 1, 1, 300, 300, 64)
+    q, k, v = inputs(1, 1, 1, 300, 300, 64, dtype=dtype)
     blocks = BlockLists.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool), 100, 100,
                                   kv_lengths=torch.tensor([90, 100, 100], dtype=torch.int32))
     clean = run("hopper_forward", q, k, v, blocks, 0.125, causal, late=late)[0]
@@ -74,6 +80,39 @@ def test_what_is_not_seen_changes_nothing(causal, late):
     assert torch.equal(dirty[:, :, ~sees], clean[:, :, ~sees]) and dirty[:, :, sees, 3].isnan().all()
     others = torch.arange(64) != 3
     assert torch.equal(dirty[:, :, sees][..., others], clean[:, :, sees][..., others])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
+def test_scores_that_are_known_to_be_small(bound, dim, late, monkeypatch):
+    """Then no row has an origin that is raised; the result is as exact either way, also where all scores are as small as they can be."""
+    forward = module("hopper_forward")
+    calls = []
+    monkeypatch.setattr(forward, "raised", lambda *args, usual=forward.raised: (calls.append(args), usual(*args))[1])
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.8, ragged([200, 64, 331], "cpu"), ragged([128, 300, 61, 129], "cpu"))
+    q, k, v = inputs(1, 2, 1, 595, 618, dim, dtype=torch.bfloat16)
+    for keys in (k, -torch.ones_like(k)):
+        queries = q if keys is k else torch.ones_like(q)
+        norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
+        scale = float(bound * forward.BOUND / forward.LOG2E / next(norms) / next(norms))
+        calls.clear()
+        out, lse = run("hopper_forward", queries, keys, v, blocks, scale, False, late=late)
+        assert bool(calls) == (bound > 1)
+        exact, exact_lse = reference_attention(*(x.double() for x in (queries, keys, v)), blocks, scale)
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_keys_of_other_blocks_change_no_bits(value):
+    """However large they are: what is known of scores is known of each list by itself."""
+    q, k, v = inputs(1, 1, 1, 200, 300, 64, dtype=torch.bfloat16)
+    blocks = BlockLists.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool), 100, 100)
+    before = run("hopper_forward", q, k, v, blocks, 0.125, False, late=False)[0]
+    k[:, :, 250] = value
+    after = run("hopper_forward", q, k, v, blocks, 0.125, False, late=False)[0]
+    assert torch.equal(after[:, :, :100], before[:, :, :100]) and not torch.equal(after[:, :, 100:], before[:, :, 100:])
 
 
 def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):

@@ -84,6 +84,21 @@ def test_causal_order(kind, dtype, dim, deterministic):
         assert_as_exact_as_torch(attend, q, k, v, blocks, causal=True, block=64)
 
 
+@dims
+@pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
+def test_scores_that_are_known_to_be_small(bound, dim):
+    """As exact where they are as large as that, and where all are as small as that."""
+    from ssta.kernels.hopper_forward import BOUND, LOG2E
+
+    blocks = lists("per head")
+    q, k, v = fused(1, sum(LENGTHS), dim, torch.bfloat16)
+    for queries, keys in ((q, k), (torch.ones_like(q), -torch.ones_like(k))):
+        norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
+        scale = float(bound * BOUND.value / LOG2E / next(norms) / next(norms))
+        attend = partial(block_sparse_attention, blocks=blocks, scale=scale, return_lse=True, impl="hopper")
+        assert_as_exact_as_torch(attend, queries, keys, v, blocks, scale=scale, block=64)
+
+
 def gradients(q, k, v, dout, blocks, deterministic):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = block_sparse_attention(*leaves, blocks, deterministic=deterministic, impl="hopper")

@@ -1,21 +1,37 @@
 """Launches that skip what an earlier launch has settled take the same arguments, and only where nothing else is compiled."""
 
-import torch
+from types import SimpleNamespace
 
+import pytest
+import torch
+from triton import knobs
+
+from ssta.kernels import quick_launch
 from ssta.kernels.quick_launch import QuickLaunch, fit
 
 
 class Recorder:
     """Stands for a kernel and for what it compiles to; keeps what it was launched with."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, compiled=None):
-        self.compiled, self.launches = compiled, []
+        self.compiled, self.launches, self.runs = compiled, [], []
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.launches.append((grid, arguments, options))
             return self.compiled
         return launch
+
+    def run(self, *arguments):
+        self.runs.append(arguments)
+
+
+@pytest.fixture(autouse=True)
+def stream_7(monkeypatch):
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
 
 
 GRID, KEY = (3, 2, 1), ("cuda:0", torch.bfloat16)
@@ -29,7 +45,19 @@ def test_the_second_launch_passes_by_the_compiler():
     launch(KEY, GRID, ("tiles",), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
     launch(KEY, GRID, ("tiles",), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
     assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4))]
-    assert compiled.launches == [(GRID, ("tiles", y.data_ptr(), 0, 6, 0.5, 64), {})]
+    assert compiled.runs == [(*GRID, 7, "function", "metadata", None, None, None, "tiles", y.data_ptr(), 0, 6, 0.5, 64)]
+
+
+def test_launch_hooks_are_called_at_every_launch(monkeypatch):
+    """By Triton, which then launches."""
+    compiled = Recorder()
+    launch = QuickLaunch(Recorder(compiled))
+    for hooks in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(knobs.runtime, hooks), "calls", [print])
+            for _ in range(2):
+                launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
+    assert len(compiled.launches) == 3 and not compiled.runs
 
 
 def test_for_unaligned_pointers_triton_is_asked():
@@ -39,7 +67,7 @@ def test_for_unaligned_pointers_triton_is_asked():
     for _ in range(2):
         launch(KEY, GRID, (), (torch.zeros(8)[1:],), (5,), {}, {})
     launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
-    assert len(kernel.launches) == 3 and not compiled.launches
+    assert len(kernel.launches) == 3 and not compiled.runs
 
 
 def test_numbers_of_64_bits_are_told_apart():
