@@ -47,12 +47,14 @@ ROWS = 64          # of a warpgroup: the height of one wgmma
 # warp_specialize gives the loading warp 24, and the multiplying ones 240 or 160.
 REGISTERS = {2: 168, 3: 128}
 # Where no score in base 2 is larger, weights need no origin: float32 and bfloat16 hold 2 ** 64 as well as 1, and weights of 2 ** -30 of a
-# row's largest, which is at least 2 ** -64. Sums over 2 ** 18 keys are finite for values of up to 2 ** 45.
+# row's largest, which is at least 2 ** -64. Sums over 2 ** 18 keys are finite for values of up to 2 ** 45. Errors are up to 1.1 times those
+# with origins, where the largest weight of many rows would be exactly 1.
 BOUND = gl.constexpr(64.0)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
-# Reading all keys for their norms takes as long as the norms save in this many visits of a query block to a key block.
+# Reading all keys for their norms (0.06 ms at head_dim 128, where the norms save 0.85) takes as long as the norms save in this many visits of
+# a query block to a key block.
 NORM_VISITS = 4
 
 
@@ -199,8 +201,8 @@ def _attend(work, group: gl.constexpr, out, lse, out_tiles, out_row, shift, scal
     mbarrier.wait(work.q_full.index(group), 0)
     rows = work.rows - group * ROWS
     if NORMS:
-        # A product of two vectors is no larger than that of their norms, and NaN is not known to be small. Without maxima forwards take
-        # 0.90 to 0.92 of the time on an H200.
+        # A product of two vectors is no larger than that of their norms, and NaN is not known to be small. Without maxima and scaling a
+        # forward takes 0.91 to 0.94 of the time on an H200.
         if largest_norm(q, rows) * work.key_norm * (scale_log2 * scale_log2) <= BOUND * BOUND:
             acc, origin, total = _walk(work, group, shift, scale_log2, D, CAUSAL, OVERLAP, True)
         else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
 
 class QuickLaunch:
@@ -17,6 +15,10 @@ class QuickLaunch:
     """
 
     def __init__(self, kernel) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self.driver, self.knobs = driver, knobs.runtime
         self.kernel = kernel
         self.compiled = {}
 
@@ -39,12 +41,13 @@ class QuickLaunch:
         compiled = self.compiled.get(key) if aligned else None
         if compiled is not None:
             arguments = (*descriptors, *pointers, *numbers, *constants.values())
-            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+            enter, leave = self.knobs.launch_enter_hook, self.knobs.launch_exit_hook
             if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
                 compiled[grid](*arguments)
             else:
                 # The same without gathering what a hook would be told, which takes as long as all else.
-                stream = driver.active.get_current_stream(driver.active.get_current_device())
+                driver = self.driver.active
+                stream = driver.get_current_stream(driver.get_current_device())
                 compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
             return
         compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from triton import knobs
+from triton.runtime import driver
 
-from ssta.kernels import quick_launch
 from ssta.kernels.quick_launch import QuickLaunch, fit
 
 
@@ -31,7 +31,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def stream_7(monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
-    monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(driver, "_active", active)
 
 
 GRID, KEY = (3, 2, 1), ("cuda:0", torch.bfloat16)
