@@ -53,8 +53,8 @@ BOUND = gl.constexpr(64.0)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
-# Reading all keys for their norms (0.06 ms at head_dim 128, where the norms save 0.85) takes as long as the norms save in this many visits of
-# a query block to a key block.
+# Reading all keys for their norms (0.06 ms at head_dim 128, where they then save 0.9) takes as long as the norms save in this many visits
+# of a query block to a key block.
 NORM_VISITS = 4
 
 
