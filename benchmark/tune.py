@@ -35,8 +35,10 @@ from ssta.kernels.launch import (
 )
 
 PORTABLE = ("forward", "dq", "dkv")
-# The Hopper kernels; of the backward, in turns and in any order, the constants that more than one value compiles for: name -> values.
-HOPPER = {"hopper": {}, "hopper-turns": dict(STAGED=(2, 3, 4), SPREAD=(1, 2, 3, 6, 12)), "hopper-any-order": dict(SPREAD=(1, 3))}
+# The Hopper kernels' forward, and the backward where additions take turns.
+HOPPER = ("hopper", "hopper-turns")
+# Of the latter: stagings of dQ, and how many visits tiles are apart.
+STAGED, GAPS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
 GAIN = 0.02
 
@@ -170,8 +172,8 @@ def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
 
 
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
-    """The forward's configurations; of the backward every constant by itself, with the others as they are."""
-    from ssta.kernels import hopper_backward, hopper_forward
+    """The forward's configurations; of the backward every number by itself, with the others as they are."""
+    from ssta.kernels import hopper_backward, hopper_forward, hopper_schedule
 
     given = setting.q, setting.k, setting.v
     pattern = setting.blocks, setting.scale, False
@@ -181,16 +183,16 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
         return [Candidate(str(config), partial(hopper_forward_with, config, *given, *pattern), config == present)
                 for config in dict.fromkeys([present, *hopper_configs(dim)])]
     out, lse = hopper_forward.hopper_forward(*given, *pattern)
-    usual, deterministic = hopper_backward.constants, kernel == "hopper-turns"
-    present = usual(setting.problem.head_dim, deterministic)
+    usual = hopper_backward.constants
 
     def run():
-        return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:],
-                                               deterministic)
+        return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:], True)
 
-    return [Candidate(f"hopper_backward.constants, {name} = {value}",
-                      with_patch(hopper_backward, "constants", lambda *key, change={name: value}: usual(*key) | change, run),
-                      value == present[name]) for name, values in HOPPER[kernel].items() for value in values]
+    found = [Candidate(f"hopper_backward.constants, STAGED = {value}",
+                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(STAGED=value), run),
+                       value == usual(setting.problem.head_dim, True)["STAGED"]) for value in STAGED]
+    return found + [Candidate(f"hopper_schedule.GAP = {value}", with_patch(hopper_schedule, "GAP", value, run), False)
+                    for value in GAPS if value != hopper_schedule.GAP]
 
 
 def hopper_forward_with(config: HopperForwardConfig, *arguments) -> torch.Tensor:

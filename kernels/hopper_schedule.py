@@ -33,13 +33,13 @@ RING = tl.constexpr(4096)
 # An addition is written about two visits after it began. Time of the backward over that in any order, H200, bfloat16, D 128, six patterns
 # (46,080 to 138,240 tokens, blocks of 128 and 384, random lists and neighbours, one of grouped heads): 3 visits apart 1.02 to 1.12, 5 apart
 # 1.00 to 1.08, 7 apart 1.02 to 1.12, 10 apart 1.00 to 1.18. Abreast 1.5 at 46,080 tokens; without the clock 1.1, and 1.3 at 138,240.
-GAP = tl.constexpr(5)
+GAP = 5
 SEGMENT = 128
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "row", "item") for what in ("batch", "head", "group", "length", "tokens")]
-_NUMBERS += ["kv_heads", "group", "rows", "blocks", "capacity", "width", "parts", "halvings", "number", "programs", "shift"]
+_NUMBERS += ["kv_heads", "group", "rows", "blocks", "capacity", "width", "parts", "halvings", "number", "programs", "gap", "shift"]
 
 
 class Schedule(NamedTuple):
@@ -99,7 +99,7 @@ def _tiles_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _deal_kernel(tiles, times, number, programs, group, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+def _deal_kernel(tiles, times, number, programs, group, gap, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
     """Deals the tiles out, in their order, to the programs that have least to do: NEXT, BEGIN, and the time at which each begins."""
     total, walked = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
@@ -112,7 +112,7 @@ def _deal_kernel(tiles, times, number, programs, group, PROGRAMS: tl.constexpr, 
     # To change tiles takes about as long as a visit. Every query head of a group has a list of its own, walked one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * GAP % period * RING // period
+    place = program * gap % period * RING // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + program
     taken = 0
@@ -237,7 +237,7 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     if not programs:
         return Schedule(tiles, None, passed, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    _deal_kernel[(1,)](tiles, times, number, programs, group, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    _deal_kernel[(1,)](tiles, times, number, programs, group, GAP, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)

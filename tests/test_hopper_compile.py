@@ -15,7 +15,7 @@ def test_every_configuration_compiles_well(tmp_path):
     script = Path(__file__).with_name("compile_hopper.py")
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("fine") == 38
+    assert run.stdout.count("fine") == 44
 
 
 ASSEMBLY = """

@@ -131,7 +131,7 @@ def test_programs_sweep_over_the_queries_together(device):
     for program, at in enumerate(first):
         work = 0
         while at >= 0:
-            clock, place = (visits % period * RING.value // period for visits in (work, program * GAP.value))
+            clock, place = (visits % period * RING.value // period for visits in (work, program * GAP))
             assert tiles[at][BEGIN] == (clock + place) % RING.value
             begins.add(tiles[at][BEGIN])
             work += tiles[at][VISITS] + 1
