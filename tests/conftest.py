@@ -12,6 +12,11 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# A device as a context knows the functions that make tensors by what they are when it first meets one: the true ones.
+with torch.device("cpu"):
+    torch.zeros(())
+
+
 class _TorchRandom:
     """torch's generator in the form that hypothesis seeds before every example."""
 

@@ -91,7 +91,7 @@ def test_scores_that_are_known_to_be_small(bound, dim):
     from ssta.kernels.hopper_forward import BOUND, LOG2E
 
     blocks = lists("per head")
-    q, k, v = fused(1, sum(LENGTHS), dim, torch.bfloat16)
+    q, k, v = fused(2, sum(LENGTHS), dim, torch.bfloat16)
     for queries, keys in ((q, k), (torch.ones_like(q), -torch.ones_like(k))):
         norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
         scale = float(bound * BOUND.value / LOG2E / next(norms) / next(norms))
