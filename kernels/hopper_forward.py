@@ -37,7 +37,7 @@ from .hopper_primitives import (
     to_lanes,
 )
 from .hopper_tiles import reachable, tiles
-from .launch import HopperForwardConfig, hopper_forward_config
+from .launch import HopperForwardConfig, hopper_forward_config, multiprocessors
 from .quick_launch import QuickLaunch, fit
 from .triton_chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
 from .triton_outputs import empty_outputs
@@ -330,7 +330,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     visits = heads // kv_heads * rows.number * blocks.capacity
     # Weights of up to 2 ** BOUND are beyond float16. Under a causal mask not all listed keys are seen, and the others must change nothing.
     norms = not causal and q.dtype == bfloat16 and visits >= NORM_VISITS * items.number
-    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, norms)
+    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, norms, batch * heads * rows.number,
+                                             multiprocessors(q.device))
     # First of all, so that the GPU cuts the lists while the rest is prepared here.
     queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None, k if norms else None)
     out, lse = empty_outputs(q, rows, in_place)

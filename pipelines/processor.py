@@ -197,13 +197,13 @@ class SSTAProcessor:
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
 
-        On an H200 with 46,080 tokens and 16 heads of 128, all blocks listed, Hopper's kernel takes 22.9 ms, SDPA 24.6 ms through cuDNN and
-        49.9 ms through FlashAttention-2 (benchmark/results/kernels_h200.csv). With heads of 64, and backward, SDPA is ahead. A backend that
-        somebody chose is used.
+        On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with heads of
+        64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv). Models that are trained keep SDPA,
+        whose backward needs less memory. A backend that somebody chose is used.
         """
         if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
             return False
-        if query.shape[-1] != 128 or torch.is_grad_enabled() and query.requires_grad:
+        if torch.is_grad_enabled() and query.requires_grad:
             return False
         return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
 
