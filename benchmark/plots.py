@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
+from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, title, with_times
 from stages import STAGES
-from table import PADDINGS, STEPS, grouped, is_dense, kept_cell, problem_of, title, with_times
 
-Row = dict[str, str]
 # Told apart also by readers who do not see all colours (Okabe and Ito's set).
 COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#000000", "#999999")
 
@@ -33,15 +32,23 @@ def plot_kernels(rows: list[Row]) -> Figure:
 
 
 def plot_sweep(rows: list[Row]) -> Figure:
-    """TFLOP/s against the number of tokens: a column for every pattern, a row for every direction and number of heads."""
+    """TFLOP/s against the number of tokens: a column for every pattern, a row for every direction and number of heads.
+
+    What was measured at one length, where the rest was at more, is left out.
+    """
     rows = [row for row in rows if row["what"] in ("forward", "backward") and row["tflops"] and row["head_dim"] == "128"]
     providers = with_times(rows)
 
     def share(row: Row) -> str:
-        return row["pattern"] if row["pattern"] != "random" else f"random, {int(row['kept']) / int(row['blocks']):.1f}"
+        return row["pattern"] if row["pattern"] != "random" else f"random, {int(row['kept']) / int(row['blocks']):.2g}"
 
-    patterns = list(dict.fromkeys(map(share, rows)))
-    lines = list(dict.fromkeys((row["heads"], row["what"]) for row in rows))
+    def lengths(chosen: list[Row]) -> list[int]:
+        return sorted({int(row["tokens"]) for row in chosen})
+
+    def shown(key) -> list:
+        return [name for name, of in grouped(rows, key).items() if len(lengths(of)) > 1 or len(lengths(rows)) == 1]
+
+    patterns, lines = shown(share), shown(lambda row: (row["heads"], row["what"]))
     figure = Figure((2.6 * len(patterns) + 1, 2.2 * len(lines) + 1), layout="constrained")
     table = figure.subplots(len(lines), len(patterns), sharex=True, sharey="row", squeeze=False)
     for (heads, what), row_of_axes in zip(lines, table):
@@ -53,6 +60,8 @@ def plot_sweep(rows: list[Row]) -> Figure:
                 if points:
                     axes.plot(*zip(*points), marker="o", markersize=3, color=COLOURS[i % len(COLOURS)], label=title(provider))
             axes.set_xscale("log")
+            axes.set_xticks(lengths(rows), [f"{n / 1000:.0f}k" for n in lengths(rows)], fontsize="x-small")
+            axes.minorticks_off()
             axes.set_title(pattern, fontsize="small")
             axes.set_ylim(bottom=0)
         row_of_axes[0].set_ylabel(f"{what}, {heads} heads, TFLOP/s", fontsize="x-small")

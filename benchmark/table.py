@@ -10,23 +10,17 @@ A place without a CSV is left as it is.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from measure import RESULTS
+from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, read_rows, title, with_times
 from shapes import LAYERS
 from stages import STAGES
 
 DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md")
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
-PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
-# What bench_pipeline.py measures, as tables and plots have it.
-STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)", "dense": "a dense step under SSTA",
-         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}", "removed": "no attention at all"}
-
-Row = dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,11 +78,6 @@ def filled(text: str, results: Path) -> str:
     return PLACE.sub(fill, text)
 
 
-def read_rows(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # The kernel
 
 
@@ -143,41 +132,9 @@ def missing_table(rows: list[Row]) -> list[list[str]]:
     return lines + [[name, "" if what == "absent" else what, note.replace("|", "/")] for name, what, note in seen]
 
 
-def grouped(rows: list[Row], key) -> dict:
-    found: dict = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
-
-
-def problem_of(row: Row) -> tuple[str, ...]:
-    return row["tokens"], row["heads"], row["head_dim"], row["block"]
-
-
 def shape_cells(problem: tuple[str, ...]) -> list[str]:
     tokens, heads, head_dim, _ = problem
     return [f"{int(tokens):,}", heads, head_dim]
-
-
-def kept_cell(row: Row) -> str:
-    pattern = {"random": "", "full": ", all", "window": ", window"}[row["pattern"]]
-    return f"{row['kept']} of {row['blocks']}{pattern}"
-
-
-def is_dense(row: Row) -> bool:
-    return row["provider"].startswith(("SDPA", "sageattention"))
-
-
-def with_times(rows: list[Row]) -> list[str]:
-    """The providers that were measured, ours first, then by appearance, those that know no patterns last."""
-    names = dict.fromkeys(row["provider"] for row in rows if row["median_ms"])
-    dense = {row["provider"] for row in rows if is_dense(row)}
-    return sorted(names, key=lambda name: (name in dense, not name.startswith("ssta")))
-
-
-def title(provider: str) -> str:
-    """The names of SSTA's own implementations in its own spelling."""
-    return provider.replace("ssta ", "SSTA ")
 
 
 # The layer

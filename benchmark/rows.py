@@ -1,0 +1,49 @@
+"""The rows of a CSV in benchmark/results: how they are read, what they are of, and the names under which tables and plots show them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+Row = dict[str, str]
+PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
+# What bench_pipeline.py measures, as tables and plots have it.
+STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)", "dense": "a dense step under SSTA",
+         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}", "removed": "no attention at all"}
+
+
+def read_rows(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def grouped(rows: list[Row], key) -> dict:
+    found: dict = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def problem_of(row: Row) -> tuple[str, ...]:
+    return row["tokens"], row["heads"], row["head_dim"], row["block"]
+
+
+def kept_cell(row: Row) -> str:
+    pattern = {"random": "", "full": ", all", "window": ", window"}[row["pattern"]]
+    return f"{row['kept']} of {row['blocks']}{pattern}"
+
+
+def is_dense(row: Row) -> bool:
+    return row["provider"].startswith(("SDPA", "sageattention"))
+
+
+def with_times(rows: list[Row]) -> list[str]:
+    """The providers that were measured, ours first, then by appearance, those that know no patterns last."""
+    names = dict.fromkeys(row["provider"] for row in rows if row["median_ms"])
+    dense = {row["provider"] for row in rows if is_dense(row)}
+    return sorted(names, key=lambda name: (name in dense, not name.startswith("ssta")))
+
+
+def title(provider: str) -> str:
+    """The names of SSTA's own implementations in its own spelling."""
+    return provider.replace("ssta ", "SSTA ")
