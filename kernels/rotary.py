@@ -7,41 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .projection import Projection
 from .reorder import new_tokens
-
-
-@dataclass(frozen=True)
-class RMSNorm:
-    """x / sqrt(mean(x ** 2) + eps) * weight, computed in float32 and rounded to x's dtype.
-
-    Args:
-        weight: ``[D]``, or ``[H, D]`` where heads differ.
-        eps: added to the mean.
-        rounds_twice: x's dtype is rounded to before the weight too.
-        scales: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, from ``token_scales``, where its heads share one mean. None: the
-            mean is over a head.
-    """
-
-    weight: Tensor
-    eps: float
-    rounds_twice: bool = False
-    scales: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Projection:
-    """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
-
-    Args:
-        x: ``[B, H, S, D]``, any strides; ``kernels_run(x)`` must be true.
-        norm: None leaves x as it is.
-        angles: float32 cosines and sines ``[B or 1, H or 1, S, D / 2]``, or ``[B or 1, H or 1, S, D]`` with each of them twice in a row:
-            channels 2i and 2i + 1 are a point in the plane and turned by angle i, in float32, rounded once. None turns nothing.
-    """
-
-    x: Tensor
-    norm: RMSNorm | None = None
-    angles: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rotary import Projection
+from .projection import Projection
 
 # Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
 # H200, in the sequence's order, half as many took 0.8 to 1.0 of the time, twice as many 1.0 to 1.2, other heads and warps as long.

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ssta.kernels import Unfinished, kernels_run
 from ssta.kernels.operators import watched
-from ssta.kernels.rotary import Projection, RMSNorm, token_scales
+from ssta.kernels.projection import Projection, RMSNorm
+from ssta.kernels.rotary import token_scales
 
 from .rope import turn_pairs
 
