@@ -64,7 +64,7 @@ compat: $(STAMP)
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version "triton==$$version.*" && \
 		(cd tests && export PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 && \
 			../$(BIN)/python -m pytest -q -n auto test_hopper_compile.py test_kernels.py test_block_sparse_attention.py \
-			test_chunks.py test_block_kernels.py \
+			test_chunks.py test_block_kernels.py test_hopper_schedule.py test_interfaces_compressed_blocks.py \
 			test_interfaces_native_sparse_attention.py test_interfaces_seer_attention.py test_interfaces_seer_decode.py) || exit 1; \
 	done
 

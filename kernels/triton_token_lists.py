@@ -75,19 +75,23 @@ def _chosen_kernel(given, limits, spans, ids, counts, whole, lists, heads, capac
     real, slot = row < lists, tl.arange(0, CAPACITY)
     low = tl.load(spans + row // heads * 3 + 1, mask=real, other=0)[:, None]
     high = tl.load(spans + row // heads * 3 + 2, mask=real, other=0)[:, None]
-    limit = capacity
+    there = (slot < capacity)[None, :]
     if limits is not None:
         limit = tl.minimum(tl.load(limits + row, mask=real, other=0), capacity).to(tl.int32)[:, None]
+        there = there & (slot[None, :] < limit)
     first = row.to(tl.int64) * capacity
     at = first[:, None] + slot[None, :]
-    item = tl.load(given + at, mask=real[:, None] & (slot < capacity)[None, :] & (slot[None, :] < limit), other=-1)
+    item = tl.load(given + at, mask=real[:, None] & there, other=-1)
     # Before it is multiplied: an id may be anything.
     known = (item >= 0) & (item < tl.cdiv(high, block_size))
     item = tl.where(known, item, 0).to(tl.int32)
     kept = known & (item * block_size + block_size > low)
     for before in range(capacity - 1):
         other = tl.load(given + first + before, mask=real, other=-1)[:, None]
-        kept = kept & ((other != item) | (slot[None, :] <= before) | (before >= limit))
+        again = (other == item) & (slot[None, :] > before)
+        if limits is not None:
+            again = again & (limit > before)
+        kept = kept & (again == 0)
     complete = kept & (item * block_size >= low) & (item * block_size + block_size <= high)
     cut = kept & (complete == 0)
     tl.store(ids + at + (tl.cumsum(complete.to(tl.int32), 1) - 1 - slot[None, :]), item, mask=complete)
