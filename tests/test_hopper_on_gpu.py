@@ -22,6 +22,12 @@ LENGTHS = [384, 131, 0, 333, 257, 7, 200]
 HEADS, KV_HEADS = 6, 2
 
 
+@pytest.fixture(params=[1, 1 << 20], ids=["large programs", "small programs"])
+def programs(request, monkeypatch):
+    """The forward's programs as they are where there are many, and where there are few. On a real number these tests would have few."""
+    monkeypatch.setattr("ssta.kernels.hopper_forward.multiprocessors", lambda device: request.param)
+
+
 def fused(batch, tokens, dim, dtype):
     """q, k and v as a projection leaves them: views into one [B, S, heads, D], every row of which also holds what is nobody's."""
     width = HEADS + 2 * KV_HEADS + 1
@@ -46,7 +52,7 @@ def lists(kind):
 @dims
 @dtypes
 @pytest.mark.parametrize("kind", ["shared", "per batch element", "per head", "per key head"])
-def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic):
+def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic, programs):
     blocks = lists(kind)
     q, k, v = fused(2, sum(LENGTHS), dim, dtype)
     attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
@@ -56,7 +62,7 @@ def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, determin
 @orders
 @both
 @pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)
-def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic):
+def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic, programs):
     """Uniform blocks whose last one is cut, on either side; more keys than queries and the other way round."""
     for q_len, kv_len in ((1201, 777), (505, 1313)):
         mask = some(2, 1, -(-q_len // sizes[0]), -(-kv_len // sizes[1]))
@@ -86,7 +92,7 @@ def test_causal_order(kind, dtype, dim, deterministic):
 
 @dims
 @pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
-def test_scores_that_are_known_to_be_small(bound, dim):
+def test_scores_that_are_known_to_be_small(bound, dim, programs):
     """As exact where they are as large as that, and where all are as small as that."""
     from ssta.kernels.hopper_forward import BOUND, LOG2E
 
