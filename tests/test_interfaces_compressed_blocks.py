@@ -172,6 +172,16 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
     assert all(x.isfinite().all() for x in torch.autograd.grad(alone.sum(), (q, k, v)))
 
 
+def test_a_chosen_implementation_runs_the_selection_too(monkeypatch):
+    from ssta.kernels.interfaces import compressed_blocks
+
+    asked, resolve = [], compressed_blocks.resolve_token_impl
+    monkeypatch.setattr(compressed_blocks, "resolve_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
+    q, k, v = (torch.randn(1, 20, heads, 8) for heads in (2, 1, 1))
+    parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="gather")
+    assert asked and set(asked) == {"gather"}
+
+
 def test_sixteen_blocks_unless_told_otherwise():
     q, k, v = torch.randn(3, 1, 80, 2, 16).unbind()
     counted = [parallel_nsa(q, k, v, block_size=4, block_counts=count) for count in (None, 16, 15)]

@@ -107,10 +107,10 @@ def parallel_nsa(
     compressed = lse = None
     if g_cmp is not None or block_indices is None:
         packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
-        blocks = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens)
+        blocks = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
         keys = block_means(k, packed, block_size)
         if g_cmp is not None:
-            compressed, lse = parallel_nsa_compression(q, keys, block_means(v, packed, block_size), **blocks, impl=impl)
+            compressed, lse = parallel_nsa_compression(q, keys, block_means(v, packed, block_size), **blocks)
         if block_indices is None:
             counts = SELECTED_BLOCKS if block_counts is None else block_counts
             block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
