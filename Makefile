@@ -36,17 +36,17 @@ help:
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --size $(SIZE)
 
-# From tests/, because -m puts the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
+# Not python -m pytest, which puts the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
 # One thread a worker: the tests are many and small.
 test: $(STAMP)
-	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m pytest -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
 gpu-test: $(STAMP)
-	cd tests && ../$(BIN)/python -m pytest -m gpu
+	$(BIN)/pytest -m gpu
 
 # Every family of kernels once, under compute-sanitizer.
 sanitize: $(STAMP)
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/tools/sanitize.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
@@ -62,10 +62,9 @@ bench: $(STAMP)
 compat: $(STAMP)
 	for version in 3.6 3.7 3.8 3.9; do \
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version "triton==$$version.*" && \
-		(cd tests && export PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 && \
-			../$(BIN)/python -m pytest -q -n auto test_hopper_compile.py test_kernels.py test_block_sparse_attention.py \
-			test_chunks.py test_block_kernels.py test_hopper_schedule.py test_interfaces_compressed_blocks.py \
-			test_interfaces_native_sparse_attention.py test_interfaces_seer_attention.py test_interfaces_seer_decode.py) || exit 1; \
+		PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto tests/kernels \
+			tests/interfaces/test_compressed_blocks.py tests/interfaces/test_native_sparse_attention.py \
+			tests/interfaces/test_seer_attention.py tests/interfaces/test_seer_decode.py || exit 1; \
 	done
 
 lint: $(STAMP)
@@ -81,7 +80,7 @@ check-wheel: wheel
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(call install_cpu_torch,$(WHEEL_VENV))
 	$(WHEEL_VENV)/bin/python -m pip install --quiet $(CPU_ONLY) dist/ssta-*.whl
-	cd $(WHEEL_VENV) && bin/python $(CURDIR)/tests/check_wheel.py
+	cd $(WHEEL_VENV) && bin/python $(CURDIR)/tests/tools/check_wheel.py
 
 $(STAMP): setup.py pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "ssta needs Python 3.10 or newer, got %d.%d" % v[:2])'

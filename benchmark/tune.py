@@ -1,4 +1,4 @@
-"""Which launch configurations suit this GPU? Sweeps the candidates of kernels/launch.py and says which line to change.
+"""Which launch configurations suit this GPU? Sweeps candidates and says which line of kernels/*/config.py to change.
 
     python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
 
@@ -24,15 +24,9 @@ from shapes import Pattern, Problem, kept
 from truth import Truth, Wrong, truth
 
 from ssta.kernels import BlockLists, resolve_impl
-from ssta.kernels.launch import (
-    HopperForwardConfig,
-    LaunchConfig,
-    device_limits,
-    dkv_config,
-    dq_config,
-    forward_config,
-    hopper_forward_config,
-)
+from ssta.kernels.device import device_limits
+from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
+from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' forward, and the backward where additions take turns.
@@ -148,14 +142,14 @@ def launch_configs(block: int, wide: bool) -> list[LaunchConfig]:
 
 
 def written(kernel: str, config: LaunchConfig) -> str:
-    """As the line in launch.py has it: dkv_config writes the keys, which stay, first."""
+    """As the line in config.py has it: dkv_config writes the keys, which stay, first."""
     first, second = (config.block_n, config.block_m) if kernel == "dkv" else (config.block_m, config.block_n)
     return f"LaunchConfig({first}, {second}, {config.num_warps}, {config.num_stages})"
 
 
 def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], setting: Setting) -> Callable[[], object]:
-    from ssta.kernels.triton_backward import triton_backward
-    from ssta.kernels.triton_forward import triton_forward
+    from ssta.kernels.portable.backward import triton_backward
+    from ssta.kernels.portable.forward import triton_forward
 
     if kernel == "forward":
         return lambda: triton_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False, config)[0]
@@ -173,7 +167,9 @@ def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
 
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     """The forward's configurations; of the backward every number by itself, with the others as they are."""
-    from ssta.kernels import hopper_backward, hopper_forward, hopper_schedule
+    from ssta.kernels.hopper import backward as hopper_backward
+    from ssta.kernels.hopper import forward as hopper_forward
+    from ssta.kernels.lowering import dq_schedule
 
     given = setting.q, setting.k, setting.v
     pattern = setting.blocks, setting.scale, False
@@ -191,12 +187,12 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     found = [Candidate(f"hopper_backward.constants, STAGED = {value}",
                        with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(STAGED=value), run),
                        value == usual(setting.problem.head_dim, True)["STAGED"]) for value in STAGED]
-    return found + [Candidate(f"hopper_schedule.GAP = {value}", with_patch(hopper_schedule, "GAP", value, run), False)
-                    for value in GAPS if value != hopper_schedule.GAP]
+    return found + [Candidate(f"dq_schedule.GAP = {value}", with_patch(dq_schedule, "GAP", value, run), False)
+                    for value in GAPS if value != dq_schedule.GAP]
 
 
 def hopper_forward_with(config: HopperForwardConfig, *arguments) -> torch.Tensor:
-    from ssta.kernels.hopper_forward import hopper_forward
+    from ssta.kernels.hopper.forward import hopper_forward
 
     return hopper_forward(*arguments, config=config)[0]
 
@@ -215,8 +211,8 @@ def advise(kernel: str, rows: list[dict]) -> str:
     """One sentence: keep the present configuration, or what to write in its place."""
     present = next(row for row in rows if row["present"])
     best = rows[0]
-    place = {"hopper": "kernels/launch.py, hopper_forward_config"}.get(kernel, "kernels/")
-    place = f"kernels/launch.py, {kernel}_config" if kernel in PORTABLE else place
+    place = {"hopper": "kernels/hopper/config.py, hopper_forward_config"}.get(kernel, "kernels/")
+    place = f"kernels/portable/config.py, {kernel}_config" if kernel in PORTABLE else place
     if best["median_ms"] == "":
         return f"{place}: nothing could be measured"
     if present["median_ms"] == "":

@@ -6,9 +6,9 @@ if __name__ == "ssta.kernels":
     from .attention import IMPLEMENTATIONS, attend_in_place, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
     from .blocks import BlockLists
     from .operators import kernels_run
-    from .pick import best_blocks, pick_blocks, score_blocks
-    from .reorder import gather_blocks, take_tokens
-    from .rotary import Unfinished
+    from .prologue.deferred import Unfinished
+    from .prologue.reorder import gather_blocks, take_tokens
+    from .prologue.select import best_blocks, pick_blocks, score_blocks
 
     __all__ = ["IMPLEMENTATIONS", "BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
                "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]

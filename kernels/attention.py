@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockLists
-from .launch import brings_together
 from .operators import watched
+from .routing import brings_together
 
 IMPLEMENTATIONS = ("auto", "reference", "gather", "triton", "hopper")
 KERNELS = ("triton", "hopper")
@@ -113,7 +113,7 @@ def resolve_impl(
 
     "auto" on a GPU with float16 or bfloat16: "hopper" on a Hopper GPU (sm_90) with head_dim 64 or 128, a longest query block (``q_block``,
     in tokens) of at least 128 and a longest key block (``kv_block``) of at least 16, or shorter ones whose keys are copied together before
-    they are attended to (``launch.brings_together``); else "triton" with head_dim 16 to 256. "gather" for everything else. The backward
+    they are attended to (``routing.brings_together``); else "triton" with head_dim 16 to 256. "gather" for everything else. The backward
     of "hopper" is the portable one for key blocks of up to 64 tokens that are not copied together. Under Triton's interpreter
     (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
@@ -279,7 +279,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, caus
 def _implementation(impl: str, together: bool = False):
     """(forward, backward) of an implementation, imported when first chosen; with ``together`` over keys that are first copied together."""
     if impl == "gather":
-        from .gather import gather_backward, gather_forward
+        from .eager.blocks import gather_backward, gather_forward
 
         return gather_forward, gather_backward
     try:
@@ -287,16 +287,16 @@ def _implementation(impl: str, together: bool = False):
     except ImportError as error:
         raise ImportError(f"impl={impl!r} requires triton: pip install triton, or choose impl='gather'") from error
     if together:
-        from .triton_together import together_backward, together_forward
+        from .portable.compacted import together_backward, together_forward
 
         return tuple(map(partial, (together_forward, together_backward), _implementation(impl)))
     if impl == "hopper":
-        from .hopper_backward import hopper_backward
-        from .hopper_forward import hopper_forward
+        from .hopper.backward import hopper_backward
+        from .hopper.forward import hopper_forward
 
         return hopper_forward, hopper_backward
-    from .triton_backward import triton_backward
-    from .triton_forward import triton_forward
+    from .portable.backward import triton_backward
+    from .portable.forward import triton_forward
 
     return triton_forward, triton_backward
 

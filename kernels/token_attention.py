@@ -105,11 +105,11 @@ def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: t
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "gather":
-        from .gather_tokens import gather_tokens_backward, gather_tokens_forward
+        from .eager.tokens import gather_tokens_backward, gather_tokens_forward
 
         return gather_tokens_forward, gather_tokens_backward
-    from .triton_token_backward import triton_token_backward
-    from .triton_token_forward import triton_token_forward
+    from .portable.token_backward import triton_token_backward
+    from .portable.token_forward import triton_token_forward
 
     return triton_token_forward, triton_token_backward
 

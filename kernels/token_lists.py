@@ -145,7 +145,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     Does not synchronise. ``impl`` is "triton" or "gather", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
-        from .triton_token_lists import chosen_blocks
+        from .lowering.token_lists import chosen_blocks
 
         ids, counts, whole = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
         lists = TokenLists(ids, counts, spans, block_size, whole=whole)
@@ -185,7 +185,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     ``impl`` is "triton" or "gather", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
-        from .triton_token_lists import key_tokens, token_blocks
+        from .lowering.token_lists import key_tokens, token_blocks
 
         ids, counts, whole = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
         return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), whole)
@@ -200,7 +200,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
 def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
     """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``: a row and a cache for every token. Does not synchronise."""
     if impl == "triton":
-        from .triton_token_lists import row_blocks
+        from .lowering.token_lists import row_blocks
 
         return TokenLists(*row_blocks(mask), lengths, block_size, cache=cache)
     return TokenLists(*_sorted_rows(mask), lengths, block_size, cache=cache)

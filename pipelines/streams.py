@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ssta.kernels import Unfinished, kernels_run
 from ssta.kernels.operators import watched
-from ssta.kernels.projection import Projection, RMSNorm
-from ssta.kernels.rotary import token_scales
+from ssta.kernels.prologue.deferred import token_scales
+from ssta.kernels.prologue.projection import Projection, RMSNorm
 
 from .rope import turn_pairs
 

@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
-# What both GPU implementations are built on; they compute no attention.
-SHARED = {f"ssta.kernels.triton_{name}" for name in ("chunks", "inputs", "outputs", "primitives")}
+IMPLEMENTATIONS = ("eager", "portable", "hopper")
+# Where Triton is imported when a file is loaded.
+TRITON = ("portable", "hopper", "lowering")
 CONTRACT = {"BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks",
             "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"}
 
@@ -70,12 +71,13 @@ def is_module(module: str) -> bool:
     return False
 
 
-def implementation(module: str) -> str | None:
-    """reference, gather, triton or hopper for a module that computes attention; None for what they may share."""
-    if not is_in(module, "ssta.kernels") or module.count(".") != 2:
-        return None
-    family = module.split(".")[2].split("_")[0]
-    return family if family in ("reference", "gather", "triton", "hopper") else None
+def room(module: str) -> str | None:
+    """The folder of kernels/ that a module is in, or the name of a module that stands beside the folders; None outside of kernels/."""
+    return module.split(".")[2] if module.startswith("ssta.kernels.") else None
+
+
+def needs_triton(module: str) -> bool:
+    return room(module) in TRITON or room(module) == "prologue" and module.endswith("_kernel")
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -84,8 +86,7 @@ def violations(path: str, source: str) -> list[str]:
     floor = FLOORS[folder]
     module = ".".join([floor, *below]).removesuffix(".__init__")
     package = ".".join([floor, *below[:-1]])
-    own = implementation(module)
-    uses_triton = own in ("triton", "hopper")
+    own, uses_triton = room(module), needs_triton(module)
     found = []
     for imported in imports_of(source, package):
         target = imported.module
@@ -94,7 +95,7 @@ def violations(path: str, source: str) -> list[str]:
         top = target.split(".")[0]
 
         if top == "triton" and not (uses_triton or floor == "ssta.kernels" and not imported.at_load):
-            found.append("triton is imported only in kernels/triton_*.py and kernels/hopper_*.py, or by kernels/ inside a function")
+            found.append("triton is imported by kernels/ in the folders that need it, or inside a function")
         elif top == "diffusers" and floor != "ssta.pipelines":
             found.append("diffusers is imported only in pipelines/")
         elif top == "matplotlib" and (path != "ssta/plot.py" or imported.at_load):
@@ -111,16 +112,19 @@ def violations(path: str, source: str) -> list[str]:
         if floor == "ssta" and is_in(target, "ssta.kernels"):
             if target != "ssta.kernels" or imported.name not in CONTRACT:
                 found.append(f"ssta uses {sorted(CONTRACT)} of ssta.kernels, not {target} {imported.name or ''}".rstrip())
-        other = implementation(target)
-        if own and other and own != other and target not in SHARED:
-            found.append(f"the implementation {own} imports the implementation {other}")
-        if other in ("triton", "hopper") and imported.at_load and not uses_triton:
+        other = room(target)
+        if own in IMPLEMENTATIONS and other in (*IMPLEMENTATIONS, "reference", "prologue", "interfaces") and own != other:
+            found.append(f"the implementation {own} imports {other}")
+        if own in ("lowering", "prologue") and other in (*IMPLEMENTATIONS, "reference", "interfaces"):
+            found.append(f"{own} imports {other}, which stands above it")
+        if needs_triton(target) and imported.at_load and not uses_triton:
             found.append(f"{target} needs triton and is imported when a kernel first runs, not when the file is loaded")
     return [f"{path}: {sentence}" for sentence in found]
 
 
 def package_files() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
+    return sorted(str(path.relative_to(ROOT)) for folder in FLOORS for path in (ROOT / folder).rglob("*.py")
+                  if not path.is_symlink() and not any(parent.is_symlink() for parent in path.parents))
 
 
 @pytest.mark.parametrize("path", package_files())
@@ -131,16 +135,16 @@ def test_file_keeps_the_import_rules(path):
 @pytest.mark.parametrize("path, source", [
     ("kernels/attention.py", "import triton"),
     ("ssta/selection.py", "def f():\n    import triton.language"),
-    ("kernels/attention.py", "from .triton_forward import forward"),
-    ("kernels/attention.py", "from . import triton_forward"),
+    ("kernels/attention.py", "from .portable.forward import triton_forward"),
+    ("kernels/attention.py", "from .portable import forward"),
     ("kernels/blocks.py", "from ssta.layout import TileLayout"),
     ("kernels/blocks.py", "from ..layout import TileLayout"),
     ("kernels/blocks.py", "from .. import layout"),
-    ("kernels/gather.py", "def f():\n    from .reference import reference_attention"),
-    ("kernels/triton_forward.py", "from ssta.kernels import gather"),
-    ("kernels/triton_forward.py", "import importlib\nimportlib.import_module('.gather', __package__)"),
+    ("kernels/eager/blocks.py", "def f():\n    from ..reference import reference_attention"),
+    ("kernels/portable/forward.py", "from ssta.kernels.eager import blocks"),
+    ("kernels/portable/forward.py", "import importlib\nimportlib.import_module('..eager.blocks', __package__)"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
-    ("kernels/launch.py", "import diffusers"),
+    ("kernels/device.py", "import diffusers"),
     ("ssta/selection.py", "from .kernels import IMPLEMENTATIONS"),
     ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
     ("ssta/selection.py", "import ssta.kernels"),
@@ -155,8 +159,8 @@ def test_a_broken_rule_is_seen(path, source):
 
 
 @pytest.mark.parametrize("path, source", [
-    ("kernels/attention.py", "def f():\n    import triton\n    from .triton_forward import forward"),
-    ("kernels/triton_forward.py", "import triton\nfrom . import triton_primitives\nfrom .launch import select_config"),
+    ("kernels/attention.py", "def f():\n    import triton\n    from .portable.forward import triton_forward"),
+    ("kernels/portable/forward.py", "import triton\nfrom ..lowering import primitives\nfrom .config import forward_config"),
     ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
     ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
     ("ssta/report.py", "from ssta.kernels import resolve_impl"),
@@ -170,9 +174,9 @@ def test_what_the_rules_allow(path, source):
 @pytest.mark.parametrize("statement", ["import ssta", "import ssta.kernels", "import ssta.masks",
                                        "from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention",
                                        "from ssta import SSTAConfig, TokenLayout, ssta_3d_attention"])
-def test_a_fresh_import_loads_torch_and_nothing_heavier(statement):
+def test_a_fresh_import_loads_torch_and_nothing_heavier(statement, tmp_path):
     program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT / "tests")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     loaded = {module.split(".")[0] for module in run.stdout.split()}
     assert "ssta" in loaded
@@ -187,4 +191,4 @@ def test_the_version_is_said_once():
 
 @pytest.mark.parametrize("folder, floor", FLOORS.items())
 def test_the_repository_is_what_is_tested(folder, floor):
-    assert Path(importlib.import_module(floor).__file__).parent == ROOT / folder
+    assert Path(importlib.import_module(floor).__file__).resolve().parent == ROOT / folder

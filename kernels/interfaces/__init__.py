@@ -1,4 +1,4 @@
-"""The same kernels under the signatures that users of other libraries already call; one module a library, loaded when first asked for."""
+"""The same kernels under the signatures that users of other libraries already call; one package a library, loaded when first asked for."""
 
 # As in kernels/__init__.py: under its top-level name this folder stays empty.
 if __name__ == "ssta.kernels.interfaces":
@@ -9,12 +9,12 @@ if __name__ == "ssta.kernels.interfaces":
         "magi_attention": ("SparseArgs", "block_sparse_attn"),
         "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
         "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",
-                           "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func"),
-        "seer_decode": ("block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
-                        "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
-        # tilelang's name is the module's own and is taken from the module.
-        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_fwd", "selected_attention"),
-        "compressed_blocks": ("parallel_nsa_compression", "parallel_nsa_topk"),
+                           "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func",
+                           "block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
+                           "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
+        # tilelang's name is the package's own and is taken from the package.
+        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_compression", "parallel_nsa_fwd", "parallel_nsa_topk",
+                                    "selected_attention"),
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..launch import GATHERED_BELOW
+from ..routing import GATHERED_BELOW
 from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_int, require_tensor, unpack_heads
 
 
@@ -24,7 +24,7 @@ class SparseArgs:
             block has fewer than 128 tokens, which one head does not fill a program with.
         sparse_load: keys are gathered one by one, or copied together first where 512 query rows share a list. Blocks of fewer than 16 keys
             always are and longer ones never, which come as tiles; the other value is refused.
-        tile_shape: (query rows, keys) of a tile. Refused: ``kernels/launch.py`` chooses it by head_dim, block sizes and GPU.
+        tile_shape: (query rows, keys) of a tile. Refused: the launch table, ``config.py``, chooses it by head_dim, block sizes and GPU.
 
     Raises:
         TypeError, ValueError: what was required and what came, or why an option is refused.

@@ -1,0 +1,48 @@
+"""What a GPU offers: shared memory, multiprocessors, tile loads through descriptors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+HOPPER_SHARED_MEMORY = 227 * 1024
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a GPU offers to one program."""
+
+    shared_memory: int  # bytes
+    copy_engine: bool   # loads tiles through descriptors: Hopper and later
+
+    def five_stages(self, head_dim: int) -> bool:
+        """Whether five stages of 64 keys fit beside 128 rows, through the copy engine."""
+        return self.copy_engine and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Those of ``device``; where there is no GPU to ask (Triton's interpreter) Hopper's."""
+    if device.type != "cuda":
+        return DeviceLimits(HOPPER_SHARED_MEMORY, copy_engine=True)
+    return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _device_limits(index: int) -> DeviceLimits:
+    properties = torch.cuda.get_device_properties(index)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    return DeviceLimits(shared, copy_engine=torch.version.hip is None and properties.major >= 9)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Those of ``device``; where there is no GPU to ask (Triton's interpreter) one, so that it runs few programs."""
+    if device.type != "cuda":
+        return 1
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

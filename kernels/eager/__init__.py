@@ -1,0 +1,1 @@
+"""Attention in plain torch: runs wherever torch runs."""

@@ -1,0 +1,258 @@
+"""Native sparse attention (Yuan et al. 2025): every token attends to the key blocks selected for it, with the names of fla and tilelang.
+
+``selected_attention`` is the selected branch itself, ``parallel_nsa`` fla's function, and ``native_sparse_attention`` tilelang's kernel.
+The compressed branch and the selection are in compressed.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...token_lists import lists_from_ids
+from ..arguments import require_bool, require_int
+from .compressed import DIMS, INTEGERS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
+
+# Keys that the window branch takes as one block.
+WINDOW_BLOCK = 64
+# Blocks that a token selects where nothing else is asked for; fla's default.
+SELECTED_BLOCKS = 16
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = None, block_size: int = 64,
+    scale: float | None = None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of every token to the key blocks selected for it; a block that is not yet over is seen up to the token.
+
+    Args:
+        q: ``[B, T, HQ, D]``, float16 or bfloat16; in plain torch also float32 and float64.
+        k: ``[B, Tk, H, D]``, HQ a multiple of H. With Tk > T the queries are the last T positions.
+        v: ``[B, Tk, H, Dv]``.
+        block_indices: int32 or int64 ``[B, T, H, S]``, block numbers within the sequence, shared by the query heads of a key/value head.
+            Unsorted is fine. Numbers below 0 and blocks that begin after the token or past the keys are skipped, whatever the number.
+        block_counts: how many of the S count: None for all, an int, or int32 or int64 ``[B, T, H]``.
+        block_size: tokens of a block.
+        scale: factor on the scores; default 1 / sqrt(D).
+        cu_seqlens: int32 or int64 ``[N + 1]``: B is 1 and sequences lie behind one another; blocks and block_indices begin anew in each.
+            Or a pair of such, of the queries and of the keys: the queries of a sequence are then its last positions.
+        return_lse: also return the log-sum-exp of each row's scaled scores.
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+
+    Returns:
+        out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
+
+    Differentiable in q, k and v; the same bits for the same inputs, without waiting for the device.
+
+    Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
+    counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
+    require_int("block_size", block_size, 1)
+    packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
+    if isinstance(block_counts, Tensor):
+        check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
+        block_counts = block_counts.flatten(0, 1)
+    elif block_counts is not None:
+        require_int("block_counts", block_counts, 0)
+        block_indices, block_counts = block_indices[..., :block_counts], None
+    lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, _lists_impl(q, v, impl))
+    out, lse = _attend(q, k, v, lists, scale, impl)
+    return (out, lse) if return_lse else out
+
+
+def parallel_nsa(
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None, g_swa: Tensor | None = None,
+    block_indices: Tensor | None = None, block_counts: Tensor | int | None = None, block_size: int = 64, window_size: int = 0,
+    scale: float | None = None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None, *, impl: str = "auto",
+) -> Tensor:
+    """fla's parallel_nsa: ``selected_attention * g_slc``, plus ``compressed * g_cmp`` where that gate is given, plus ``sliding window *
+    g_swa`` where window_size > 0.
+
+    Args:
+        q, k, v, block_size, cu_seqlens, impl: as in ``selected_attention``.
+        g_cmp: ``[B, T, HQ]`` gate of the compressed branch, in which every token attends to the mean key and mean value of each block
+            that is over at it; None for no such branch.
+        g_slc: ``[B, T, HQ]`` gate of the selected branch, or None for 1.
+        g_swa: ``[B, T, HQ]`` gate of the window branch, or None for 1. Without effect where there is no window, as upstream.
+        block_indices: as in ``selected_attention``, and taken whether or not g_cmp is given. None: ``parallel_nsa_topk`` selects them by
+            the mean keys; no gradient flows through the selection.
+        block_counts: as in ``selected_attention``; where blocks are selected here, how many, None being 16, and the largest of a tensor
+            is read back.
+        window_size: keys that the window branch sees, the token's own included; 0 for no such branch.
+        scale: factor on the scores of the selected and the compressed branch; default 1 / sqrt(D), which the window branch always has, as
+            upstream, where flash-attn is called without it.
+
+    Returns:
+        ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention`` and ``parallel_nsa_topk``;
+        block_counts defaults to all of given block_indices; blocks are selected without g_cmp too.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    require_int("window_size", window_size, 0)
+    require_int("block_size", block_size, 1)
+    q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None:
+            check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), q.shape[:3], "[B, T, HQ]", q.device)
+    compressed = lse = None
+    if g_cmp is not None or block_indices is None:
+        packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
+        blocks = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
+        keys = block_means(k, packed, block_size)
+        if g_cmp is not None:
+            compressed, lse = parallel_nsa_compression(q, keys, block_means(v, packed, block_size), **blocks)
+        if block_indices is None:
+            counts = SELECTED_BLOCKS if block_counts is None else block_counts
+            block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
+                                                            **blocks), None
+    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
+    if g_slc is not None:
+        out = out * g_slc[..., None]
+    if compressed is not None:
+        out = out + compressed * g_cmp[..., None]
+    if window_size:
+        near = _window_attention(q, k, v, window_size, cu_seqlens, impl)
+        out = out + (near if g_swa is None else near * g_swa[..., None])
+    return out
+
+
+def parallel_nsa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None, block_size: int, scale: float | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, token_indices_q: Tensor | None = None, *, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """fla's forward alone, ``fla.ops.nsa.parallel.parallel_nsa_fwd``: ``selected_attention`` with the log-sum-exp.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: the two of ``cu_seqlens``, or None.
+        token_indices_q: upstream's table of every token's sequence and place; both follow from cu_seqlens_q here, so it is not read.
+        The others, and the result: as in ``selected_attention``, whose gradient this has too.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
+    cu_seqlens = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    return selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
+
+
+@overload
+def native_sparse_attention(
+    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+    groups: int = 1, selected_blocks: int = 16,
+) -> NativeSparseAttention: ...
+
+
+@overload
+def native_sparse_attention(
+    Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+    block_size: int = 64, groups: int = 1, selected_blocks: int = 16,
+) -> Tensor: ...
+
+
+def native_sparse_attention(*problem, **options):
+    """tilelang's kernel, in both forms that its examples have had: a factory of the callable for one problem size, or the attention of
+    tensors at once.
+
+    Args:
+        batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
+            tilelang's decode example.
+        heads: query heads; ``groups`` of them share a key/value head.
+        Q, K, V, BlockIndices: the tensors, in place of batch, heads and seq_len.
+        dim: head dimension.
+        is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
+        scale: factor on the scores; default 1 / sqrt(dim).
+        block_size: tokens of a block.
+        selected_blocks: S of the block indices.
+
+    Returns:
+        From sizes a callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) ->
+        Output``; from tensors the output.
+
+    Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
+    too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
+    return (_attend_tensors if with_tensors else _for_size)(*problem, **options)
+
+
+def _for_size(batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+              groups: int = 1, selected_blocks: int = 16) -> NativeSparseAttention:
+    sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
+    for name, value in sizes.items():
+        require_int(name, value, 1)
+    require_bool("is_causal", is_causal)
+    if heads % groups:
+        raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
+    return NativeSparseAttention(**sizes, is_causal=is_causal, scale=scale)
+
+
+def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+                    block_size: int = 64, groups: int = 1, selected_blocks: int = 16, *, impl: str = "auto") -> Tensor:
+    q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+    kernel = _for_size(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
+    return kernel(q, k, v, BlockIndices, impl=impl)
+
+
+@dataclass(frozen=True)
+class NativeSparseAttention:
+    """What ``native_sparse_attention`` returns: selected-blocks attention for tensors of one size."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    dim: int
+    is_causal: bool
+    scale: float | None
+    block_size: int
+    groups: int
+    selected_blocks: int
+
+    def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
+        """Output in Q's shape and dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
+        q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+        kv_heads = self.heads // self.groups
+        tokens = 1 if q.shape[1] == 1 else self.seq_len
+        for name, x, dtypes, *shape in (
+                ("Q", q, (q.dtype,), tokens, self.heads, self.dim),
+                ("K", k, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("V", v, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("BlockIndices", BlockIndices, INTEGERS, tokens, kv_heads, self.selected_blocks)):
+            check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
+        packed = packed_sequences(q, k, k.shape[1], None)
+        spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
+        lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, _lists_impl(q, v, impl))
+        return _attend(q, k, v, lists, self.scale, impl)[0]
+
+
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str
+                      ) -> Tensor:
+    """Attention of every token to the last ``window`` keys up to its own."""
+    packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
+    spans = packed.spans(window=window)
+    # As many blocks as a window can touch, from the one that it begins in.
+    ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
+    lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
+    return _attend(q, k, v, lists, None, impl)[0]
+
+
+def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
+    return resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])

@@ -1,0 +1,313 @@
+"""Lists of blocks become lists of chunks: runs of at most CHUNK tokens that a kernel loads in one step, whole ones apart from cut ones.
+
+The kernels then have one simple loop over whole chunks, with no mask at all, and one over the chunks that a ragged tail or the causal
+diagonal cuts, whatever the blocks looked like. The order inside a list is free, so this costs nothing but one small launch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import BlockLists
+from .primitives import block_bounds, load_rows
+from .quick_launch import QuickLaunch, fit
+
+# List entries read at once by one program.
+SEGMENT = 256
+# Keys whose norms one program takes at once.
+NORM_ROWS = 64
+# Parts of a ``Queue``, in numbers of 4 bytes.
+HEADER = tl.constexpr(8)
+ENTRY = tl.constexpr(8)
+
+
+class Chunks(NamedTuple):
+    """For each row of the lists: whole chunks from the front of ``starts``, cut ones from its back, their token counts in ``sizes``."""
+
+    starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
+    sizes: Tensor    # int32, same shape, tokens of a chunk that is cut; not written for whole ones
+    whole: Tensor    # int32 [B|1, H|1, rows]
+    cut: Tensor      # int32 [B|1, H|1, rows]
+
+
+class Queue(NamedTuple):
+    """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
+
+    ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
+    are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes,
+    but where no chunk can be cut. From ``norms_at`` on, if keys were given, for every (batch, norm head, rank) the largest squared norm of
+    the keys that the row attends to, as the bits of a float32, where norm heads are the list heads or the key heads, whichever are more;
+    then that of every (batch, key head, block).
+    """
+
+    data: Tensor
+    batch: int
+    heads: int
+    width: int        # of a row of starts or sizes
+    norms_at: int
+    norm_heads: int   # 0 without norms
+
+
+class Cut(NamedTuple):
+    """How the tokens of one axis are cut into blocks, as the kernels take it."""
+
+    starts: Tensor   # int32 [B|1, H|1, number], first token of a block; any tensor when uniform
+    sizes: Tensor    # int32, same shape, real tokens of a block; any tensor when uniform
+    uniform: bool    # every block has ``length`` tokens, but for the last one
+    length: int      # tokens of the longest block
+    tokens: int
+    number: int      # of blocks
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
+
+
+class Geometry(NamedTuple):
+    """What of a ``Cut`` is known on the host."""
+
+    shape: torch.Size | None   # of ``starts``; None when uniform
+    length: int
+    tokens: int
+    number: int
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.shape is None else _shared_strides(self.shape, heads)
+
+
+def q_cut(blocks: BlockLists, tokens: int) -> Cut:
+    """How the query tokens are cut."""
+    uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
+    return Cut(*bounds, uniform, blocks.max_q_length, tokens, blocks.num_q_blocks)
+
+
+def kv_cut(blocks: BlockLists, tokens: int) -> Cut:
+    """How the key tokens are cut."""
+    uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
+    number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
+    return Cut(*bounds, uniform, blocks.max_kv_length, tokens, number)
+
+
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
+_NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
+            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift",
+            "norms_at", "norm_batches", "norm_heads", "norm_group"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, whole, cut,
+                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
+                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                   norms_at, norm_batches, norm_heads, norm_group,
+                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr,
+                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, QUEUE: tl.constexpr, NORMS: tl.constexpr):
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_list = batch.to(tl.int64) * list_batch + (head // list_group) * list_head
+    list_row = first_list + row
+    row_at = batch * row_batch + (head // row_group) * row_head
+    item_at = batch * item_batch + (head // item_group) * item_head
+    first_row = (batch.to(tl.int64) * heads + head) * rows
+    out_row = first_row + row
+    if QUEUE:
+        entries = starts + HEADER
+        total = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+        starts = entries + total * ENTRY
+        sizes = starts + total * width
+    row_start, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
+    count = tl.minimum(tl.load(counts + list_row), capacity)
+    number_whole, number_cut = 0, 0
+    for first in range(0, count * parts, SEGMENT):
+        slot = first + tl.arange(0, SEGMENT)
+        item = tl.load(indices + list_row * capacity + slot // parts, mask=slot < count * parts, other=-1)
+        # Ids out of range count as absent.
+        known = (item >= 0) & (item < items)
+        item_start, item_size = block_bounds(item_starts, item_sizes, item_at, tl.where(known, item, 0), item_length, item_tokens,
+                                             UNIFORM_ITEMS)
+        offset = (slot % parts) * CHUNK
+        start, size = item_start + offset, tl.minimum(item_size - offset, CHUNK)
+        seen, complete = known & (size > 0), size == CHUNK
+        if CAUSAL:
+            # Key j is visible to query i when j <= i + shift.
+            if ROWS_ARE_QUERIES:
+                seen = seen & (start <= row_start + row_size - 1 + shift)
+                complete = complete & (start + CHUNK - 1 <= row_start + shift)
+            else:
+                seen = seen & (row_start <= start + size - 1 + shift)
+                complete = complete & (row_start + row_size - 1 <= start + shift)
+        is_whole, is_cut = seen & complete, seen & (complete == 0)
+        at_front = number_whole + tl.cumsum(is_whole.to(tl.int32), 0) - 1
+        at_back = width - (number_cut + tl.cumsum(is_cut.to(tl.int32), 0))
+        tl.store(starts + out_row * width + at_front, start, mask=is_whole)
+        tl.store(starts + out_row * width + at_back, start, mask=is_cut)
+        tl.store(sizes + out_row * width + at_back, size, mask=is_cut)
+        number_whole += tl.sum(is_whole.to(tl.int32), 0)
+        number_cut += tl.sum(is_cut.to(tl.int32), 0)
+    # A row without real tokens attends to nothing.
+    number_whole, number_cut = tl.where(row_size > 0, number_whole, 0), tl.where(row_size > 0, number_cut, 0)
+    if QUEUE:
+        # The rank is the number of rows that go first: those with longer lists, and of equally long ones the later, which under a
+        # causal mask see more.
+        rank = 0
+        for first in range(0, rows, SEGMENT):
+            other = first + tl.arange(0, SEGMENT)
+            length = tl.minimum(tl.load(counts + first_list + other, mask=other < rows, other=-1), capacity)
+            sooner = (length > count) | ((length == count) & (other > row))
+            rank += tl.sum((sooner & (other < rows)).to(tl.int32), 0)
+        entry = entries + (first_row + rank) * ENTRY
+        tl.store(entry, row_start)
+        tl.store(entry + 1, row_size)
+        tl.store(entry + 2, number_whole)
+        tl.store(entry + 3, number_cut)
+        tl.store(entry + 4, row)
+        if out_row == 0:
+            tl.store(entries - HEADER, 0)
+        if NORMS:
+            # For each (batch, norm head) that reads this list.
+            norms = entries - HEADER + norms_at
+            blocks = norms + tl.cast(norm_batches, tl.int64) * norm_heads * rows
+            lists = tl.num_programs(2)
+            shared = norm_heads // heads
+            for reader in range(0, norm_batches // lists * shared):
+                at_batch, at_head = batch + reader // shared, head * shared + reader % shared
+                at_block = (at_batch.to(tl.int64) * (norm_heads // norm_group) + at_head // norm_group) * items
+                largest = tl.zeros([SEGMENT], tl.int32)
+                for first in range(0, count, SEGMENT):
+                    slot = first + tl.arange(0, SEGMENT)
+                    item = tl.load(indices + list_row * capacity + slot, mask=slot < count, other=-1)
+                    known = (item >= 0) & (item < items)
+                    largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
+                tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
+    else:
+        tl.store(whole + out_row, number_whole)
+        tl.store(cut + out_row, number_cut)
+
+
+# Not specialised on any number, as above.
+_NORM_NUMBERS = ["at", "k_batch", "k_head", "k_row", "item_batch", "item_head", "item_group", "item_length", "item_tokens"]
+
+
+@triton.jit(do_not_specialize=_NORM_NUMBERS)
+def _norms_kernel(queue, k, item_starts, item_sizes, at, k_batch, k_head, k_row, item_batch, item_head, item_group, item_length,
+                  item_tokens, ROWS: tl.constexpr, DIM: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
+    item, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item_at = batch * item_batch + (head // item_group) * item_head
+    start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
+    # Rows begin at multiples of 16 bytes. Without these words, as numbers are not specialised on, they would be read entry by entry, in
+    # four times the time.
+    k += (batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head) // 8 * 8
+    k_row = k_row // 8 * 8
+    largest = tl.zeros([ROWS], tl.int32)
+    for first in range(0, size, ROWS):
+        keys = load_rows(k, start + first, k_row, size - first, ROWS, DIM, DIM, True).to(tl.float32)
+        # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN, without its sign, above them; a maximum
+        # of numbers would drop NaN.
+        largest = tl.maximum(largest, tl.sum(keys * keys, 1).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    place = (batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + item
+    tl.store(queue + at + place, tl.max(largest, 0))
+
+
+def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+                rows_are_queries: bool = True) -> Chunks:
+    """Cuts every listed block into chunks of ``chunk`` tokens.
+
+    Args:
+        blocks: the lists; of a transpose, rows are key blocks and items query blocks.
+        rows, items: the cuts of the rows' and of the listed blocks' tokens.
+        chunk: tokens of a chunk, a power of two.
+        causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
+        rows_are_queries: False for a transpose.
+    """
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, None)
+    batch, heads, width = plan.extent
+    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
+    whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
+    _launch(plan, blocks, rows, items, starts, sizes, whole, cut)
+    return Chunks(starts, sizes, whole, cut)
+
+
+def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+               keys: Tensor | None = None) -> Queue:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them.
+
+    ``keys`` bfloat16 or float16 [B, Hkv, Skv, D], D a power of two, ``aligned``: their norms are wanted too.
+    """
+    heads = (0, 0) if keys is None else keys.shape[:2]
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, heads)
+    data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
+    if keys is not None:
+        dim, strides = keys.shape[3], keys.stride()
+        numbers = (plan.size - heads[0] * heads[1] * items.number, *strides[:3], *plan.item_strides, items.length, items.tokens)
+        _find_norms((data.get_device(), keys.dtype, dim, items.uniform, fit(numbers)), (items.number, heads[1], heads[0]), (),
+                    (data, keys, items.starts, items.sizes), numbers, dict(ROWS=NORM_ROWS, DIM=dim, UNIFORM_ITEMS=items.uniform), {})
+    _launch(plan, blocks, rows, items, data, None, None, None)
+    return Queue(data, *plan.extent, plan.norms_at, plan.norm_heads)
+
+
+class _Plan(NamedTuple):
+    """What a launch takes beside tensors."""
+
+    extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
+    size: int                      # of a queue's data
+    norms_at: int
+    norm_heads: int
+    item_strides: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict
+    key: tuple
+
+
+# Kept, because it depends on shapes alone and takes longer to work out than the launch.
+@lru_cache(maxsize=256)
+def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None, rows_are_queries: bool,
+          keys: tuple[int, int] | None) -> _Plan:
+    """``keys``: None for lists of chunks; for a queue the batch and heads of keys whose norms are wanted, (0, 0) if none are."""
+    batch, heads = counts[:2]
+    for cut in (rows, items):
+        if cut.shape is not None:
+            batch, heads = max(batch, cut.shape[0]), max(heads, cut.shape[1])
+    key_batch, key_heads = keys or (0, 0)
+    norm_heads = max(heads, key_heads) if key_heads else 0
+    parts = -(-items.length // chunk)
+    width = max(capacity * parts, 1)
+    cuts = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if cuts else 1) * width)
+    size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
+    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
+               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0, norms_at, key_batch,
+               norm_heads, norm_heads // max(key_heads, 1))
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
+                     UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=keys is not None, NORMS=key_heads > 0)
+    return _Plan((batch, heads, width), size, norms_at, norm_heads, items.strides(key_heads), numbers, constants,
+                 (fit(numbers), *constants.values()))
+
+
+_cut_chunks = QuickLaunch(_chunks_kernel)
+_find_norms = QuickLaunch(_norms_kernel)
+
+
+def _launch(plan: _Plan, blocks: BlockLists, rows: Cut, items: Cut, starts: Tensor, sizes: Tensor | None, whole: Tensor | None,
+            cut: Tensor | None) -> None:
+    batch, heads, _ = plan.extent
+    _cut_chunks((starts.get_device(), plan.key), (rows.number, heads, batch), (),
+                (blocks.counts.contiguous(), blocks.indices.contiguous(), rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes,
+                 whole, cut), plan.numbers, plan.constants, {})
+
+
+def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
+    """(batch stride, head stride, heads that share one entry) of a contiguous ``[B|1, H|1, n]`` tensor read by ``heads`` heads."""
+    return _shared_strides(x.shape, heads)
+
+
+def _shared_strides(shape: torch.Size, heads: int) -> tuple[int, int, int]:
+    return (shape[1] * shape[2] if shape[0] > 1 else 0), shape[2], heads // shape[1]

@@ -1,0 +1,1 @@
+"""Attention in Triton: runs on every GPU that Triton knows."""

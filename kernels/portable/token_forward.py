@@ -1,0 +1,190 @@
+"""Forward kernel for lists of one query token: the query heads of a key/value head are the rows of a tile.
+
+Blocks that the token sees wholly come as tiles of keys, through the copy engine where there is one; the keys of the others are gathered.
+Where tokens are few, as in decoding, several programs share a list and a second kernel merges their parts by lse (flash-decoding,
+Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import device_limits, multiprocessors
+from ..lowering.inputs import aligned
+from ..lowering.primitives import LN2, LOG2E, load_rows, softmax_step
+from ..token_lists import PaddedCache, TokenLists
+from .config import token_config, token_splits
+
+
+@triton.jit
+def token_span(spans, token, pitch, cache_rows, CACHE: tl.constexpr):
+    """(origin, low, high) of a token, as TokenLists has it; CACHE is 0 for spans that are spelled out, 1 for left-padded caches, else 2."""
+    if CACHE == 0:
+        return tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
+    else:
+        length = tl.minimum(tl.maximum(tl.load(spans + token), 0), cache_rows).to(tl.int32)
+        first = cache_rows - length if CACHE == 1 else 0
+        return token * pitch, first, first + length
+
+
+@triton.jit
+def list_parts(counts, whole, at, capacity, TILED: tl.constexpr):
+    """(entries at the front whose blocks are taken as tiles, further ones at the front, entries at the back)."""
+    if counts is None:
+        return 0, capacity, 0
+    else:
+        count = tl.minimum(tl.load(counts + at), capacity)
+        if whole is None:
+            return 0, count, 0
+        else:
+            number = tl.minimum(tl.load(whole + at), count)
+            if TILED:
+                return number, 0, count - number
+            else:
+                return 0, number, count - number
+
+
+@triton.jit
+def listed_keys(ids, front, back, capacity, origin, low, high, step, N: tl.constexpr, BLOCK: tl.constexpr):
+    """(rows int64 [N], seen bool [N]): the keys of one step through ``front`` entries and ``back`` ones, and which the token sees."""
+    lane = step * N + tl.arange(0, N)
+    slot = lane // BLOCK
+    place = tl.where(slot < front, slot, capacity - 1 - (slot - front))
+    block = tl.load(ids + place, mask=slot < front + back, other=-1)
+    # Before it is multiplied: an id may be anything.
+    known = (block >= 0) & (block < tl.cdiv(high, BLOCK))
+    key = tl.where(known, block, 0) * BLOCK + lane % BLOCK
+    return (origin + key).to(tl.int64), known & (key >= low) & (key < high)
+
+
+@triton.jit
+def gather_rows(base, rows, stride, kept, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """[N, DIM_PAD]: the given rows of a [tokens, DIM] matrix, zeros where not kept."""
+    dims = tl.arange(0, DIM_PAD)
+    return tl.load(base + rows[:, None] * stride + dims[None, :], mask=kept[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(tiles, base, head, row, stride, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """N neighbouring rows, [N, DIM_PAD]: through the copy engine where there is a descriptor of the [tokens, H, DIM] tensor."""
+    if tiles is None:
+        return load_rows(base, row, stride, N, N, DIM, DIM_PAD, False)
+    else:
+        return tiles.load([row, head, 0]).reshape(N, DIM_PAD)
+
+
+def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
+    """For loading [rows, dim_pad] of x [tokens, H, dim] through Hopper's copy engine; None where x is not aligned or the GPU is older."""
+    if not (aligned(x[None]) and device_limits(x.device).copy_engine):
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
+
+
+# Not specialised on any number: a new batch must not compile anew, and launches are quicker.
+_NUMBERS = ["tokens", "kv_heads", "capacity", "pitch", "cache_rows"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, whole, spans, q_row, q_head, k_row, k_head, v_row, v_head,
+                    tokens, kv_heads, capacity, pitch, cache_rows, scale_log2,
+                    CACHE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                    BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
+    token, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = token.to(tl.int64) * kv_heads + kv_head
+    origin, low, high = token_span(spans, token, pitch, cache_rows, CACHE)
+    TILED: tl.constexpr = BLOCK % N == 0
+    tiled, front, back = list_parts(counts, whole, at, capacity, TILED)
+    ids += at * capacity
+    k += kv_head.to(tl.int64) * k_head
+    v += kv_head.to(tl.int64) * v_head
+    member = tl.arange(0, M)
+    heads = kv_head * GROUP + member
+    queries = gather_rows(q + token.to(tl.int64) * q_row, heads.to(tl.int64), q_head, member < GROUP, DIM, DIM_PAD)
+
+    acc = tl.zeros([M, VDIM_PAD], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if TILED:
+        PARTS: tl.constexpr = BLOCK // N
+        share = tl.cdiv(tiled * PARTS, SPLITS)
+        for step in range(split * share, tl.minimum(split * share + share, tiled * PARTS)):
+            row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
+            keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
+            weights, factor, top, total = softmax_step(tl.dot(queries, tl.trans(keys)), top, total, scale_log2)
+            values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
+            acc = tl.dot(weights.to(values.dtype), values, acc * factor[:, None])
+    steps = tl.cdiv((front + back) * BLOCK, N)
+    share = tl.cdiv(steps, SPLITS)
+    for step in range(split * share, tl.minimum(split * share + share, steps)):
+        rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
+        keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
+        scores = tl.where(seen[None, :], tl.dot(queries, tl.trans(keys)), float("-inf"))
+        weights, factor, top, total = softmax_step(scores, top, total, scale_log2)
+        values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
+        acc = tl.dot(weights.to(values.dtype), values, acc * factor[:, None])
+
+    empty = total == 0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    # Rows of out and of lse: [splits, tokens, query heads].
+    places = (split.to(tl.int64) * tokens + token) * (kv_heads * GROUP) + heads
+    dims = tl.arange(0, VDIM_PAD)
+    tl.store(out + places[:, None] * VDIM + dims[None, :], acc.to(out.dtype.element_ty),
+             mask=(member < GROUP)[:, None] & (dims < VDIM)[None, :])
+    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    tl.store(lse + places, row_lse, mask=member < GROUP)
+
+
+@triton.jit
+def _merge_kernel(parts, part_lse, out, lse, rows, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, VDIM: tl.constexpr,
+                  VDIM_PAD: tl.constexpr):
+    """One row of out: the parts' mean weighted by exp(lse)."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dims = tl.arange(0, SPLITS_PAD), tl.arange(0, VDIM_PAD)
+    at = split.to(tl.int64) * rows + row
+    row_lse = tl.load(part_lse + at, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(row_lse, 0)
+    weights = tl.exp(row_lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    x = tl.load(parts + at[:, None] * VDIM + dims[None, :], mask=(split < SPLITS)[:, None] & (dims < VDIM)[None, :], other=0.0)
+    x = tl.sum(x * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + row * VDIM + dims, x.to(out.dtype.element_ty), mask=dims < VDIM)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), top + tl.log(tl.where(total == 0, 1.0, total))))
+
+
+def triton_token_forward(
+    q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``token_attention`` describes them; ``splits`` overrides how many programs share a list."""
+    tokens, heads, dim = q.shape
+    kv_heads, v_dim = k.shape[1], v.shape[2]
+    out = torch.empty(tokens, heads, v_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    capacity = lists.ids.shape[2]
+    if q.numel() == 0 or k.numel() == 0 or capacity == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device), lists.whole is not None)
+    if splits is None:
+        splits = token_splits(tokens * kv_heads, -(-capacity * lists.block_size // config.block_n), multiprocessors(q.device))
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
+    dim_pad, v_dim_pad = (max(triton.next_power_of_2(size), 16) for size in (dim, v_dim))
+    through_engine = (None, None)
+    if lists.whole is not None:
+        through_engine = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
+    cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
+    _forward_kernel[(tokens, kv_heads, splits)](
+        q, k, v, *through_engine, parts, part_lse, lists.ids, lists.counts, lists.whole, lists.spans,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
+        CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
+        BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,
+        num_warps=config.num_warps, num_stages=config.num_stages)
+    if splits > 1:
+        _merge_kernel[(tokens * heads,)](parts, part_lse, out, lse, tokens * heads, SPLITS=splits,
+                                         SPLITS_PAD=triton.next_power_of_2(splits), VDIM=v_dim, VDIM_PAD=v_dim_pad)
+    return out, lse

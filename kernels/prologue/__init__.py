@@ -1,0 +1,1 @@
+"""Between projection and attention: norm, RoPE, tile order, means, scores, ranking."""

@@ -1,0 +1,79 @@
+"""q, k or v as projections leave it, and in one pass what attention takes: RMS norm, rotary embedding, streams joined, order of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .projection import Projection
+from .reorder import new_tokens
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``finish`` makes of it, and has no gradient.
+
+    Args:
+        projections: at least one, alike in all but their number of tokens.
+    """
+
+    projections: tuple[Projection, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, _, dim = self._first.shape
+        return torch.Size((batch, heads, sum(self.lengths), dim))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each projection."""
+        return [projection.x.shape[2] for projection in self.projections]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    def finish(self) -> Tensor:
+        """``[B, H, S, D]`` in the projections' memory order."""
+        from .norm_rope_kernel import finish
+
+        only = self.projections[0]
+        if len(self.projections) == 1 and only.norm is None and only.angles is None:
+            return only.x
+        out = new_tokens(self._first, self.shape[2])
+        for projection, part in zip(self.projections, out.split(self.lengths, 2)):
+            finish(projection, part)
+        return out
+
+    def gather(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
+        """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``kernels.reorder.gather_blocks``.
+
+        A block's tokens must all come from one projection, and its first place must not be zeros.
+        """
+        from .norm_rope_kernel import finish
+
+        batch, heads, _, dim = self.shape
+        out = new_tokens(self._first, len(source))
+        means = self._first.new_empty(batch, heads, mean_blocks, dim, dtype=torch.float32)
+        first = 0
+        for projection, length in zip(self.projections, self.lengths):
+            finish(projection, out, (source, offsets, means, first))
+            first += length
+        return out, means
+
+    @property
+    def _first(self) -> Tensor:
+        return self.projections[0].x
+
+
+def token_scales(x: Tensor, eps: float) -> Tensor:
+    """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``, by Triton's kernel."""
+    from .norm_rope_kernel import token_scales
+
+    return token_scales(x, eps)

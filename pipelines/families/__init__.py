@@ -1,0 +1,1 @@
+"""The models that SSTA knows, one file a family."""

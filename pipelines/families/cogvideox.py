@@ -1,0 +1,72 @@
+"""CogVideoX 1.0 and 1.5, and ConsisID: joint attention over [text | video] with one set of projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
+from torch import Tensor, nn
+
+from ssta import DenseRun, TokenLayout, VideoGrid
+
+from ..canvas import from_bfchw
+from ..family import Family, Site
+from ..processor import SSTAProcessor
+from ..rope import turn_pairs
+
+
+class CogVideoXSSTAProcessor(SSTAProcessor):
+    """Attends as ``CogVideoXAttnProcessor2_0`` does, to selected tiles only. RoPE, where there is any, turns the video alone."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``; the pipelines give no mask."""
+        if attention_mask is not None:
+            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
+        text_len = encoder_hidden_states.shape[1]
+        grid = VideoGrid(*self.canvas(hidden_states.shape[1]))
+        layout = TokenLayout((DenseRun(text_len), grid) if text_len else (grid,))
+        query, key, value = (x.unflatten(2, (attn.heads, -1))
+                             for x in self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1)))
+        if attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if attn.norm_k is not None:
+            key = attn.norm_k(key)
+        if image_rotary_emb is not None:
+            # Both angles of a pair are given, and are the same.
+            cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
+            query, key = (torch.cat([x[:, :text_len], turn_pairs(x[:, text_len:], cos, sin)], dim=1) for x in (query, key))
+        out = self.attend(query, key, value, layout).flatten(2, 3)
+        out = attn.to_out[1](attn.to_out[0](out))
+        return out[:, text_len:], out[:, :text_len]
+
+    def project(self, attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of ``[B, S, C]``, flat."""
+        return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+
+
+class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
+    """The same after ``fuse_qkv_projections``."""
+
+    def project(self, attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return attn.to_qkv(x).chunk(3, dim=-1)
+
+
+_REPLACEMENTS = {CogVideoXAttnProcessor2_0: CogVideoXSSTAProcessor, FusedCogVideoXAttnProcessor2_0: FusedCogVideoXSSTAProcessor}
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for index, block in enumerate(model.transformer_blocks):
+        replacement = _REPLACEMENTS.get(type(block.attn1.processor), CogVideoXSSTAProcessor)
+        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+
+
+COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw)
+CONSISID = Family("ConsisIDTransformer3DModel", _sites, from_bfchw)

@@ -1,0 +1,68 @@
+"""The processor of models that attend jointly over [video | conditions]: the HunyuanVideo line and its relatives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ssta import TokenLayout
+
+from ..processor import SSTAProcessor
+from ..streams import Stream
+
+
+class JointSSTAProcessor(SSTAProcessor):
+    """Attends to selected tiles only where the stock processor attends over [video | conditions], and builds no mask of S x S tokens.
+
+    The module's ``add_*_proj`` make q, k and v of the conditions; where it has none, video and conditions share their projections.
+    RoPE turns the video alone.
+    """
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
+        ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
+        video_len = hidden_states.shape[1]
+        thw = self.canvas(video_len)
+        angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
+        both = hidden_states
+        if encoder_hidden_states is not None and attn.add_q_proj is None:
+            both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+        query, key, value = attn.to_q(both), attn.to_k(both), attn.to_v(both)
+        queries = [Stream(query[:, :video_len], attn.norm_q, angles)]
+        keys = [Stream(key[:, :video_len], attn.norm_k, angles)]
+        values = [Stream(value)]
+        if both is not hidden_states:
+            queries.append(Stream(query[:, video_len:], attn.norm_q))
+            keys.append(Stream(key[:, video_len:], attn.norm_k))
+        elif encoder_hidden_states is not None:
+            queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
+            keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
+            values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
+        conditions = sum(stream.projected.shape[1] for stream in queries[1:])
+        query, key, value = self.joined(queries, keys, values, heads=attn.heads)
+        del queries, keys, values
+
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = attention_mask[:, 0, 0, video_len:]
+        layout = self.layout(thw, conditions)
+        out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
+        out = out.flatten(2, 3).to(query.dtype)
+        if encoder_hidden_states is None:
+            return out, None
+        video, conditions = out[:, :video_len], out[:, video_len:]
+        if getattr(attn, "to_out", None) is not None:
+            video = attn.to_out[1](attn.to_out[0](video))
+        if getattr(attn, "to_add_out", None) is not None:
+            conditions = attn.to_add_out(conditions)
+        return video, conditions
+
+    def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
+        """What the sequence consists of: the canvas, and ``conditions`` tokens after it."""
+        return TokenLayout.video_text(thw, conditions)

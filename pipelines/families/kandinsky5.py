@@ -1,0 +1,55 @@
+"""Kandinsky 5: self-attention over the video alone; only checkpoints that attend densely themselves (attention_type "regular")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
+from torch import Tensor, nn
+
+from ssta import TokenLayout
+
+from ..canvas import from_bfhwc
+from ..family import Family, Site
+from ..processor import SSTAProcessor
+
+
+class Kandinsky5SSTAProcessor(SSTAProcessor):
+    """Attends as the self-attention of ``Kandinsky5AttnProcessor`` does, to selected tiles only."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        sparse_params: dict | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w, C]``, rotary_emb ``[B, t*h*w, 1, D / 2, 2, 2]``."""
+        if sparse_params is not None:
+            raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
+        thw = self.canvas(hidden_states.shape[1])
+        query, key, value = (linear(hidden_states).unflatten(-1, (attn.num_heads, -1))
+                             for linear in (attn.to_query, attn.to_key, attn.to_value))
+        query, key = attn.query_norm(query.float()).type_as(query), attn.key_norm(key.float()).type_as(key)
+        if rotary_emb is not None:
+            query, key = _turned(query, rotary_emb), _turned(key, rotary_emb)
+        return attn.out_layer(self.attend(query, key, value, TokenLayout.video_text(thw)).flatten(-2, -1))
+
+
+def _turned(x: Tensor, rotary_emb: Tensor) -> Tensor:
+    """RoPE by matrices of 2 x 2 on neighbouring channels. The model was trained with its result rounded to bfloat16, whatever x is."""
+    pairs = x.float().unflatten(-1, (-1, 1, 2))
+    return (rotary_emb * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    if model.config.attention_type != "regular":
+        raise ValueError(f"model must have attention_type 'regular', got {model.config.attention_type!r}, which is sparse itself")
+    for index, block in enumerate(model.visual_transformer_blocks):
+        name = f"visual_transformer_blocks.{index}.self_attention"
+        yield Site(name, block.self_attention, Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
+
+
+KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc)

@@ -1,0 +1,102 @@
+"""LTX-2: self-attention over the video, keyframe tokens after it; audio has attention modules of its own, which stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AudioVideoAttnProcessor,
+    LTX2PerturbedAttnProcessor,
+    apply_interleaved_rotary_emb,
+    apply_split_rotary_emb,
+)
+from torch import Tensor, nn
+
+from ssta import TokenLayout
+
+from ..canvas import from_numbers
+from ..family import Family, Site
+from ..processor import SSTAProcessor
+from .ltx import small_tiles
+
+_ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
+
+
+class LTX2SSTAProcessor(SSTAProcessor):
+    """Attends as the video's self-attention under ``LTX2AudioVideoAttnProcessor`` does, to selected tiles only, gates per head included."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w + keyframes, C]``."""
+        return self._project_out(attn, hidden_states, self._attended(attn, hidden_states, attn.to_v(hidden_states), attention_mask,
+                                                                     query_rotary_emb))
+
+    def _attended(self, attn: nn.Module, hidden_states: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  rotary_emb: tuple[Tensor, Tensor] | None) -> Tensor:
+        if attention_mask is not None:
+            raise ValueError(f"video_self_attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}; "
+                             "call remove_ssta for pipelines that need it")
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        if rotary_emb is not None:
+            query, key = (_ROPE[attn.rope_type](x, rotary_emb) for x in (query, key))
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+        return self.attend(query, key, value, self._layout(query.shape[1])).flatten(2, 3).to(query.dtype)
+
+    def _layout(self, tokens: int) -> TokenLayout:
+        keyframes = tokens - prod(self.context.thw or ())
+        return TokenLayout.video_text(self.context.thw if keyframes > 0 else self.canvas(tokens), max(keyframes, 0))
+
+    def _project_out(self, attn: nn.Module, hidden_states: Tensor, out: Tensor) -> Tensor:
+        if attn.to_gate_logits is not None:
+            # Logits of zero leave the heads as they are.
+            gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))
+            out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2, 3)
+        return attn.to_out[1](attn.to_out[0](out))
+
+
+class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
+    """The same under ``LTX2PerturbedAttnProcessor``, whose guidance replaces the attention's result by the values."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        perturbation_mask: Tensor | None = None,
+        all_perturbed: bool | None = None,
+    ) -> Tensor:
+        """perturbation_mask: 0 where the values stand for the attention's result, 1 elsewhere; all_perturbed: whether it is 0 throughout,
+        looked up on the device where it is not told, as in the stock processor."""
+        value = attn.to_v(hidden_states)
+        if all_perturbed is None:
+            all_perturbed = perturbation_mask is not None and bool((perturbation_mask == 0).all())
+        if all_perturbed:
+            return self._project_out(attn, hidden_states, value)
+        out = self._attended(attn, hidden_states, value, attention_mask, query_rotary_emb)
+        if perturbation_mask is not None:
+            out = torch.lerp(value, out, perturbation_mask)
+        return self._project_out(attn, hidden_states, out)
+
+
+_REPLACEMENTS = {LTX2AudioVideoAttnProcessor: LTX2SSTAProcessor, LTX2PerturbedAttnProcessor: LTX2PerturbedSSTAProcessor}
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for index, block in enumerate(model.transformer_blocks):
+        replacement = _REPLACEMENTS.get(type(block.attn1.processor), LTX2SSTAProcessor)
+        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+
+
+LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, small_tiles)

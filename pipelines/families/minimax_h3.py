@@ -1,0 +1,74 @@
+"""MiniMax-H3: one packed sequence of text, conditions and audio, and the video that is made at its end; full attention throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
+from torch import Tensor, nn
+
+from ssta import DenseRun, TokenLayout, VideoGrid
+
+from ..canvas import from_coordinates
+from ..family import Family, Site
+from ..processor import SSTAProcessor
+
+
+class MiniMaxH3SSTAProcessor(SSTAProcessor):
+    """Attends as ``MiniMaxH3AttnProcessor`` does, to selected tiles of the video only; everything before the video stays dense."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, others + t*h*w, C]``; the model gives no mask."""
+        if attention_mask is not None:
+            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
+        if attn.fused_projections:
+            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (query, key, value))
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if rotary_emb is not None:
+            query, key = _turned(query, *rotary_emb), _turned(key, *rotary_emb)
+        out = self.attend(query, key, value, self._layout(query.shape[1]))
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+
+    def _layout(self, tokens: int) -> TokenLayout:
+        others = tokens - prod(self.context.thw or ())
+        if others <= 0:
+            return TokenLayout.video_text(self.canvas(tokens))
+        return TokenLayout((DenseRun(others), VideoGrid(*self.context.thw)))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on the leading channels of ``[B, S, H, D]``, as many as cos and sin ``[S, R]`` have: channel i pairs with i + R / 2."""
+    half = cos.shape[-1] // 2
+    cos, sin = (angle.to(x.dtype)[None, :, None, :half] for angle in (cos, sin))
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for index, block in enumerate(model.transformer_blocks):
+        yield Site(f"transformer_blocks.{index}.attn", block.attn, MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
+
+
+def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    points = arguments["position_ids"]
+    return from_coordinates(points, lambda: points)
+
+
+def _noise(timestep: Tensor | float) -> Tensor | float:
+    """MiniMax-H3's time runs from noise at 0 to the video at 1; conditions are further on than the video."""
+    return 1 - timestep
+
+
+MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise)

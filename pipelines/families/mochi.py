@@ -1,0 +1,55 @@
+"""Mochi: joint attention over [video | text]; the text's padding takes no part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusers.models.attention_processor import MochiAttnProcessor2_0
+from torch import Tensor, nn
+
+from ssta import TokenLayout
+
+from ..canvas import from_bcfhw
+from ..family import Family, Site
+from ..processor import SSTAProcessor
+from ..streams import Stream
+
+
+class MochiSSTAProcessor(SSTAProcessor):
+    """Attends as ``MochiAttnProcessor2_0`` does, to selected tiles only, for the whole batch at once and without waiting for the device to
+    say which text is valid. Rows of invalid text are zero before their projection, as there."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` with the valid text first."""
+        video_len = hidden_states.shape[1]
+        layout = TokenLayout.video_text(self.canvas(video_len), encoder_hidden_states.shape[1])
+        # The angles are learned, ``[S, H, D / 2]``.
+        angles, text = image_rotary_emb, encoder_hidden_states
+        query, key, value = self.joined(
+            [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
+            [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
+            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], heads=attn.heads)
+        out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
+        video, text = out[:, :video_len], out[:, video_len:]
+        video = attn.to_out[1](attn.to_out[0](video))
+        return video, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for index, block in enumerate(model.transformer_blocks):
+        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, MochiAttnProcessor2_0, MochiSSTAProcessor)
+
+
+def _noise(timestep: Tensor | float) -> Tensor | float:
+    """Mochi's time runs from noise at 0 to the video at 1000."""
+    return 1 - timestep / 1000
+
+
+MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise)

@@ -1,0 +1,34 @@
+"""Motif-Video: as HunyuanVideo, and then blocks that decode: their sequence is the video twice, as decoded so far and as encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
+from torch import nn
+
+from ssta import TokenLayout, VideoGrid
+
+from ..canvas import from_bcfhw
+from ..family import Family, Site
+from .joint import JointSSTAProcessor
+
+
+class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
+    """What stands in the conditions' place is a second video of the same canvas."""
+
+    def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
+        self.canvas(conditions)
+        return TokenLayout((VideoGrid(*thw), VideoGrid(*thw)))
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for index, block in enumerate(model.transformer_blocks):
+        yield Site(f"transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, JointSSTAProcessor)
+    encoding = len(model.single_transformer_blocks) - model.num_decoder_layers
+    for index, block in enumerate(model.single_transformer_blocks):
+        replacement = JointSSTAProcessor if index < encoding else MotifVideoDecoderSSTAProcessor
+        yield Site(f"single_transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, replacement)
+
+
+MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw)

@@ -1,0 +1,79 @@
+"""bench_layer.py: the layer is checked first, and its stages are timed inside of it."""
+
+import csv
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARK)
+    import bench_layer
+    from shapes import HUNYUAN, LayerShape
+
+    monkeypatch.setattr(bench_layer, "RESULTS", tmp_path)
+    for name in ("LAYERS", "LAYERS_CPU"):
+        monkeypatch.setattr(bench_layer, name, (LayerShape("tiny", (3, 9, 10), 20, 12, 1, 32, HUNYUAN),))
+    return bench_layer
+
+
+def test_layer_end_to_end(bench, tmp_path):
+    bench.main(["--rounds", "2", "--csv", "mine"])
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    stages = ["tile", "score", "select", "attend", "untile", "total"]
+    assert [(row["padding"], row["stage"]) for row in rows] == [("dense", "total"), *((pad, s) for pad in ("none", "zero") for s in stages)]
+    assert [row["stage"] for row in rows if row["error"]] == ["total", "total"]
+    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 3
+    assert [row["stage"] for row in rows if row["tflops"]] == ["total", "attend", "attend"]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
+    whole = bench.ssta_attention
+
+    def wrong(*args, return_blocks=False, **options):
+        found = whole(*args, return_blocks=return_blocks, **options)
+        return found if return_blocks else found * 1.01
+
+    monkeypatch.setattr(bench, "ssta_attention", wrong)
+    with pytest.raises(SystemExit, match="SSTA with padding 'none' is wrong: .*; no time is printed"):
+        bench.main(["--rounds", "1"])
+
+
+def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
+    import stages
+
+    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 9.0])  # select [0, 5] with score [1, 3] and [4, 4.5], then attend
+    monkeypatch.setattr(stages, "now", lambda: next(clock))
+    monkeypatch.setattr(stages, "elapsed_ms", lambda first, last: last - first)
+    monkeypatch.setattr(stages, "STAGES", {"score": (("here", "score"),), "select": (("here", "select"),)})
+    module = types.ModuleType("here")
+    module.score, module.select = lambda: None, lambda: module.score() or "selected"
+    monkeypatch.setitem(sys.modules, "here", module)
+    unpatched = module.select
+    watch = stages.Stopwatch(lambda: module.select())
+    watch()
+    assert module.select is unpatched, "the stages were not given back"
+    assert stages._alone(watch._runs[0]) == {"score": 2.0, "select": 2.0}
+    clock = iter([0.0, 5.0, 5.0, 6.0])
+    watch()
+    assert {name: times["median_ms"] for name, times in watch.summary(1).items()} == {"score": 0.0, "select": 6.0}
+    assert {name: times["median_ms"] for name, times in watch.summary(2).items()} == {"score": 1.0, "select": 4.0}
+
+
+def test_every_stage_is_a_part_of_the_layer(bench):
+    from stages import STAGES
+
+    for functions in STAGES.values():
+        for module, name in functions:
+            owner = importlib.import_module(module)
+            for part in name.split("."):
+                owner = getattr(owner, part)
+            assert callable(owner)

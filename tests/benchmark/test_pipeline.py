@@ -1,0 +1,73 @@
+"""bench_pipeline.py: steps are measured through the models' own forwards, checked first, and reckoned up from the blocks that are built."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARK)
+    import bench_pipeline
+
+    monkeypatch.setattr(bench_pipeline, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_pipeline, "MODELS", bench_pipeline.MODELS_CPU)
+    return bench_pipeline
+
+
+def test_steps_end_to_end(bench, tmp_path):
+    bench.main(["--rounds", "1", "--csv", "pipeline_mine"])
+    with (tmp_path / "pipeline_mine.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["model"].split(",")[0], row["what"]) for row in rows] == [
+        (name, what) for name in ("HunyuanVideo 1.5", "Wan 2.1", "LTX-Video") for what in bench.WHAT]
+    for row in rows:
+        total, blocks = float(row["median_ms"]), float(row["blocks_ms"])
+        built, depth = int(row["blocks_measured"]), int(row["blocks"])
+        assert 0 < blocks < total and float(row["step_s"]) == pytest.approx((total + (depth / built - 1) * blocks) / 1e3)
+        assert (row["error"] != "") == (row["what"] in ("dense", "none")) and not row["note"]
+    assert [row["blocks_measured"] for row in rows[:2]] == ["1", "2"]
+
+    import table
+    lines = table.steps_table(rows)
+    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[1][3] == "1 of 4" and len(lines) == 19
+    pytest.importorskip("matplotlib")
+    import plots
+    axes = plots.plot_pipeline(rows).axes
+    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[6:12]]
+
+
+def test_a_model_with_fewer_blocks_shares_its_weights(bench):
+    model = bench.MODELS[0].build("cpu", torch.bfloat16)
+    one = bench.twin(model, 1)
+    assert len(one.transformer_blocks) == 1 and len(model.transformer_blocks) == 2
+    assert {id(x) for x in one.parameters()} < {id(x) for x in model.parameters()}
+    wan = bench.MODELS[1].build("cpu", torch.bfloat16)
+    assert {wan.blocks[0].scale_shift_table.dtype, wan.rope.freqs_cos.dtype, wan.blocks[0].attn1.to_q.weight.dtype} == {
+        torch.float32, torch.bfloat16}, "in the dtypes that from_pretrained gives them"
+
+
+def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
+    from ssta.pipelines import streams
+
+    turn = streams.turn_pairs
+    monkeypatch.setattr(streams, "turn_pairs", lambda x, cos, sin: turn(x, cos, -sin) if x.shape[1] > 10 else x)
+    monkeypatch.setattr(streams, "kernels_run", lambda x: False)
+    with pytest.raises(SystemExit, match="Wan 2.1, small, dense, is wrong: the first block's attention is off by .*; no time is printed"):
+        bench.main(["--model", "wan", "--what", "stock", "dense"])
+    assert "_ms" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_into_memory_is_named(bench, monkeypatch):
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    def too_large(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB")
+
+    monkeypatch.setattr(WanAttnProcessor, "__call__", too_large)
+    stock, *_ = bench.measure_model(bench.MODELS[1], ["stock"], 1, "cpu")
+    assert stock["note"] == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 64 GiB" and stock["step_s"] == ""

@@ -1,0 +1,159 @@
+"""The documents and plots of the benchmarks show what the CSVs hold."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARK)
+
+
+def test_readme_shows_what_was_measured():
+    import table
+
+    table.main(["--check"])
+
+
+def kernel_row(what, provider, ms, pattern="random", kept=48, **more):
+    spread = dict(q1_ms=0.99 * ms, q3_ms=1.03 * ms) if ms else dict(q1_ms="", q3_ms="")
+    known = dict(version="", **spread, host_ms=0.5, tflops=400.4, extra_mib=180.0, error=0.003, note="")
+    return dict(what=what, provider=provider, pattern=pattern, tokens=46080, heads=16, head_dim=128, block=384, kept=kept, blocks=120,
+                median_ms=ms, **known | more)
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """Two documents with one place that has a CSV, of another machine."""
+    import measure
+    import table
+
+    where = dict(device="Card", driver="1", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
+    monkeypatch.setattr(measure, "machine", lambda: where)
+    measure.write_rows(tmp_path / "kernels_card.csv", [
+        kernel_row("absent", "flashinfer", "", note="not installed"), kernel_row("lists", "ssta triton", 0.05, extra_mib="", error=""),
+        kernel_row("forward", "FlexAttention", 10.0, version="2.9"), kernel_row("forward", "ssta triton", 7.9961),
+        kernel_row("forward", "Other", "", version="1.0", note="failed | badly"),
+        kernel_row("forward", "ssta triton", 20.0, "full", 120), kernel_row("forward", "fast", 15.0, "full", 120, version="4.0"),
+        kernel_row("forward", "SDPA cuDNN", 1234.5, "full", 120, version="2.9"), kernel_row("backward", "ssta triton", 21.0),
+        kernel_row("backward", "ssta triton, any order", 16.0),
+        kernel_row("backward", "SDPA cuDNN", 99.96, "full", 120, version="2.9")])
+    readme, other = tmp_path / "README.md", tmp_path / "other.md"
+    readme.write_text("before\n<!-- table:kernels -->\nstale\n<!-- /table -->\nafter\n<!-- table:errors -->\nkept\n<!-- /table -->\n")
+    other.write_text("<!-- table:around -->\n<!-- /table -->\n<!-- table:missing -->\n<!-- /table -->\n")
+    monkeypatch.setattr(table, "DOCUMENTS", (readme, other))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    return table, readme, other
+
+
+def test_a_table_from_a_made_up_csv(made_up, capsys):
+    table, readme, other = made_up
+    before = readme.read_text()
+    with pytest.raises(SystemExit, match="README.md in .* benchmark/results holds for kernels: run python benchmark/table.py"):
+        table.main(["--check"])
+    assert readme.read_text() == before
+    table.main([])
+    assert readme.read_text() == """before
+<!-- table:kernels -->
+| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, any order, ms | FlexAttention, ms \
+| fast, ms | SDPA cuDNN, ms | fastest other / SSTA triton | fastest other / SSTA triton, any order |
+|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| 46,080 | 16 | 128 | 48 of 120 | forward | 400 | 8.00 | – | 10.0 | – | 1,230 | 1.25 | – |
+| 46,080 | 16 | 128 | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
+| 46,080 | 16 | 128 | 48 of 120 | backward | 400 | 21.0 | 16.0 | – | – | 100 | 4.76 | 6.25 |
+
+Card, driver 1, torch 2.9, triton 3.5, fast 4.0; commit abc, 2026-01-02
+<!-- /table -->
+after
+<!-- table:errors -->
+kept
+<!-- /table -->
+"""
+    around, missing = other.read_text().split("<!-- /table -->\n")[:2]
+    assert "| 46,080 | 16 | 128 | 48 of 120 | SSTA triton | 0.0500 | 2.0% | 2.0% | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
+    assert "Other" not in around and around.count("\n| 46,080") == 6
+    assert "| flashinfer |  | not installed |\n| Other | forward | failed / badly |\n" in missing
+    table.main(["--check"])
+    table.main([])
+    assert "every table shows" in capsys.readouterr().out
+
+
+def test_plots_are_drawn_or_named_as_missing(made_up, tmp_path, monkeypatch, capsys):
+    table, *_ = made_up
+    shutil.copy(tmp_path / "kernels_card.csv", tmp_path / "sweep_card.csv")
+    layer_csv(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    table.draw(tmp_path)
+    assert "matplotlib is not installed" in capsys.readouterr().out and not list(tmp_path.glob("*.png"))
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    pytest.importorskip("matplotlib")
+    table.draw(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["kernels_card.png", "layer_a.png", "sweep_card.png"]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in tmp_path.glob("*.png"))
+
+
+def test_a_plot_shows_every_measured_rate(made_up, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots
+
+    table, *_ = made_up
+    forward, backward = plots.plot_kernels(table.read_rows(tmp_path / "kernels_card.csv")).axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in forward.containers}
+    # What knows no patterns stands beside each of them.
+    assert heights == {"SSTA triton": [400.4] * 2, "FlexAttention": [400.4], "fast": [400.4], "SDPA cuDNN": [400.4] * 2,
+                       "SSTA triton, any order": []}
+    assert [text.get_text().split("\n")[-1] for text in forward.get_xticklabels()] == ["48 of 120", "120 of 120, all"]
+    assert sum(map(len, backward.containers)) == 4
+
+
+def layer_csv(folder):
+    import measure
+    from shapes import LAYERS
+
+    measure.write_rows(folder / "layer_a.csv", [
+        dict(layer=LAYERS[0].name, padding="dense", stage="total", median_ms=200.0, extra_mib=444.4, extra_over_qkvo=0.25, density=1.0),
+        dict(layer=LAYERS[0].name, padding="none", stage="attend", median_ms=44.0, extra_mib="", extra_over_qkvo="", density=""),
+        dict(layer=LAYERS[0].name, padding="none", stage="total", median_ms=50.0, extra_mib=1889.3, extra_over_qkvo=1.0645,
+             density=0.257)])
+
+
+def test_the_other_tables(tmp_path):
+    import measure
+    import table
+    from shapes import LAYERS
+
+    layer_csv(tmp_path)
+    measure.write_rows(tmp_path / "layer_small.csv", [dict(layer="small", padding="dense", stage="total", median_ms=1.0, density=1)])
+    measure.write_rows(tmp_path / "errors_a.csv", [
+        dict(impl="gather", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
+        for name in ("out", "lse", "dq", "dk", "dv")])
+    times = dict(median_ms=2.0, q1_ms=1.9, q3_ms=2.1)
+    measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])
+    measure.write_rows(tmp_path / "interfaces_a.csv", [
+        dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
+    names = ("layer", "stages", "errors", "tokens", "interfaces")
+    filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
+    layer, stages, errors, tokens, interfaces = filled.split("<!-- /table -->\n")[:5]
+    assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
+    assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
+    assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
+    assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
+    assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
+    assert f'| {LAYERS[0].name} | `pad_type="none"` | – | – | – | 44.0 | – | 50.0 | 26% |\n' in stages and "| small |" in stages
+    assert f"| gather | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
+
+
+@pytest.mark.parametrize("text, message", [
+    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, errors, got 'speed'"),
+    ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
+    ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
+def test_places_that_cannot_be_filled(tmp_path, text, message):
+    import table
+
+    with pytest.raises(ValueError, match=message):
+        table.filled(text, tmp_path)

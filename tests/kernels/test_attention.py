@@ -1,0 +1,171 @@
+"""block_sparse_attention as a call: what it refuses, which implementation it takes, and how compilers, graphs and tracers see it."""
+
+import pytest
+import torch
+from cases import INTERPRETED, inputs
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
+
+from ssta.kernels import BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels.reference import reference_attention
+
+
+@pytest.mark.parametrize("impl", ["reference", "gather", *(["triton"] if INTERPRETED else [])])
+def test_compiles_without_a_break(impl):
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16))
+    mask = torch.rand(2, 3, 3) < 0.6
+
+    def attend(q, k, v, mask):
+        out, lse = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 16, 16), return_lse=True, impl=impl)
+        return out * 2, lse
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(q, k, v, mask), attend(q, k, v, mask)):
+        torch.testing.assert_close(a, b)
+    grads = [torch.autograd.grad(f(q, k, v, mask)[0].sum(), (q, k, v)) for f in (compiled, attend)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_whoever_watches_sees_the_operator():
+    """Plain calls without gradients pass the operator by; modes, fake tensors and traces must not be passed by with it."""
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32)
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
+    plain = block_sparse_attention(q, k, v, blocks)
+    with Watch():
+        watched = block_sparse_attention(q, k, v, blocks)
+    assert "ssta.block_sparse_attention.default" in seen and torch.equal(watched, plain)
+    with torch.inference_mode():
+        assert torch.equal(block_sparse_attention(q, k, v, blocks), plain)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        lists = BlockLists(*(mode.from_tensor(x) for x in (blocks.counts, blocks.indices)), 16, 16, num_kv_blocks=3)
+        assert block_sparse_attention(*fakes, lists).shape == q.shape
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda q, k, v: block_sparse_attention(q, k, v, blocks))(q, k, v)
+    assert any("block_sparse_attention" in str(node.target) for node in traced.graph.nodes)
+    mapped = torch.func.vmap(lambda q: block_sparse_attention(q, k, v, blocks))(torch.stack([q, -q]))
+    assert torch.equal(mapped[0], plain) and torch.equal(mapped[1], block_sparse_attention(-q, k, v, blocks))
+
+
+def test_operator_registration():
+    """torch's own checks of schema, fake tensors and autograd registration."""
+    from ssta.kernels.attention import _flatten, _forward
+
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
+    torch.library.opcheck(_forward, (q, k, v, *_flatten(blocks), None, None, 0.25, False, True, "gather"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "hopper", "gather"])
+def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
+    q, k, v = (x.requires_grad_() for x in inputs(2, 4, 2, 700, 900, 64, "cuda"))
+    mask = torch.rand(2, 4, 6, 8, device="cuda") < 0.5
+
+    def step():
+        out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 128, 128), impl=impl)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    assert_never_waits_and_fits_a_cuda_graph(step)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_gpu_that_is_not_the_current_one(impl):
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.6, 128, 128)
+    given = inputs(1, 2, 1, 384, 512, 64)
+    outs = []
+    for device in ("cuda:0", "cuda:1"):
+        there = BlockLists(blocks.counts.to(device), blocks.indices.to(device), 128, 128, num_kv_blocks=4)
+        for _ in range(2):
+            outs.append(block_sparse_attention(*(x.to(device) for x in given), there, impl=impl).cpu())
+    assert torch.cuda.current_device() == 0 and all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+def test_gpu_compiles_without_a_break():
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 400, 480, 64, "cuda", torch.bfloat16))
+    mask = torch.rand(2, 4, 4, device="cuda") < 0.6
+
+    def attend(q, k, v, mask):
+        return block_sparse_attention(q * 2, k, v, BlockLists.from_mask(mask, 128, 128)).float().square()
+
+    compiled = torch.compile(attend, fullgraph=True)
+    grads = [torch.autograd.grad(f(q, k, v, mask).sum(), (q, k, v)) for f in (compiled, attend)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_auto_follows_device_dtype_and_shape(capability, monkeypatch):
+    monkeypatch.setattr("ssta.kernels.attention._is_hopper", lambda device: device.type == "cuda" and capability == (9, 0))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    best = "hopper" if capability == (9, 0) else "triton"
+    assert resolve_impl("auto", cpu, torch.bfloat16, 128) == "gather"
+    assert resolve_impl("auto", gpu, torch.bfloat16, 128) == best
+    assert resolve_impl("auto", gpu, torch.float16, 64, 384) == best
+    assert resolve_impl("auto", gpu, torch.float16, 64, 64) == "triton", "short query blocks"
+    assert resolve_impl("auto", gpu, torch.float16, 64, 384, kv_block=1) == "triton", "short key blocks are gathered"
+    assert resolve_impl("auto", gpu, torch.float16, 80) == "triton"
+    assert resolve_impl("auto", gpu, torch.float32, 128) == "gather"
+    assert resolve_impl("auto", gpu, torch.float16, 512) == "gather"
+
+
+def full_lists(*shape):
+    return BlockLists.from_mask(torch.ones(shape, dtype=torch.bool), 16, 16)
+
+
+def _call(dtype=torch.float32, **changes):
+    q, k, v = inputs(1, 4, 2, 32, 48, 16, dtype=dtype)
+    arguments = dict(q=q, k=k, v=v, blocks=full_lists(2, 3))
+    return block_sparse_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    (dict(q=[1]), TypeError, "q must be a tensor, got list"),
+    (dict(k=torch.zeros(2, 48, 16)), ValueError, r"k must be \[batch, heads, tokens, head_dim\], got shape \(2, 48, 16\)"),
+    (dict(v=torch.zeros(1, 2, 48, 16, dtype=torch.int32)), TypeError, "v must be a floating-point tensor"),
+    (dict(k=torch.zeros(1, 2, 48, 16, dtype=torch.float64)), TypeError, "k must have q's dtype torch.float32, got torch.float64"),
+    (dict(v=torch.zeros(1, 2, 48, 16, device="meta")), ValueError, "v must be on q's device cpu, got meta"),
+    (dict(k=torch.zeros(2, 2, 48, 16)), ValueError, "k must have q's batch and head_dim 1 and 16"),
+    (dict(v=torch.zeros(1, 2, 47, 16)), ValueError, r"v must have k's shape \(1, 2, 48, 16\), got \(1, 2, 47, 16\)"),
+    (dict(k=torch.zeros(1, 3, 48, 16), v=torch.zeros(1, 3, 48, 16)), ValueError, "q's heads must be a multiple of k's 3, got 4"),
+    (dict(q=torch.zeros(1, 4, 16, 32).mT), ValueError, "q must have stride 1 in its last dimension, got 32"),
+    (dict(blocks="all"), TypeError, "blocks must be BlockLists, got str"),
+    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
+    (dict(blocks=full_lists(2, 1, 2, 3)), ValueError, "blocks.counts must have batch 1"),
+    (dict(blocks=full_lists(3, 3)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
+    (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
+    (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
+    (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', 'hopper', got 'cuda'"),
+    (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got torch.float32 and 16"),
+    (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
+])
+def test_refuses_before_any_kernel_runs(changes, error, message):
+    with pytest.raises(error, match=message):
+        _call(**changes)
+
+
+def test_triton_refuses_a_cpu_when_not_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="impl='triton' requires a GPU, got tensors on cpu"):
+        _call(dtype=torch.float16, impl="triton")
+
+
+def test_scale_and_default_scale():
+    q, k, v = inputs(1, 2, 2, 32, 32, 16, dtype=torch.float64)
+    blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 16, 16)
+    exact, _ = reference_attention(q, k, v, blocks, 0.25)
+    assert torch.allclose(block_sparse_attention(q, k, v, blocks), exact)
+    assert not torch.allclose(block_sparse_attention(q, k, v, blocks, scale=1.0), exact)

@@ -1,0 +1,67 @@
+"""Lists of blocks become lists of chunks, and these a queue of work, in Triton's interpreter."""
+
+import pytest
+import torch
+from cases import INTERPRETED, ragged
+
+from ssta.kernels import BlockLists
+from ssta.kernels.lowering.chunks import ENTRY, HEADER, chunk_lists, kv_cut, q_cut, work_queue
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 5, 6) < 0.5, 16, ragged([40, 7, 0, 33, 16, 20], "cpu"))
+    rows, items, shift = q_cut(blocks, 70), kv_cut(blocks, 116), 116 - 70 if causal else None
+    chunks = chunk_lists(blocks, rows, items, 16, shift)
+    queue = work_queue(blocks, rows, items, 16, shift)
+    assert (queue.batch, queue.heads, queue.width) == (2, 3, chunks.starts.shape[3])
+    sizes = [HEADER.value, 2 * 3 * 5 * ENTRY.value, chunks.starts.numel(), chunks.starts.numel()]
+    header, entries, starts, lengths = queue.data.split(sizes)
+    entries = entries.view(2, 3, 5, ENTRY.value)
+    row = entries[..., 4].long()
+    assert header[0] == 0 and torch.equal(row.sort(-1).values, torch.arange(5).expand(2, 3, 5))
+    counts = blocks.counts.gather(-1, row)
+    ties = counts[..., 1:] == counts[..., :-1]
+    assert ((counts[..., 1:] < counts[..., :-1]) | (ties & (row[..., 1:] < row[..., :-1]))).all()
+    assert torch.equal(entries[..., 0], row.int() * 16) and torch.equal(entries[..., 1], (70 - row.int() * 16).clamp(max=16))
+    assert torch.equal(entries[..., 2], chunks.whole.gather(-1, row)) and torch.equal(entries[..., 3], chunks.cut.gather(-1, row))
+    place = torch.arange(queue.width)
+    whole, cut = place < chunks.whole[..., None], place >= queue.width - chunks.cut[..., None]
+    assert torch.equal(starts.view_as(chunks.starts)[whole | cut], chunks.starts[whole | cut])
+    assert torch.equal(lengths.view_as(chunks.sizes)[cut], chunks.sizes[cut])
+
+
+@pytest.mark.parametrize("tokens, causal, sizes", [(96, False, 0), (100, False, 1), (96, True, 1)])
+def test_the_queue_has_no_room_for_cut_chunks_where_there_are_none(tokens, causal, sizes):
+    blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
+    queue = work_queue(blocks, q_cut(blocks, tokens), kv_cut(blocks, tokens), 16, 0 if causal else None)
+    entries = queue.data[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
+    assert queue.data.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
+    assert bool((entries[:, 3] > 0).any()) == bool(sizes)
+
+
+@pytest.mark.parametrize("lists", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=["shared", "per batch element", "per key head", "per head"])
+@pytest.mark.parametrize("kind", ["uniform", "ragged"])
+def test_the_queue_has_the_largest_norm_among_the_keys_of_each_row(kind, lists):
+    """Of real tokens alone; of a NaN nothing is known."""
+    batch, kv_heads, kv_len, rows, dim = 2, 2, 116, 5, 64
+    lengths = [20] * 5 + [16] if kind == "uniform" else [40, 7, 0, 33, 16, 20]
+    kv_offsets = 20 if kind == "uniform" else ragged(lengths, "cpu")
+    valid = torch.tensor(lengths, dtype=torch.int32).sub(3).clamp(min=0)
+    mask = torch.rand(*lists, rows, 6) < 0.5
+    blocks = BlockLists.from_mask(mask, 16, kv_offsets, kv_lengths=valid)
+    keys = torch.randn(batch, kv_heads, kv_len, dim, dtype=torch.bfloat16)
+    keys[0, 1, 1] = float("nan")
+    queue = work_queue(blocks, q_cut(blocks, 70), kv_cut(blocks, kv_len), 16, None, keys)
+    heads = max(kv_heads, lists[1])
+    found = queue.data[queue.norms_at:][:batch * heads * rows].view(torch.float32).view(batch, heads, rows)
+    row = queue.data[HEADER.value:][:queue.batch * queue.heads * rows * ENTRY.value].view(queue.batch, queue.heads, rows, -1)[..., 4].long()
+    norms = keys.float().pow(2).sum(-1).split(lengths, -1)
+    norms = torch.stack([x[..., :n].sort().values[..., -1] if n else x.new_zeros(batch, kv_heads) for x, n in zip(norms, valid)], -1)
+    seen = mask.expand(batch, -1, -1, -1).repeat_interleave(heads // lists[1], 1)
+    expected = torch.where(seen, norms.repeat_interleave(heads // kv_heads, 1)[:, :, None], 0.0).sort(-1).values[..., -1]
+    order = row.expand(batch, -1, -1).repeat_interleave(heads // queue.heads, 1)
+    assert queue.norm_heads == heads and expected.isnan().any()
+    torch.testing.assert_close(found, expected.gather(-1, order), equal_nan=True)

@@ -1,0 +1,206 @@
+"""The Hopper kernels on a CPU, through the emulator: their logic and their barriers, against the reference."""
+
+from functools import partial
+
+import pytest
+import torch
+from cases import INTERPRETED, inputs, patterns, ragged
+from hopper_emulator import module, run
+from oracles import attention_with_gradients
+
+from ssta.kernels import BlockLists
+from ssta.kernels.attention import _with_kv_blocks
+from ssta.kernels.reference import reference_attention
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")
+
+
+@pytest.fixture(autouse=True)
+def short_problems_have_norms_too(monkeypatch):
+    monkeypatch.setattr(module("forward"), "NORM_VISITS", 0)
+
+
+def assert_right(q, k, v, blocks, causal, late):
+    out, lse = run("forward", q, k, v, blocks, 0.125, causal, late=late)
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125, causal)
+    torch.testing.assert_close(out.double(), exact, rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_small_blocks(name, causal, late):
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    assert_right(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, causal, late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_a_result_in_the_place_of_q_is_the_same(name, late):
+    """Programs run one after another, so the later ones find rows beside their own overwritten."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 64)
+    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_blocks(dim, causal, late):
+    """More chunks a row than there are stages, whole and cut ones; parts that a block fills, half fills and leaves empty."""
+    blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
+    q, k, v = inputs(1, 2, 1, 985, 1002, dim)
+    assert_right(q, k, v, blocks, causal, late)
+
+
+def test_every_block_has_its_place():
+    """The longest lists of all heads first, then head after head, each block once."""
+    number, heads = torch.tensor(37), torch.tensor(3)
+    places = [tuple(map(int, module("forward")._place(torch.tensor(place), number, heads))) for place in range(37 * 3)]
+    assert sorted(places) == [(head, rank) for head in range(3) for rank in range(37)]
+    assert places[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)] and places[6:] == sorted(places[6:])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_what_is_not_seen_changes_nothing(dtype, causal, late):
+    """NaN in a key and its value, behind a block's real tokens and in another block, spoils the rows that see it and no others."""
+    q, k, v = inputs(1, 1, 1, 300, 300, 64, dtype=dtype)
+    blocks = BlockLists.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool), 100, 100,
+                                  kv_lengths=torch.tensor([90, 100, 100], dtype=torch.int32))
+    clean = run("forward", q, k, v, blocks, 0.125, causal, late=late)[0]
+    k[:, :, 90:100] = v[:, :, 90:100] = float("nan")
+    v[:, :, 250, 3] = float("nan")
+    dirty = run("forward", q, k, v, blocks, 0.125, causal, late=late)[0]
+    sees = torch.arange(300) >= (250 if causal else 100)
+    assert torch.equal(dirty[:, :, ~sees], clean[:, :, ~sees]) and dirty[:, :, sees, 3].isnan().all()
+    others = torch.arange(64) != 3
+    assert torch.equal(dirty[:, :, sees][..., others], clean[:, :, sees][..., others])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
+def test_scores_that_are_known_to_be_small(bound, dim, late, monkeypatch):
+    """Then no row has an origin that is raised; the result is as exact either way, also where all scores are as small as they can be."""
+    forward = module("forward")
+    calls = []
+    monkeypatch.setattr(forward, "raised", lambda *args, usual=forward.raised: (calls.append(args), usual(*args))[1])
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.8, ragged([200, 64, 331], "cpu"), ragged([128, 300, 61, 129], "cpu"))
+    q, k, v = inputs(1, 2, 1, 595, 618, dim, dtype=torch.bfloat16)
+    for keys in (k, -torch.ones_like(k)):
+        queries = q if keys is k else torch.ones_like(q)
+        norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
+        scale = float(bound * forward.BOUND / forward.LOG2E / next(norms) / next(norms))
+        calls.clear()
+        out, lse = run("forward", queries, keys, v, blocks, scale, False, late=late)
+        assert bool(calls) == (bound > 1)
+        exact, exact_lse = reference_attention(*(x.double() for x in (queries, keys, v)), blocks, scale)
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_keys_of_other_blocks_change_no_bits(value):
+    """However large they are: what is known of scores is known of each list by itself."""
+    q, k, v = inputs(1, 1, 1, 200, 300, 64, dtype=torch.bfloat16)
+    blocks = BlockLists.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool), 100, 100)
+    before = run("forward", q, k, v, blocks, 0.125, False, late=False)[0]
+    k[:, :, 250] = value
+    after = run("forward", q, k, v, blocks, 0.125, False, late=False)[0]
+    assert torch.equal(after[:, :, :100], before[:, :, :100]) and not torch.equal(after[:, :, 100:], before[:, :, 100:])
+
+
+def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
+    """(dq, dk, dv) of the kernel."""
+    out, lse = reference_attention(q, k, v, blocks, 0.125, causal)
+    return run("backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, causal, deterministic, late=late)
+
+
+def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
+    blocks = _with_kv_blocks(blocks, k.shape[2])
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
+    grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal)
+    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=causal)
+    exact = attention_with_gradients(attend, q.double(), k.double(), v.double(), dout, dlse)
+    for grad, right in zip(grads, exact[2:]):
+        torch.testing.assert_close(grad.double(), right, rtol=5e-3, atol=5e-3)
+
+
+@pytest.fixture
+def three_programs(monkeypatch):
+    """As on a GPU with so many multiprocessors."""
+    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_gradients_of_small_blocks(name, late, three_programs):
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_causal_gradients_of_small_blocks(name, deterministic, three_programs):
+    """More keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, deterministic, True, causal=True)
+
+
+def test_gradients_of_one_program():
+    """All tiles one after another: every barrier goes through many phases."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")["ragged"]
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, True)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("dim, deterministic, causal", [(64, True, False), (128, True, True), (64, False, True), (128, False, False)])
+def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_programs):
+    blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
+    assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late, causal)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_keys_that_are_brought_together(late):
+    """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
+    from ssta.kernels.portable.compacted import together_backward, together_forward
+
+    kept = torch.rand(1, 2, 3, 220) < 0.6
+    kept[0, 1, 0] = False
+    blocks = BlockLists.from_mask(kept, 64, 1)
+    q, k, v = inputs(1, 4, 2, 150, 220, 64)
+    out, lse = together_forward(partial(run, "hopper_forward", late=late), q, k, v, blocks, 0.125, False)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
+    exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
+    grads = together_backward(partial(run, "hopper_backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
+    for got, right in zip((out, *grads), (exact[0], *exact[2:])):
+        torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
+
+
+def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
+    """However they are interleaved; without turns, not even these few."""
+    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 5)
+    blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)
+    q, k, v = inputs(1, 1, 1, 448, 896, 64)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
+    first = gradients(q, k, v, blocks, True, True, dout, dlse)
+    for late in (True, False, True):
+        again = gradients(q, k, v, blocks, True, late, dout, dlse)
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
+
+
+def test_a_list_that_names_a_block_twice_ends(monkeypatch):
+    """Its turns never come, so after a while they are not waited for."""
+    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module("backward_partitions"), "PATIENCE", 20)
+    once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
+    twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
+    q, k, v = inputs(1, 1, 1, 128, 384, 64)
+    assert all(x.isfinite().all() for x in gradients(q, k, v, twice, True, False, torch.randn_like(q), torch.randn(q.shape[:3])))

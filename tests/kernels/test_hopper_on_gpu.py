@@ -1,0 +1,160 @@
+"""The Hopper kernels on a GPU, forward and backward in both orders of dQ: awkward sizes and views, long sequences, the same bits."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from cases import ragged
+from oracles import assert_as_exact_as_torch
+
+from ssta.kernels import BlockLists, block_sparse_attention
+
+pytestmark = pytest.mark.gpu
+BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
+orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+dims = pytest.mark.parametrize("dim", [64, 128])
+dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+# Every kernel that is compiled takes seconds, and dtype and head_dim have nothing to do with one another: not all pairs everywhere.
+both = pytest.mark.parametrize("dim, dtype", [(64, torch.float16), (128, torch.bfloat16)], ids=["64 fp16", "128 bf16"])
+# Neither a block nor the sum is a multiple of 16 or of 64; one block is empty, one short, one just longer than two tiles of 128.
+LENGTHS = [384, 131, 0, 333, 257, 7, 200]
+HEADS, KV_HEADS = 6, 2
+
+
+@pytest.fixture(params=[1, 1 << 20], ids=["large programs", "small programs"])
+def programs(request, monkeypatch):
+    """The forward's programs as they are where there are many, and where there are few. On a real number these tests would have few."""
+    monkeypatch.setattr("ssta.kernels.hopper.forward.multiprocessors", lambda device: request.param)
+
+
+def fused(batch, tokens, dim, dtype):
+    """q, k and v as a projection leaves them: views into one [B, S, heads, D], every row of which also holds what is nobody's."""
+    width = HEADS + 2 * KV_HEADS + 1
+    qkv = torch.randn(batch, tokens, width, dim, device="cuda", dtype=dtype).transpose(1, 2)
+    return qkv[:, :HEADS], qkv[:, HEADS:HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS:-1]
+
+
+def some(*shape):
+    return torch.rand(shape, device="cuda") < 0.6
+
+
+def lists(kind):
+    """Lists of every kind of sharing over blocks of LENGTHS; of two batch elements the second has shorter blocks."""
+    offsets, number = ragged(LENGTHS, "cuda"), len(LENGTHS)
+    valid = torch.tensor([LENGTHS, [max(n - 129, 0) for n in LENGTHS]], device="cuda", dtype=torch.int32)[:, None]
+    shape = {"shared": (1, 1), "per batch element": (2, 1), "per head": (2, HEADS), "per key head": (1, KV_HEADS)}[kind]
+    lengths = dict(q_lengths=valid, kv_lengths=valid) if kind == "per batch element" else {}
+    return BlockLists.from_mask(some(*shape, number, number), offsets, offsets, **lengths)
+
+
+@orders
+@dims
+@dtypes
+@pytest.mark.parametrize("kind", ["shared", "per batch element", "per head", "per key head"])
+def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic, programs):
+    blocks = lists(kind)
+    q, k, v = fused(2, sum(LENGTHS), dim, dtype)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
+    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+
+
+@orders
+@both
+@pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)
+def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic, programs):
+    """Uniform blocks whose last one is cut, on either side; more keys than queries and the other way round."""
+    for q_len, kv_len in ((1201, 777), (505, 1313)):
+        mask = some(2, 1, -(-q_len // sizes[0]), -(-kv_len // sizes[1]))
+        blocks = BlockLists.from_mask(mask, *sizes)
+        q, k, v = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype)
+                   for heads, tokens in ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len)))
+        attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
+        assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+
+
+@orders
+@both
+@pytest.mark.parametrize("kind", ["shared", "per batch element", "per key head"])
+def test_causal_order(kind, dtype, dim, deterministic):
+    """Over ragged blocks, and over uniform ones with more keys than queries and the other way round."""
+    blocks = lists(kind)
+    q, k, v = fused(2, sum(LENGTHS), dim, dtype)
+    uniform = [torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype) for tokens in (1201, 777) for heads in (HEADS, KV_HEADS)]
+    cases = [(q, k, v, blocks)]
+    for (many, few), (q_len, kv_len) in (((0, 3), (1201, 777)), ((2, 1), (777, 1201))):
+        mask = some(1, HEADS, -(-q_len // 192), -(-kv_len // 384))
+        cases.append((uniform[many], uniform[few], uniform[few].flip(2), BlockLists.from_mask(mask, 192, 384)))
+    for q, k, v, blocks in cases:
+        attend = partial(block_sparse_attention, blocks=blocks, causal=True, return_lse=True, deterministic=deterministic, impl="hopper")
+        assert_as_exact_as_torch(attend, q, k, v, blocks, causal=True, block=64)
+
+
+@dims
+@pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
+def test_scores_that_are_known_to_be_small(bound, dim, programs):
+    """As exact where they are as large as that, and where all are as small as that."""
+    from ssta.kernels.hopper.forward import BOUND, LOG2E
+
+    blocks = lists("per head")
+    q, k, v = fused(2, sum(LENGTHS), dim, torch.bfloat16)
+    for queries, keys in ((q, k), (torch.ones_like(q), -torch.ones_like(k))):
+        norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
+        scale = float(bound * BOUND.value / LOG2E / next(norms) / next(norms))
+        attend = partial(block_sparse_attention, blocks=blocks, scale=scale, return_lse=True, impl="hopper")
+        assert_as_exact_as_torch(attend, queries, keys, v, blocks, scale=scale, block=64)
+
+
+def gradients(q, k, v, dout, blocks, deterministic):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = block_sparse_attention(*leaves, blocks, deterministic=deterministic, impl="hopper")
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@both
+def test_the_same_bits_in_every_run(dim, dtype):
+    """With several programs on every multiprocessor, which meet in another way each time. In any order only dQ may differ.
+
+    Where turns are taken, lists begin elsewhere, so dK and dV are summed in another order than where they are not.
+    """
+    tokens, block = 12_345, 384
+    q, k, v, dout = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    number = -(-tokens // block)
+    blocks = BlockLists.from_mask(some(2, HEADS, number, number), block, block)
+    for deterministic in (True, False):
+        first = gradients(q, k, v, dout, blocks, deterministic)
+        for _ in range(4):
+            out, dq, dk, dv = gradients(q, k, v, dout, blocks, deterministic)
+            assert torch.equal(out, first[0]) and torch.equal(dk, first[2]) and torch.equal(dv, first[3])
+            if deterministic:
+                assert torch.equal(dq, first[1])
+
+
+def test_the_same_bits_where_dq_exceeds_the_cache():
+    """46,080 tokens of 16 heads: sums of 377 MB, millions of additions, more than an order that holds only mostly would survive."""
+    tokens, block = 46_080, 384
+    q, k, v, dout = (torch.randn(1, 16, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    chosen = torch.rand(1, 16, tokens // block, tokens // block, device="cuda").topk(48).indices.int()
+    blocks = BlockLists.from_topk(chosen, block, block)
+    first = gradients(q, k, v, dout, blocks, True)
+    for _ in range(20):
+        assert all(map(torch.equal, gradients(q, k, v, dout, blocks, True), first))
+
+
+def test_300_000_tokens_in_heads_beyond_32_bit_offsets(monkeypatch):
+    """q has 2.2 thousand million elements. Sampled blocks of out and of all gradients against float64, one in the last head."""
+    monkeypatch.syspath_prepend(BENCHMARK)
+    from truth import truth
+
+    heads, tokens, dim, block, kept = 57, 300_000, 128, 384, 6
+    assert heads * tokens * dim > 1 << 31 and tokens % block
+    q, k, v, dout = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    number = -(-tokens // block)
+    chosen = torch.rand(heads, number, number, device="cuda").topk(kept).indices
+    blocks = BlockLists.from_topk(chosen, block, block, num_kv_blocks=number)
+    exact = truth(q, k, v, blocks, dout)
+    for deterministic in (True, False):
+        out, *grads = gradients(q, k, v, dout, blocks, deterministic)
+        exact.forward_error("hopper", out)
+        exact.backward_error(f"hopper, deterministic={deterministic}", grads)
+        del out, grads

@@ -1,0 +1,155 @@
+"""In which order the Hopper backward's programs add to dQ: everyone gets a turn, nobody waits for ever, and the work is shared fairly."""
+
+from functools import partial
+
+import pytest
+import torch
+from oracles import assert_as_exact_as_torch, attention_with_gradients
+
+triton = pytest.importorskip("triton")
+
+from cases import DEVICES, dq_patterns  # noqa: E402
+
+from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
+from ssta.kernels.lowering.chunks import kv_cut, q_cut  # noqa: E402
+from ssta.kernels.lowering.dq_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
+from ssta.kernels.lowering.dq_slots import KEYS, QUERIES  # noqa: E402
+
+
+def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
+    """(tiles as lists of numbers, first tile of each program, ranks)"""
+    flipped = blocks.transpose()
+    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs,
+                    kv_len - q_len if causal else None)
+    tiles = made.tiles.tolist()
+    number = len(tiles) - programs
+    return tiles[:number], [row[NEXT] for row in tiles[number:]], made.ranks
+
+
+def of(x, batch, head, heads):
+    """What belongs to a query head of ``heads`` in x [B|1, H|1, ...]."""
+    return x[min(batch, x.shape[0] - 1), head * x.shape[1] // heads]
+
+
+def visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
+    """((batch, query head, query block), place in the list, chunks) of a tile, from the mask alone, before its list is turned."""
+    mask, (starts, sizes) = blocks.to_mask(), blocks.q_bounds(q_len)
+    key = tile[ROW] - tile[PART] * KEYS
+    group = heads // kv_heads
+    found = []
+    for head in range(tile[HEAD] * group, (tile[HEAD] + 1) * group):
+        listed = of(mask, tile[BATCH], head, heads)[:, tile[BLOCK]].nonzero().flatten().tolist()
+        start, size = (of(x, tile[BATCH], head, heads) for x in (starts, sizes))
+        seen = [not causal or int(start[block] + size[block]) - 1 + kv_len - q_len >= key for block in listed]
+        chunks = [max(-(-int(size[block]) // QUERIES), 0) * seen[at] for at, block in enumerate(listed)]
+        found.append([((tile[BATCH], head, block), at, chunks[at]) for at, block in enumerate(listed)])
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", dq_patterns("cpu"))
+def test_every_tile_is_listed_once(device, name, causal):
+    blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
+    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, 0, causal)
+    starts, sizes = blocks.kv_bounds(kv_len)
+    wanted = set()
+    for batch in range(2):
+        for head in range(kv_heads):
+            bounds = zip(*(of(x, batch, head, kv_heads).tolist() for x in (starts, sizes)))
+            for block, (start, size) in enumerate(bounds):
+                wanted |= {(batch, head, block, part, start + part * KEYS, size - part * KEYS) for part in range(-(-size // KEYS))}
+    here = [tile for tile in tiles if tile[ROWS] > 0]
+    assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
+    for tile in tiles:
+        chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for visit in member)
+        assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[BEGIN] == 0
+    assert not first and ranks is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("programs, causal", [(1, False), (3, False), (3, True), (7, True)])
+@pytest.mark.parametrize("name", dq_patterns("cpu"))
+def test_everyone_gets_a_turn(device, name, programs, causal):
+    """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
+    blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
+    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
+    ranks = ranks.tolist()
+    walks, dealt = [], []
+    for at in first:
+        walk = []
+        while at >= 0:
+            dealt.append(at)
+            tile = tiles[at]
+            for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
+                begin = tile[BEGIN] * len(member) // RING.value
+                for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
+                    if chunks:
+                        walk.append(((batch, head, block), ranks[batch][head][tile[BLOCK]][tile[PART]][place]))
+            at = tile[NEXT]
+        walks.append(walk)
+    assert sorted(dealt) == [at for at, tile in enumerate(tiles) if tile[ROWS] > 0]
+    turns, done = {}, [0] * programs
+    while any(at < len(walk) for at, walk in zip(done, walks)):
+        following = [(program, *walk[at]) for program, (at, walk) in enumerate(zip(done, walks)) if at < len(walk)]
+        ready = [program for program, block, rank in following if turns.get(block, 0) == rank]
+        assert ready, "everyone waits"
+        program = ready[int(torch.randint(len(ready), ()))]
+        block, rank = walks[program][done[program]]
+        turns[block] = rank + 1
+        done[program] += 1
+    for block, number in turns.items():
+        assert number == sum(block == visit[0] for walk in walks for visit in walk)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_work_is_shared_fairly(device):
+    """A few key blocks, as text, have far longer lists than the others, and yet no program has much more to do than the average."""
+    mask = torch.rand(2, 24, 24, device=device) < 0.3
+    mask[:, :, -2:] = True
+    blocks = BlockLists.from_mask(mask, 64, 128)
+    programs = 8
+    tiles, first, _ = plan(blocks, 2, 2, 24 * 64, 24 * 128, programs)
+    work = []
+    for at in first:
+        work.append(0)
+        while at >= 0:
+            work[-1] += tiles[at][VISITS]
+            at = tiles[at][NEXT]
+    lengths = [tile[VISITS] for tile in tiles]
+    assert sum(work) == sum(lengths) and max(work) <= sum(work) / programs + max(lengths) + sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_sweep_over_the_queries_together(device):
+    """At any time all programs are where their places around the ring say, to within what lists of different lengths let them drift."""
+    number, programs = 40, 6
+    blocks = BlockLists.from_mask(torch.rand(3, 4, number, number, device=device) < 0.5, 128, 128)
+    tiles, first, _ = plan(blocks, 4, 4, number * 128, number * 128, programs)
+    period = sum(tile[VISITS] for tile in tiles) // len(tiles) + 1
+    begins = set()
+    for program, at in enumerate(first):
+        work = 0
+        while at >= 0:
+            clock, place = (visits % period * RING.value // period for visits in (work, program * GAP))
+            assert tiles[at][BEGIN] == (clock + place) % RING.value
+            begins.add(tiles[at][BEGIN])
+            work += tiles[at][VISITS] + 1
+            at = tiles[at][NEXT]
+    assert len(begins) > programs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("batch, block", [(2, 64), (1, 200), (1, 384)])
+def test_more_tiles_than_multiprocessors(batch, block, dim):
+    """Every program takes several, with lists of many lengths, and all take turns: the right gradients, and the same bits each time."""
+    length = 20 * block - 31
+    blocks = BlockLists.from_mask(torch.rand(batch, 8, 20, 20, device="cuda") < torch.rand(20, device="cuda"), block, block)
+    q, k, v = (torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for heads in (8, 4, 4))
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="hopper")
+    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device="cuda")
+    first = attention_with_gradients(attend, q, k, v, dout, dlse)
+    for _ in range(5):
+        assert all(torch.equal(x, y) for x, y in zip(first, attention_with_gradients(attend, q, k, v, dout, dlse)))
