@@ -7,6 +7,9 @@ from setuptools import find_packages, setup
 
 FOLDERS = {"ssta": "ssta", "ssta.kernels": "kernels", "ssta.pipelines": "pipelines"}
 
-PACKAGES = [f"{package}.{below}".rstrip(".") for package, folder in FOLDERS.items() for below in ["", *find_packages(folder, exclude=("kernels*", "pipelines*"))]]
+PACKAGES = [
+    f"{package}.{below}".rstrip(".")
+    for package, folder in FOLDERS.items() for below in ["", *find_packages(folder, exclude=("kernels*", "pipelines*"))]
+]
 
 setup(package_dir=FOLDERS, packages=PACKAGES)
