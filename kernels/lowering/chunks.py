@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
+from .arguments import Bounds, ChunkLists
 from .primitives import block_bounds, load_rows
 from .quick_launch import QuickLaunch, fit
 
@@ -34,6 +35,10 @@ class Chunks(NamedTuple):
     sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
     full: Tensor     # int32 [B|1, H|1, rows]
     partial: Tensor  # int32 [B|1, H|1, rows]
+
+    def read_by(self, heads: int) -> ChunkLists:
+        """As a kernel of ``heads`` heads takes them."""
+        return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
 
 
 class Queue(NamedTuple):
@@ -66,6 +71,12 @@ class Partition(NamedTuple):
 
     def strides(self, heads: int) -> tuple[int, int, int]:
         return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+
+    def bounds(self, heads: int) -> Bounds:
+        """As a kernel of ``heads`` heads takes them."""
+        if self.uniform:
+            return Bounds(None, None, 0, 0, 1, self.length, self.tokens)
+        return Bounds(self.starts, self.sizes, *shared_strides(self.starts, heads), self.length, self.tokens)
 
     @property
     def geometry(self) -> Geometry:
