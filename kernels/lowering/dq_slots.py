@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import Cut
+from .chunks import Partition
 from .primitives import block_bounds, load_rows, store_rows
 
 QUERIES = 64
@@ -93,7 +93,7 @@ def _finish_kernel(sums, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
-def fill_slots(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, cut: Cut) -> Slots:
+def fill_slots(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, cut: Partition) -> Slots:
     """The rows that the backward kernel reads, and zeros where it adds."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + cut.number + 1
@@ -108,7 +108,7 @@ def fill_slots(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scal
     return Slots(side, dq)
 
 
-def finish_dq(slots: Slots, dq: Tensor, scale: float, cut: Cut) -> None:
+def finish_dq(slots: Slots, dq: Tensor, scale: float, cut: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
     parts = triton.cdiv(cut.length, QUERIES)
