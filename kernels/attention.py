@@ -287,9 +287,9 @@ def _implementation(impl: str, together: bool = False):
     except ImportError as error:
         raise ImportError(f"impl={impl!r} requires triton: pip install triton, or choose impl='gather'") from error
     if together:
-        from .portable.compacted import together_backward, together_forward
+        from .portable.compacted import compacted_backward, compacted_forward
 
-        return tuple(map(partial, (together_forward, together_backward), _implementation(impl)))
+        return tuple(map(partial, (compacted_forward, compacted_backward), _implementation(impl)))
     if impl == "hopper":
         from .hopper.backward import hopper_backward
         from .hopper.forward import hopper_forward

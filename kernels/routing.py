@@ -7,7 +7,7 @@ from .blocks import BlockLists
 # Shorter key blocks are gathered: the matrix unit multiplies by at least 16 keys, so as tiles of their own they would be mostly padding.
 GATHERED_BELOW = 16
 # Where this many query rows share a list of such blocks, its keys are first copied behind one another, for the backward always.
-TOGETHER_ROWS = 512
+COMPACTED_ROWS = 512
 
 
 def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool, backward: bool = False) -> bool:
@@ -20,4 +20,4 @@ def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool,
         return False
     uniform = all(isinstance(x, int) for x in (blocks.q_offsets, blocks.kv_offsets)) and blocks.q_lengths is blocks.kv_lengths is None
     rows = blocks.max_q_length * (heads // max(kv_heads, blocks.counts.shape[1]))
-    return uniform and blocks.capacity > 0 and (backward or rows >= TOGETHER_ROWS)
+    return uniform and blocks.capacity > 0 and (backward or rows >= COMPACTED_ROWS)

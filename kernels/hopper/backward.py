@@ -16,10 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Cut, kv_cut, q_cut, shared_strides
+from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
-from ..lowering.inputs import readable
+from ..lowering.inputs import strided
 from ..lowering.tma import tma_descriptor, tma_ready
 from .backward_iterator import Lists
 from .backward_partitions import add_dq, load, multiply, multiply_dq, pick_columns
@@ -132,10 +132,10 @@ def hopper_backward(
     With ``deterministic`` the programs take turns in adding to dQ, else they add when they come, and dQ's last bits differ from run to run.
     """
     q, k, v, dout = map(tma_ready, (q, k, v, dout))
-    out = readable(out)
+    out = strided(out)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    queries, keys = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    queries, keys = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     # Ragged blocks need not cover every row.
     dq = torch.empty_like(q) if queries.uniform else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) if keys.uniform else torch.zeros_like(x) for x in (k, v))
@@ -178,7 +178,7 @@ def constants(dim: int, deterministic: bool) -> dict:
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 
-def _cut(axis: Cut, size: int) -> bool:
+def _cut(axis: Partition, size: int) -> bool:
     """Whether there are chunks of fewer than ``size`` tokens."""
     return not (axis.uniform and axis.length % size == 0 and axis.tokens % size == 0)
 

@@ -15,7 +15,7 @@ class Lists:
     indices: gl.tensor
     lock_values: gl.tensor         # see dq_schedule.Schedule
     passed: gl.tensor
-    q_starts: gl.tensor      # see lowering.chunks.Cut
+    q_starts: gl.tensor      # see lowering.chunks.Partition
     q_sizes: gl.tensor
     list_batch: gl.tensor    # strides, see shared_strides
     list_head: gl.tensor

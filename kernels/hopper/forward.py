@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
+from ..lowering.chunks import ENTRY, HEADER, kv_partition, q_partition, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_descriptor, tma_ready
@@ -324,7 +324,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import Cut
+from .chunks import Partition
 from .primitives import block_bounds, load_rows, store_rows
 
 QUERIES = 64
@@ -95,7 +95,7 @@ def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_r
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
-def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Cut) -> Accum:
+def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition) -> Accum:
     """The rows that the backward kernel reads, and zeros where it adds."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
@@ -110,7 +110,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     return Accum(lse_dpsum, dq_accum)
 
 
-def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Cut) -> None:
+def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
     parts = triton.cdiv(queries.length, QUERIES)

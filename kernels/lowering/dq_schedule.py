@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from .chunks import Cut, shared_strides
+from .chunks import Partition, shared_strides
 from .dq_accum import KEYS, QUERIES
 from .primitives import block_bounds
 
@@ -214,7 +214,7 @@ def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, p
         tl.store(lock_values + where, rank, mask=known)
 
 
-def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, batch: int, heads: int, kv_heads: int,
+def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
              programs: int, shift: int | None = None) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 dealt out to so many, and ranked.
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import Cut
+from .chunks import Partition
 
 # Rows that a program clears at once.
 ROWS = 32
@@ -32,7 +32,7 @@ def _clear_kernel(out, lse, starts, sizes, out_batch, out_head, out_row, bound_b
         tl.store(lse + row + lines, tl.full([ROWS], float("-inf"), tl.float32), mask=inside)
 
 
-def empty_outputs(q: Tensor, cut: Cut, in_place: bool = False) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor, rows: Partition, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """(out, lse) before a forward kernel, unwritten but for the rows outside all blocks, which get what they must give.
 
     ``in_place``: out is q itself. That is right for kernels whose programs write rows of one block and head and nothing else, and have
@@ -41,8 +41,8 @@ def empty_outputs(q: Tensor, cut: Cut, in_place: bool = False) -> tuple[Tensor, 
     batch, heads, tokens, dim = q.shape
     out = q if in_place else torch.empty_like(q)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
-    if not cut.uniform and batch * heads:
-        _clear_kernel[(cut.number + 1, batch * heads)](
-            out, lse, cut.starts, cut.sizes, *out.stride()[:3], *cut.strides(heads), heads, tokens,
+    if not rows.uniform and batch * heads:
+        _clear_kernel[(rows.number + 1, batch * heads)](
+            out, lse, rows.starts, rows.sizes, *out.stride()[:3], *rows.strides(heads), heads, tokens,
             ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim))
     return out, lse

@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
-LN2 = tl.constexpr(0.6931471805599453)
+# Of natural logarithms and those in base 2: LOG2E for numbers on the host; kernels take from a module only what is a constexpr.
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DI
 
 @triton.jit
 def load_chunk(descriptor, base, batch, head, row, stride, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A whole chunk, [ROWS, DIM_PAD]: through the copy engine where there is a descriptor of the [B, H, tokens, DIM] tensor."""
+    """A full chunk, [ROWS, DIM_PAD]: through TMA where there is a descriptor of the [B, H, tokens, DIM] tensor."""
     if descriptor is None:
         return load_rows(base, row, stride, ROWS, ROWS, DIM, DIM_PAD, False)
     else:
@@ -92,11 +94,32 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def softmax_step(scores, top, total, scale_log2):
-    """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, factor on what was summed so far, top, total)."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-    # A row that has seen nothing yet has top = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
-    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+def softmax_step(scores, row_max, row_sum, scale_log2):
+    """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, alpha, row_max, row_sum), where alpha rescales
+    what was summed so far."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # A row that has seen nothing yet has row_max = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
-    factor = tl.exp2(top - origin)
-    return weights, factor, new_top, total * factor + tl.sum(weights, 1)
+    alpha = tl.exp2(row_max - origin)
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum):
+    """(out, lse in natural logarithm) after the last step; 0 and -inf for rows that attended to nothing."""
+    empty = row_sum == 0
+    divisor = tl.where(empty, 1.0, row_sum)
+    return acc / divisor[:, None], tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)
+
+
+@triton.jit
+def lse_in_base_2(lse):
+    """For a backward, whose weights are exp2(score - this): +inf for empty rows, so that their weights are 0 as they must be."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+
+
+@triton.jit
+def tanh(x):
+    # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
+    return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)

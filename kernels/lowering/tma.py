@@ -7,13 +7,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .inputs import aligned, readable
+from .inputs import strided, tma_ok
 
 
 def tma_ready(x: Tensor) -> Tensor:
     """x, or a copy where the kernels or the copy engine cannot walk it."""
     # A copy even where x is contiguous, and just begins at an odd place.
-    return x if aligned(x) and readable(x) is x else x.clone(memory_format=torch.contiguous_format)
+    return x if tma_ok(x) and strided(x) is x else x.clone(memory_format=torch.contiguous_format)
 
 
 def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:

@@ -13,9 +13,20 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.chunks import chunk_lists, kv_cut, q_cut, shared_strides
-from ..lowering.inputs import descriptor, readable
-from ..lowering.primitives import LOG2E, finite_or_zero, load_chunk, load_rows, of_head, own_rows, row_of_lists, store_rows, visible_keys
+from ..lowering.chunks import chunk_lists, kv_partition, q_partition, shared_strides
+from ..lowering.inputs import descriptor, strided
+from ..lowering.primitives import (
+    LOG2E,
+    finite_or_zero,
+    load_chunk,
+    load_rows,
+    lse_in_base_2,
+    of_head,
+    own_rows,
+    row_of_lists,
+    store_rows,
+    visible_keys,
+)
 from ..routing import GATHERED_BELOW
 from .config import LaunchConfig, dkv_config, dq_config
 from .gathered import gathered_dq
@@ -27,7 +38,7 @@ DELTA_ROWS = 64
 def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_row, do_batch, do_head, do_row,
                   dlse_batch, dlse_head, dlse_row, heads, q_len,
                   HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2 with +inf for empty rows, whose weights exp2(score - lse2) are then 0 as they must be."""
+    """delta, and lse in base 2."""
     row = tl.program_id(0) * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     o = load_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, q_len - row, M, DIM, DIM_PAD, True)
@@ -42,13 +53,13 @@ def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_ro
         # An empty row has no gradient, whatever arrives for its lse of -inf.
         row_delta -= tl.where(row_lse == float("-inf"), 0.0, row_dlse)
     tl.store(delta + at, row_delta, mask=mask)
-    tl.store(lse2 + at, tl.where(row_lse == float("-inf"), float("inf"), row_lse * 1.4426950408889634), mask=mask)
+    tl.store(lse2 + at, lse_in_base_2(row_lse), mask=mask)
 
 
 @triton.jit
 def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, start, size, query, k_stride, v_stride, shift, scale_log2,
-             M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CUT: tl.constexpr, CAUSAL: tl.constexpr):
-    if CUT:
+             M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
+    if PARTIAL:
         keys = load_rows(k, start, k_stride, size, N, DIM, DIM_PAD, True)
         values = load_rows(v, start, v_stride, size, N, DIM, DIM_PAD, True)
     else:
@@ -56,12 +67,12 @@ def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, s
         values = load_chunk(v_chunks, v, batch, kv_head, start, v_stride, N, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(keys))
     weights = tl.exp2(scores * scale_log2 - lse2[:, None])
-    if CUT:
+    if PARTIAL:
         visible = visible_keys(query, start, size, shift, M, N, CAUSAL)
         weights = tl.where(visible, weights, 0.0)
     dweights = tl.dot(do, tl.trans(values))
     dscores = weights * (dweights - delta[:, None])
-    if CUT and CAUSAL:
+    if PARTIAL and CAUSAL:
         # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
         dscores = tl.where(visible, dscores, 0.0)
         keys = finite_or_zero(keys)
@@ -69,8 +80,9 @@ def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, s
 
 
 @triton.jit
-def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_whole, chunks_cut,
-               q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row, dq_batch, dq_head, dq_row,
+def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_full,
+               chunks_partial, q_batch, q_head, q_row,
+               k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row, dq_batch, dq_head, dq_row,
                bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
                heads, group, q_len, block_length, shift, scale_log2, scale,
                UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -83,7 +95,7 @@ def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_s
     k = of_head(k, batch, kv_head, k_batch, k_head)
     v = of_head(v, batch, kv_head, v_batch, v_head)
     chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-    number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
+    n_full, n_partial = tl.load(chunks_full + chunk_row), tl.load(chunks_partial + chunk_row)
     chunk_starts += chunk_row * width
     chunk_sizes += chunk_row * width
 
@@ -94,11 +106,11 @@ def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_s
     row_lse2 = tl.load(lse2 + at, mask=offsets < rows, other=float("inf"))
     row_delta = tl.load(delta + at, mask=offsets < rows, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    for i in range(number_whole):
+    for i in range(n_full):
         start = tl.load(chunk_starts + i)
         acc = _dq_step(acc, queries, do, row_lse2, row_delta, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, N,
                        row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
-    for i in range(width - number_cut, width):
+    for i in range(width - n_partial, width):
         start, size = tl.load(chunk_starts + i), tl.load(chunk_sizes + i)
         acc = _dq_step(acc, queries, do, row_lse2, row_delta, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, size,
                        row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
@@ -108,35 +120,35 @@ def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_s
 @triton.jit
 def _dkv_step(dk, dv, keys, values, q, dout, q_chunks, do_chunks, batch, head, lse2, delta, start, size,
               key, q_stride, do_stride, shift, scale_log2,
-              M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CUT: tl.constexpr, CAUSAL: tl.constexpr):
+              M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
     """Adds one chunk of M queries; scores stand transposed, [N keys, M queries], so that dV and dK accumulate without a transpose."""
     offsets = tl.arange(0, M)
-    if CUT:
+    if PARTIAL:
         queries = load_rows(q, start, q_stride, size, M, DIM, DIM_PAD, True)
     else:
         queries = load_chunk(q_chunks, q, batch, head, start, q_stride, M, DIM, DIM_PAD)
     scores = tl.dot(keys, tl.trans(queries))
     # Both products before the exponentials: 9 % faster on an H200 than P dO between them.
-    if CUT:
+    if PARTIAL:
         do = load_rows(dout, start, do_stride, size, M, DIM, DIM_PAD, True)
     else:
         do = load_chunk(do_chunks, dout, batch, head, start, do_stride, M, DIM, DIM_PAD)
     dweights = tl.dot(values, tl.trans(do))
-    if CUT:
+    if PARTIAL:
         row_lse2 = tl.load(lse2 + start + offsets, mask=offsets < size, other=float("inf"))
     else:
         row_lse2 = tl.load(lse2 + start + offsets)
     weights = tl.exp2(scores * scale_log2 - row_lse2[None, :])
-    if CUT and CAUSAL:
+    if PARTIAL and CAUSAL:
         visible = tl.trans(visible_keys(start, key, N, shift, M, N, CAUSAL))
         weights = tl.where(visible, weights, 0.0)
     dv = tl.dot(weights.to(do.dtype), do, dv)
-    if CUT:
+    if PARTIAL:
         row_delta = tl.load(delta + start + offsets, mask=offsets < size, other=0.0)
     else:
         row_delta = tl.load(delta + start + offsets)
     dscores = weights * (dweights - row_delta[None, :])
-    if CUT and CAUSAL:
+    if PARTIAL and CAUSAL:
         dscores = tl.where(visible, dscores, 0.0)
         queries = finite_or_zero(queries)
     dk = tl.dot(dscores.to(queries.dtype), queries, dk)
@@ -145,7 +157,7 @@ def _dkv_step(dk, dv, keys, values, q, dout, q_chunks, do_chunks, batch, head, l
 
 @triton.jit
 def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_starts, kv_sizes,
-                chunk_starts, chunk_sizes, chunks_whole, chunks_cut,
+                chunk_starts, chunk_sizes, chunks_full, chunks_partial,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row,
                 dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
                 bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
@@ -167,14 +179,14 @@ def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_star
         rows_before = (batch * kv_heads * group + head) * q_len
         head_lse2, head_delta = lse2 + rows_before, delta + rows_before
         chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-        number_whole, number_cut = tl.load(chunks_whole + chunk_row), tl.load(chunks_cut + chunk_row)
+        n_full, n_partial = tl.load(chunks_full + chunk_row), tl.load(chunks_partial + chunk_row)
         head_starts, head_sizes = chunk_starts + chunk_row * width, chunk_sizes + chunk_row * width
-        for i in range(number_whole):
+        for i in range(n_full):
             start = tl.load(head_starts + i)
             dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, head_q, head_do, q_chunks, do_chunks, batch.to(tl.int32), head,
                                        head_lse2, head_delta, start, M, row, q_row, do_row, shift, scale_log2,
                                        M, N, DIM, DIM_PAD, False, CAUSAL)
-        for i in range(width - number_cut, width):
+        for i in range(width - n_partial, width):
             start, size = tl.load(head_starts + i), tl.load(head_sizes + i)
             dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, head_q, head_do, q_chunks, do_chunks, batch.to(tl.int32), head,
                                        head_lse2, head_delta, start, size, row, q_row, do_row, shift, scale_log2,
@@ -188,10 +200,10 @@ def triton_backward(
     scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table."""
-    q, k, v, dout = map(readable, (q, k, v, dout))
+    q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    q_blocks, kv_blocks = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    q_blocks, kv_blocks = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     # Ragged blocks need not cover every row.
     dq = torch.empty_like(q) if q_blocks.uniform else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) if kv_blocks.uniform else torch.zeros_like(x) for x in (k, v))
@@ -219,7 +231,7 @@ def triton_backward(
             q, k, v, dout, *(descriptor(x, for_dq.block_n, dim_pad) for x in (k, v)), dq,
             lse2, delta, q_blocks.starts, q_blocks.sizes, *chunks,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-            *q_blocks.strides(heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
+            *q_blocks.strides(heads), *shared_strides(chunks.full, heads), chunks.starts.shape[-1],
             heads, heads // kv_heads, q_len, q_blocks.length, kv_len - q_len, scale * LOG2E, scale,
             UNIFORM=q_blocks.uniform, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
             **shape, num_warps=for_dq.num_warps, num_stages=for_dq.num_stages)
@@ -230,7 +242,7 @@ def triton_backward(
         q, k, v, dout, *(descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout)), dk, dv,
         lse2, delta, kv_blocks.starts, kv_blocks.sizes, *chunks,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-        *kv_blocks.strides(kv_heads), *shared_strides(chunks.whole, heads), chunks.starts.shape[-1],
+        *kv_blocks.strides(kv_heads), *shared_strides(chunks.full, heads), chunks.starts.shape[-1],
         kv_heads, heads // kv_heads, q_len, kv_len, kv_blocks.length, kv_len - q_len, scale * LOG2E, scale,
         UNIFORM=kv_blocks.uniform, PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n,
         **shape, num_warps=for_dkv.num_warps, num_stages=for_dkv.num_stages)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.chunks import Cut, kv_cut, q_cut, shared_strides
-from ..lowering.inputs import readable
+from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.inputs import strided
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import (
-    LN2,
     LOG2E,
     block_bounds,
+    finish_softmax,
     finite_or_zero,
     load_rows,
     of_head,
@@ -29,6 +29,7 @@ from ..lowering.primitives import (
     row_of_lists,
     softmax_step,
     store_rows,
+    tanh,
 )
 from .config import LaunchConfig, gathered_config
 
@@ -64,12 +65,6 @@ def _gather_rows(base, rows, stride, there, DIM: tl.constexpr, DIM_PAD: tl.const
 
 
 @triton.jit
-def _tanh(x):
-    # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-
-
-@triton.jit
 def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_starts, kv_sizes, mask, first_entry, order, total_keys,
                     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
                     bound_batch, bound_head, bound_group, item_batch, item_head, item_group, list_batch, list_head, list_group,
@@ -102,14 +97,14 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
 
     queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
     for first in range(0, count * length, N):
         entry, token, key, there = _slots(indices, kv_starts, kv_sizes, item_at, first, count, items, length, kv_len, N, KV_UNIFORM)
         keys = _gather_rows(k, key, k_row, there, DIM, DIM_PAD)
         scores = tl.dot(queries, tl.trans(keys))
         if CAPPED:
-            scores = soft_cap * _tanh(scores * cap_scale)
+            scores = soft_cap * tanh(scores * cap_scale)
         visible = there[None, :] & (in_tile >= 0)[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)
@@ -120,8 +115,8 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
             at = (entry * mask_rows * mask_columns + token)[None, :] + (token_of_row * mask_columns)[:, None]
             visible = visible & (tl.load(mask + at, mask=visible & (in_tile < rows)[:, None], other=0) != 0)
         scores = tl.where(visible, scores, float("-inf"))
-        weights, factor, top, total = softmax_step(scores, top, total, scale_log2)
-        acc = acc * factor[:, None]
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
+        acc = acc * alpha[:, None]
         values = _gather_rows(v, key, v_row, there, DIM, DIM_PAD)
         if CAUSAL or ORDERED or MASKED:
             # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
@@ -131,10 +126,8 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
                 values = finite_or_zero(values)
         acc = tl.dot(weights.to(values.dtype), values, acc)
 
-    empty = total == 0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    acc, row_lse = finish_softmax(acc, row_max, row_sum)
     store_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, rows, acc, M, DIM, DIM_PAD)
-    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse + (batch * heads + head) * q_len + row + in_tile, row_lse, mask=in_tile < rows)
 
 
@@ -187,10 +180,10 @@ def gathered_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, of what ``within`` leaves visible; ``config`` overrides the launch table."""
     within = within or Within()
-    q, k, v = map(readable, (q, k, v))
+    q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     out, lse = empty_outputs(q, rows)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
@@ -218,7 +211,7 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
     """Writes dq, [B, Hq, Sq, D]. ``lse2`` and ``delta`` as ``triton_backward`` prepares them."""
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
-    rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     config = config or gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
     lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
     _dq_kernel[(rows.number * parts, batch * heads)](
@@ -230,7 +223,9 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
         DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-def _walk(blocks: BlockLists, rows: Cut, items: Cut, heads: int, block_m: int) -> tuple[tuple[Tensor, ...], tuple[int, ...], int]:
+def _walk(
+    blocks: BlockLists, rows: Partition, items: Partition, heads: int, block_m: int,
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], int]:
     """(lists and bounds, their strides for the kernels, programs a query block)."""
     counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     lists = (counts, indices, rows.starts, rows.sizes, items.starts, items.sizes)

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 
 from cases import DEVICES, dq_patterns  # noqa: E402
 
-from ssta.kernels.lowering.chunks import q_cut  # noqa: E402
+from ssta.kernels.lowering.chunks import q_partition  # noqa: E402
 from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backward_preprocess  # noqa: E402
 
 
@@ -16,7 +16,7 @@ from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backwa
 def test_slots_hold_lse_and_delta_and_give_dq(device, name):
     blocks, heads, _, q_len, _ = dq_patterns(device)[name]
     dim, scale = 64, 0.3
-    cut = q_cut(blocks, q_len)
+    cut = q_partition(blocks, q_len)
     out, dout = (torch.randn(2, q_len, heads, dim, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = torch.randn(2, 2, heads, q_len, device=device) * 9
     lse[:, :, ::7] = float("-inf")

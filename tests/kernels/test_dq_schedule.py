@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from cases import DEVICES, dq_patterns  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
-from ssta.kernels.lowering.chunks import kv_cut, q_cut  # noqa: E402
+from ssta.kernels.lowering.chunks import kv_partition, q_partition  # noqa: E402
 from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.lowering.dq_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
 
@@ -19,7 +19,7 @@ from ssta.kernels.lowering.dq_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NE
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs,
+    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs,
                     kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
     number = len(tiles) - programs
