@@ -199,7 +199,7 @@ def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
 def test_a_list_that_names_a_block_twice_ends(monkeypatch):
     """Its turns never come, so after a while they are not waited for."""
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(module("backward_partitions"), "PATIENCE", 20)
+    monkeypatch.setattr(module("backward_partitions"), "SPIN_LIMIT", 20)
     once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
     twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
     q, k, v = inputs(1, 1, 1, 128, 384, 64)
