@@ -6,9 +6,9 @@ if __name__ == "ssta.kernels":
     from .attention import IMPLEMENTATIONS, attend_in_place, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
     from .blocks import BlockLists
     from .operators import kernels_run
-    from .prologue.deferred import Unfinished
+    from .prologue.deferred import Deferred
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import best_blocks, pick_blocks, score_blocks
+    from .prologue.select import score_blocks, select_blocks, topk_blocks
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
-               "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]
+    __all__ = ["IMPLEMENTATIONS", "BlockLists", "Deferred", "attend_in_place", "autocast_inputs", "topk_blocks", "block_sparse_attention",
+               "gather_blocks", "kernels_run", "select_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]

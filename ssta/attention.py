@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, Unfinished, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
+from .kernels import BlockLists, Deferred, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
 from .layout import Input, tile_layout
 from .selection import check_text_mask, select_tiles
 from .sequence import TokenLayout
@@ -64,7 +64,7 @@ def ssta_attention(
 
     Args:
         query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype. All three may also be
-            ``kernels.Unfinished``, whose projections must end where segments of the layout do: they are finished while they are tiled.
+            ``kernels.Deferred``, whose projections must end where segments of the layout do: they are finished while they are tiled.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
@@ -83,7 +83,7 @@ def ssta_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    if not isinstance(query, Unfinished):
+    if not isinstance(query, Deferred):
         query, key, value = autocast_inputs(query=query, key=key, value=value)
     check_inputs(query, key, value, layout, config, text_mask)
     if layout.video:
@@ -111,9 +111,9 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x)
-        if isinstance(x, Unfinished) != isinstance(query, Unfinished):
+        if isinstance(x, Deferred) != isinstance(query, Deferred):
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        if isinstance(x, Unfinished) and not set(accumulate(x.lengths)) <= set(accumulate(segment.length for segment in layout.segments)):
+        if isinstance(x, Deferred) and not set(accumulate(x.lengths)) <= set(accumulate(segment.length for segment in layout.segments)):
             raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {layout.segments}")
         if x.shape[2] != layout.length:
             raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {x.shape[2]} in shape {tuple(x.shape)}")
@@ -132,7 +132,7 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
 
 
 def _check_tensor(name: str, x: Input) -> None:
-    if not isinstance(x, (Tensor, Unfinished)):
+    if not isinstance(x, (Tensor, Deferred)):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if len(x.shape) != 4:
         raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .checks import require_choice, require_triple
 from .config import PAD_TYPES
-from .kernels import Unfinished, gather_blocks, kernels_run, take_tokens
+from .kernels import Deferred, gather_blocks, kernels_run, take_tokens
 from .memo import remember
 from .sequence import DenseRun, TokenLayout, VideoGrid
 
 # What tiles are made of: tokens that are ready, or that are finished on the way into the tiles.
-Input = Tensor | Unfinished
+Input = Tensor | Deferred
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class TileLayout:
         """
         for x in (q, k, v):
             self._check("tile_qkv", x, self.tokens.length)
-        if isinstance(q, Unfinished):
+        if isinstance(q, Deferred):
             (q, q_means), (k, k_means), (v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
                 (q, k, v), (self.num_video_tiles, self.num_video_tiles, 0)))
             return q, k, v, (q_means, k_means)
@@ -163,7 +163,7 @@ class TileLayout:
         return _Untile.apply(x, self)
 
     def _check(self, wanted_by: str, x: Input, length: int) -> None:
-        if not isinstance(x, (Tensor, Unfinished)):
+        if not isinstance(x, (Tensor, Deferred)):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if len(x.shape) != 4 or x.shape[2] != length:
             raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
-from .kernels import BlockLists, best_blocks, resolve_impl, resolve_scale
+from .kernels import BlockLists, resolve_impl, resolve_scale, topk_blocks
 from .layout import TiledSegment, TileLayout, tile_layout
 from .selection import budget, select_tiles
 from .sequence import TokenLayout
@@ -162,7 +162,7 @@ def explain(
     if config.sparse_type != "block_attn":
         window = near(layout.tile_grids, config.kernel_thw, query.device)
     if config.sparse_type != "sta" and n:
-        chosen = best_blocks(*budget(q, k, layout, config, means))
+        chosen = topk_blocks(*budget(q, k, layout, config, means))
     del q, k
 
     mask = blocks.to_mask()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, best_blocks, pick_blocks
+from .kernels import BlockLists, select_blocks, topk_blocks
 from .layout import TileLayout
 from .memo import remember
 from .scoring import descriptors, tile_scores
@@ -41,18 +41,18 @@ def select_tiles(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig, t
     """
     if text_mask is not None:
         check_text_mask(text_mask, q.shape[0], layout.tokens.dense_length, q.device)
-    scores, limit = None, 0
+    scores, k_per_row = None, 0
     if config.sparse_type != "sta" and layout.num_video_tiles:
-        scores, limit = budget(q, k, layout, config, means)
+        scores, k_per_row = budget(q, k, layout, config, means)
     masked = text_mask is not None and layout.dense
-    lengths, used = None, None
+    lengths, active = None, None
     if masked and layout.padding == "none":
         # The invalid tokens of a dense tile are neither attended to nor computed.
         lengths = _reach(layout, text_mask, least=0).minimum(layout.lengths).clamp(min=0)[:, None]
     elif masked:
-        used = _reach(layout, text_mask, least=1) > 0
-    if scores is not None or used is not None:
-        return _lists(*pick_blocks(_always(layout, config.kernel_thw, config.sparse_type), scores, limit, used), layout, lengths)
+        active = _reach(layout, text_mask, least=1) > 0
+    if scores is not None or active is not None:
+        return _lists(*select_blocks(_forced(layout, config.kernel_thw, config.sparse_type), scores, k_per_row, active), layout, lengths)
     lists = _window_lists(layout, config.kernel_thw)
     return lists if lengths is None else replace(lists, q_lengths=lengths, kv_lengths=lengths)
 
@@ -85,7 +85,7 @@ def budget(q: Tensor, k: Tensor, layout: TileLayout, config: SSTAConfig,
         if config.budget is not None:
             keep = _checked_keep(config.budget, scores)
             return keep.float(), keep.sum(-1, dtype=torch.int32)
-        return scores, _limit(scores, config.topk, config.threshold)
+        return scores, _k_per_row(scores, config.topk, config.threshold)
 
 
 def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
@@ -94,18 +94,18 @@ def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
     Without threshold the ``topk`` best. With it as many of the best as bring the cumulative softmax of scores / 0.01 to ``threshold``, and
     ``topk`` where that is never reached; at least 8, at most ``topk``. At most N in any case.
     """
-    return best_blocks(scores, _limit(scores, topk, threshold))
+    return topk_blocks(scores, _k_per_row(scores, topk, threshold))
 
 
-def _limit(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
+def _k_per_row(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
     """How many of the best tiles each row gets: an int, or int32 ``[...]`` with a threshold."""
-    limit = min(topk, scores.shape[-1])
+    most = min(topk, scores.shape[-1])
     if threshold == 0:
-        return limit
+        return most
     ranked = scores.sort(dim=-1, descending=True, stable=True).values
     reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
     needed = reached.shape[-1] - reached.sum(-1) + 1
-    return needed.clamp(min=LEAST_TILES, max=limit).masked_fill(~reached.any(-1), limit).int()
+    return needed.clamp(min=LEAST_TILES, max=most).masked_fill(~reached.any(-1), most).int()
 
 
 def _checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
 
 
 @remember(64)
-def _always(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> Tensor:
+def _forced(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> Tensor:
     """What does not depend on scores, bool ``[N + M, N + M]``: the window, every dense row and every dense column."""
     keep = near(layout.tile_grids, kernel_thw, layout.device)
     if sparse_type == "block_attn":
@@ -129,7 +129,7 @@ def _always(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: s
 @remember(64)
 def _window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int]) -> BlockLists:
     """Window and text for all batch elements and heads at once."""
-    lists = _lists(*pick_blocks(_always(layout, kernel_thw, "sta"), None), layout)
+    lists = _lists(*select_blocks(_forced(layout, kernel_thw, "sta"), None), layout)
     if not torch.compiler.is_compiling():
         # A backward pass would make the transpose later and keep it on these lists, perhaps in the memory of a CUDA graph being captured.
         lists.transpose()

@@ -15,8 +15,8 @@ FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipeline
 IMPLEMENTATIONS = ("eager", "portable", "hopper")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "lowering")
-CONTRACT = {"BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks",
-            "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"}
+CONTRACT = {"BlockLists", "Deferred", "attend_in_place", "autocast_inputs", "topk_blocks", "block_sparse_attention", "gather_blocks",
+            "kernels_run", "select_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"}
 
 
 @dataclass(frozen=True)
