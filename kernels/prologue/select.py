@@ -1,4 +1,4 @@
-"""Which blocks to attend to by their descriptors: score_blocks compares them, select_blocks makes lists of the best and of forced ones."""
+"""Which blocks to attend to by their descriptors: score_blocks compares them, select_blocks lists the best and the forced ones."""
 
 from __future__ import annotations
 
@@ -53,17 +53,27 @@ def topk_blocks(scores: Tensor, k_per_row: int | Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, taken.expand(scores.shape))
 
 
-def _select_in_torch(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: int | Tensor) -> tuple[Tensor, Tensor]:
-    keep = forced[None, None]
-    if scores is not None:
-        rest = len(forced) - scores.shape[-1]
-        keep = keep | torch.nn.functional.pad(topk_blocks(scores, k_per_row), (0, rest, 0, rest))
+def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``select_blocks`` with the blocks themselves in place of scores; in plain torch, and without waiting for the device.
+
+    Args:
+        forced, active: as there.
+        keep: bool ``[B, H, N, N]``, the kept ones of the first N blocks; None = no more than ``forced``.
+    """
+    kept = forced[None, None]
+    if keep is not None:
+        rest = len(forced) - keep.shape[-1]
+        kept = kept | torch.nn.functional.pad(keep, (0, rest, 0, rest))
     if active is not None:
         both = active[:, None, :, None] & active[:, None, None, :]
         alone = torch.eye(len(forced), dtype=torch.bool, device=forced.device) & ~active[:, None, :, None]
-        keep = keep & both | alone
-    lists = BlockLists.from_mask(keep, 1, 1)
+        kept = kept & both | alone
+    lists = BlockLists.from_mask(kept, 1, 1)
     return lists.counts, lists.indices
+
+
+def _select_in_torch(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: int | Tensor) -> tuple[Tensor, Tensor]:
+    return keep_blocks(forced, None if scores is None else topk_blocks(scores, k_per_row), active)
 
 
 @operator("score_blocks", lambda q, k, lambda_, cosine: q.new_empty(*q.shape[:3], k.shape[2]))
