@@ -11,10 +11,9 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor, nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
-from ssta.kernels import PatternFacts, block_sparse_attention, choose_route
+from ssta import SSTAConfig, TokenLayout, dense_attention, ssta_attention
+from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
-from ssta.selection import select_tiles
 
 from .progress import Progress, read
 from .report import LayerRun, Stopwatch
@@ -23,9 +22,6 @@ from .streams import Stream, joined
 
 if TYPE_CHECKING:
     from .family import Family
-
-# Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
-_EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
 
 
 class ModelContext:
@@ -181,18 +177,8 @@ class SSTAProcessor:
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             return out, f"dense, {name}", None, None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
-        mask = None
-        if text_mask is not None:
-            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
-            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
-            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
-                              for segment, ones in zip(layout.segments, valid)], dim=1)
-        tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
-        blocks = select_tiles(q, k, tiles, _EXACT, mask)
-        out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
-        ran = choose_route(self.context.impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
-        return out.transpose(1, 2), f"dense, {ran}", None, None
+        out, _, route = dense_attention(q, k, v, layout, text_mask, impl=self.context.impl)
+        return out.transpose(1, 2), "dense" if route is None else f"dense, {route.name}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
