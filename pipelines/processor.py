@@ -11,7 +11,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor, nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
 from ssta.kernels import block_sparse_attention, resolve_impl
 from ssta.layout import Input
 from ssta.selection import select_tiles
@@ -24,6 +24,8 @@ from .streams import Stream, joined
 if TYPE_CHECKING:
     from .family import Family
 
+# Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
+_LAYOUTS_KEPT = 16
 # Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
 _EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
 
@@ -41,6 +43,8 @@ class ModelContext:
         self.schedule = schedule
         self.impl = impl
         self.thw: tuple[int, int, int] | None = None
+        # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
+        self.layouts: dict[tuple, TokenLayout] = {}
         self.dense_step = False
         self.stopwatch = Stopwatch()
         # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
@@ -120,6 +124,34 @@ class SSTAProcessor:
         if math.prod(thw) != video_tokens:
             raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
         return thw
+
+    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+        """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
+
+        Args:
+            tokens: of the whole sequence.
+            before: how many of them stand before the video and are dense; None = all that are not video.
+            after: the same after the video.
+
+        Raises:
+            ValueError: the rest is not the canvas, or there was no forward of the whole model.
+        """
+        thw, layouts, compiling = self.context.thw, self.context.layouts, torch.compiler.is_compiling()
+        key = thw, tokens, before, after
+        if not compiling and key in layouts:
+            return layouts[key]
+        others = (before or 0) + (after or 0)
+        if thw is not None and (before is None or after is None):
+            others = max(tokens - math.prod(thw), others)
+            before, after = (others - after, after) if before is None else (before, others - before)
+        grid = VideoGrid(*self.canvas(tokens - others))
+        runs = [DenseRun(length) if length else None for length in (before, after)]
+        layout = TokenLayout(tuple(segment for segment in (runs[0], grid, runs[1]) if segment is not None))
+        if not compiling:
+            if len(layouts) >= _LAYOUTS_KEPT:
+                layouts.clear()
+            layouts[key] = layout
+        return layout
 
     @property
     def dense(self) -> bool:
