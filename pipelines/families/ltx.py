@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
+from ssta import SSTAConfig
 
 from ..canvas import from_numbers
 from ..family import Family, Site
@@ -35,15 +34,8 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
             [Stream(attn.to_v(hidden_states))], heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, self.layout(hidden_states.shape[1]))
+        out = self.attend(query, key, value, self.around(hidden_states.shape[1], before=None))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
-
-    def layout(self, tokens: int) -> TokenLayout:
-        """[conditions | video]; the conditions attend to everything, and everything attends to them."""
-        conditions = tokens - prod(self.context.thw or ())
-        if conditions <= 0:
-            return TokenLayout.video_text(self.canvas(tokens))
-        return TokenLayout((DenseRun(conditions), VideoGrid(*self.context.thw)))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 import torch
 from diffusers.models.transformers.transformer_ltx2 import (
@@ -13,8 +12,6 @@ from diffusers.models.transformers.transformer_ltx2 import (
     apply_split_rotary_emb,
 )
 from torch import Tensor, nn
-
-from ssta import TokenLayout
 
 from ..canvas import from_numbers
 from ..family import Family, Site
@@ -49,11 +46,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         if rotary_emb is not None:
             query, key = (_ROPE[attn.rope_type](x, rotary_emb) for x in (query, key))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        return self.attend(query, key, value, self._layout(query.shape[1])).flatten(2, 3).to(query.dtype)
-
-    def _layout(self, tokens: int) -> TokenLayout:
-        keyframes = tokens - prod(self.context.thw or ())
-        return TokenLayout.video_text(self.context.thw if keyframes > 0 else self.canvas(tokens), max(keyframes, 0))
+        return self.attend(query, key, value, self.around(query.shape[1], after=None)).flatten(2, 3).to(query.dtype)
 
     def _project_out(self, attn: nn.Module, hidden_states: Tensor, out: Tensor) -> Tensor:
         if attn.to_gate_logits is not None:

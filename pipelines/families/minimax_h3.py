@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from torch import Tensor, nn
-
-from ssta import DenseRun, TokenLayout, VideoGrid
 
 from ..canvas import from_coordinates
 from ..family import Family, Site
@@ -38,14 +35,8 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         query, key = attn.norm_q(query), attn.norm_k(key)
         if rotary_emb is not None:
             query, key = _turned(query, *rotary_emb), _turned(key, *rotary_emb)
-        out = self.attend(query, key, value, self._layout(query.shape[1]))
+        out = self.attend(query, key, value, self.around(query.shape[1], before=None))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
-
-    def _layout(self, tokens: int) -> TokenLayout:
-        others = tokens - prod(self.context.thw or ())
-        if others <= 0:
-            return TokenLayout.video_text(self.canvas(tokens))
-        return TokenLayout((DenseRun(others), VideoGrid(*self.context.thw)))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-
 from ..canvas import from_bcfhw
 from ..family import Family, Site
 from ..processor import SSTAProcessor
@@ -29,9 +27,9 @@ class MochiSSTAProcessor(SSTAProcessor):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` with the valid text first."""
         video_len = hidden_states.shape[1]
-        layout = TokenLayout.video_text(self.canvas(video_len), encoder_hidden_states.shape[1])
         # The angles are learned, ``[S, H, D / 2]``.
         angles, text = image_rotary_emb, encoder_hidden_states
+        layout = self.around(video_len + text.shape[1], after=text.shape[1])
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
             [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],

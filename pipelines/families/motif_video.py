@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
 from torch import nn
 
-from ssta import TokenLayout, VideoGrid
+from ssta import TokenLayout
 
 from ..canvas import from_bcfhw
 from ..family import Family, Site
@@ -17,9 +17,10 @@ from .joint import JointSSTAProcessor
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
     """What stands in the conditions' place is a second video of the same canvas."""
 
-    def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
-        self.canvas(conditions)
-        return TokenLayout((VideoGrid(*thw), VideoGrid(*thw)))
+    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+        grid = super().around(tokens - after).segments[0]
+        self.canvas(after)
+        return TokenLayout((grid, grid))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

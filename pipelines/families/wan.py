@@ -9,8 +9,6 @@ from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2Attn
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-
 from ..canvas import from_bcfhw
 from ..family import Family, Site
 from ..processor import SSTAProcessor
@@ -33,14 +31,14 @@ class WanSSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None, got shape {tuple(attention_mask.shape)}; SSTA does not attend causally: "
                              "call remove_ssta, or generate with a causal_block_size of 1")
-        thw = self.canvas(hidden_states.shape[1])
+        layout = self.around(hidden_states.shape[1])
         if attn.fused_projections:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         query, key, value = self.joined([Stream(query, attn.norm_q, rotary_emb)], [Stream(key, attn.norm_k, rotary_emb)], [Stream(value)],
                                         heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, TokenLayout.video_text(thw))
+        out = self.attend(query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
