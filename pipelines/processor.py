@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
@@ -16,13 +15,11 @@ from ssta.kernels import block_sparse_attention, resolve_impl
 from ssta.layout import Input
 from ssta.selection import select_tiles
 
+from .family import Family
 from .progress import Progress, read
 from .report import LayerRun, Stopwatch
 from .schedule import Schedule
-from .streams import Stream, joined
-
-if TYPE_CHECKING:
-    from .family import Family
+from .streams import TORCH_NORMS, Norms, Stream, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -104,6 +101,8 @@ class SSTAProcessor:
     # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
     _attention_backend = None
     _parallel_config = None
+    # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
+    norms: Norms = TORCH_NORMS
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -161,7 +160,7 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
                across_heads: bool = False) -> tuple[Input, Input, Input]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, tiles=not self.dense)
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
 
     def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
