@@ -5,23 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor, nn
 
-from ssta import SSTAConfig, TokenLayout, dense_attention, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
 from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
 
+from .family import Family
 from .progress import Progress, read
 from .report import LayerRun, Stopwatch
 from .schedule import Schedule
-from .streams import Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, joined
 
-if TYPE_CHECKING:
-    from .family import Family
+# Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
+_LAYOUTS_KEPT = 16
 
 
 class ModelContext:
@@ -37,6 +37,8 @@ class ModelContext:
         self.schedule = schedule
         self.impl = impl
         self.thw: tuple[int, int, int] | None = None
+        # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
+        self.layouts: dict[tuple, TokenLayout] = {}
         self.dense_step = False
         self.stopwatch = Stopwatch()
         # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
@@ -96,6 +98,8 @@ class SSTAProcessor:
     # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
     _attention_backend = None
     _parallel_config = None
+    # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
+    norms: Norms = TORCH_NORMS
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -117,6 +121,34 @@ class SSTAProcessor:
             raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
         return thw
 
+    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+        """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
+
+        Args:
+            tokens: of the whole sequence.
+            before: how many of them stand before the video and are dense; None = all that are not video.
+            after: the same after the video.
+
+        Raises:
+            ValueError: the rest is not the canvas, or there was no forward of the whole model.
+        """
+        thw, layouts, compiling = self.context.thw, self.context.layouts, torch.compiler.is_compiling()
+        key = thw, tokens, before, after
+        if not compiling and key in layouts:
+            return layouts[key]
+        others = (before or 0) + (after or 0)
+        if thw is not None and (before is None or after is None):
+            others = max(tokens - math.prod(thw), others)
+            before, after = (others - after, after) if before is None else (before, others - before)
+        grid = VideoGrid(*self.canvas(tokens - others))
+        runs = [DenseRun(length) if length else None for length in (before, after)]
+        layout = TokenLayout(tuple(segment for segment in (runs[0], grid, runs[1]) if segment is not None))
+        if not compiling:
+            if len(layouts) >= _LAYOUTS_KEPT:
+                layouts.clear()
+            layouts[key] = layout
+        return layout
+
     @property
     def dense(self) -> bool:
         """Whether the forward in progress attends densely here."""
@@ -125,7 +157,7 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
                across_heads: bool = False) -> tuple[Input, Input, Input]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, tiles=not self.dense)
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
 
     def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
