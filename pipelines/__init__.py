@@ -1,6 +1,7 @@
 """Where it is used: one call makes a diffusers video model attend sparsely, another brings it back."""
 
 from .apply import SSTAHandle, apply_ssta, remove_ssta
+from .context import ModelContext
 from .families.cogvideox import COGVIDEOX, CONSISID
 from .families.hunyuan_video import HUNYUAN_VIDEO
 from .families.hunyuan_video_15 import HUNYUAN_VIDEO_15
@@ -12,7 +13,7 @@ from .families.mochi import MOCHI
 from .families.motif_video import MOTIF_VIDEO
 from .families.wan import SKYREELS_V2, WAN, WAN_VACE
 from .family import Family, Site, register_family, supported_models
-from .processor import ModelContext, SSTAProcessor
+from .processor import SSTAProcessor
 from .report import LayerRun, RunReport
 from .schedule import Schedule
 

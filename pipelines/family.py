@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
-from .processor import ModelContext, SSTAProcessor
+from .context import ModelContext
+from .processor import SSTAProcessor
 from .schedule import Schedule
 
 
