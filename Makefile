@@ -99,5 +99,5 @@ endif
 	@touch $@
 
 clean:
-	rm -rf build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
