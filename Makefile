@@ -68,7 +68,8 @@ compat: $(STAMP)
 	done
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 # build/ is emptied first: setuptools would pack files left there by an earlier build.
 wheel: $(STAMP)
