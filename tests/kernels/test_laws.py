@@ -84,37 +84,6 @@ def test_gpu_more_tiles_than_programs():
     torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def milliseconds(*calls, rounds=9):
-    """Median times of calls that take turns, on a GPU that is busy before each, so that the host's part does not show."""
-    times = [[] for _ in calls]
-    for _ in range(rounds + 2):
-        for call, kept in zip(calls, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            kept.append(start.elapsed_time(end))
-    return [sorted(kept[2:])[rounds // 2] for kept in times]
-
-
-@pytest.mark.gpu
-def test_gpu_long_rows_do_not_end_the_launch():
-    """Two heads, three rows of all 366 blocks among rows of 56: hardly slower than as many tiles spread evenly."""
-    heads, number, sparse, dense = 2, 366, 56, 3
-    q, k, v = inputs(1, heads, heads, number * 384, number * 384, 128, "cuda", torch.bfloat16)
-    order = torch.rand(heads, number, number, device="cuda").argsort(-1).int()
-    counts = torch.full((heads, number), sparse, device="cuda", dtype=torch.int32)
-    counts[:, -dense:] = number
-    spread = torch.full_like(counts, int(counts[0].sum()) // number)
-    spread[:, : int(counts[0].sum() - spread[0].sum())] += 1
-    lists = [BlockLists(x[None].contiguous(), order[None], 384, 384, num_kv_blocks=number) for x in (counts, spread)]
-    assert lists[0].counts.sum() == lists[1].counts.sum()
-    uneven, even = milliseconds(*(partial(block_sparse_attention, q, k, v, blocks, impl="hopper") for blocks in lists))
-    assert uneven < 1.08 * even, f"{uneven:.2f} ms with three long rows a head, {even:.2f} spread evenly"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
 def test_gpu_beyond_32_bit_offsets(impl):
