@@ -110,6 +110,7 @@ def test_everything_selected_is_dense_attention(device, impl):
 @everywhere
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=5)
+@pytest.mark.slow
 def test_order_and_spare_entries_of_a_list_change_nothing(device, impl, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = inputs(1, 2, 2, 40, 96, 16, device, impl=impl)
@@ -166,6 +167,7 @@ def test_one_batch_element_alone_is_the_same_in_a_batch(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     q, k, v = inputs(2, 4, 2, 100, 120, 32, device, impl=impl)
     blocks = BlockLists.from_mask(torch.rand(2, 4, 7, 8, device=device) < 0.5, 16, 16)
@@ -204,6 +206,7 @@ def test_callers_tensors_and_strides(device, impl):
 
 @everywhere
 @pytest.mark.parametrize("name", patterns("cpu"))
+@pytest.mark.slow
 def test_a_result_in_the_place_of_q_is_the_same(device, impl, name):
     """Bit for bit, also beside rows that no block covers; k and v are left alone, and so is q where a gradient may need it."""
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
