@@ -18,6 +18,7 @@ def _importable(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARK)
 
 
+@pytest.mark.slow
 def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     """On tiny shapes; in the interpreter where there is no GPU."""
     import tune
