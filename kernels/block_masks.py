@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INTEGERS = (torch.int32, torch.int64)
+from .checks import INTEGERS
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .block_masks import compact_lists, in_range, prefix_mask
+from .checks import require_int
 
 if TYPE_CHECKING:
     from .blocks import BlockLists
@@ -69,18 +71,16 @@ def slice_heads(blocks: BlockLists, key: int | slice | tuple) -> BlockLists:
 
 def _range(name: str, part: int | slice, number: int) -> tuple[int, int]:
     """The entries (first, behind the last) of ``number`` that an index or a slice takes; all of what is shared."""
-    from .blocks import require_int
-
     if isinstance(part, slice):
         if part.step not in (None, 1):
             raise ValueError(f"{name} must be a slice without a step, got a step of {part.step}")
-        ends = (None if x is None else require_int(name, x) for x in (part.start, part.stop))
+        ends = (None if x is None else require_int(name, x, -sys.maxsize) for x in (part.start, part.stop))
         first, last, _ = slice(*ends).indices(number)
         return (0, 1) if number == 1 else (first, max(first, last))
-    index = require_int(name, part, wanted="an int or a slice")
+    index = require_int(name, part, -number)
     if number == 1 and index >= 0:
         return 0, 1
-    if not -number <= index < number:
+    if index >= number:
         raise ValueError(f"{name} must lie in [{-number}, {number}), got {index}")
     return index % number, index % number + 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
 from .block_views import bounds, check_axis_values, describe, slice_heads, slice_keys, to_device
+from .checks import require_int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,8 +85,7 @@ class BlockLists:
             if longest is None:
                 longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks and offsets.numel() else 1
         else:
-            offsets = require_int(f"{axis}_offsets", offsets, 1, "an int (a uniform block size) or an int32 tensor",
-                                  "a block size of at least 1 token")
+            offsets = require_int(f"{axis}_offsets", offsets, 1)
             if longest not in (None, offsets):
                 raise ValueError(f"max_{axis}_length must be {axis}_offsets = {offsets} or None with uniform blocks, got {longest}")
             longest = offsets
@@ -240,7 +239,7 @@ class BlockLists:
             TypeError, ValueError: not an int, or out of range.
         """
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
-            if not -number <= require_int(name, value) < number:
+            if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
         counts = self.counts[batch, head]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=self.device)
@@ -280,8 +279,7 @@ class BlockLists:
             tokens = require_int(name, tokens, 1)
             if number is not None and -(-tokens // size) != number:
                 raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
-        q_len, kv_len = operator.index(q_len), operator.index(kv_len)
-        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (q_len, kv_len))
+        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (int(q_len), int(kv_len)))
 
     # The other direction
 
@@ -370,21 +368,6 @@ class BlockLists:
 def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
     """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
     return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
-
-
-def require_int(name: str, value: int, least: int | None = None, wanted: str = "an int", range_wanted: str = "") -> int:
-    """``value`` as an int, of at least ``least``. numpy's are taken; bools and tensors are not."""
-    # Under torch.compile a size may be symbolic, which __index__ would make a constant.
-    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Tensor):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            pass
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be {range_wanted or f'at least {least}'}, got {value}")
-    return value
 
 
 def _require_int32(name: str, tensor: Tensor, dims: int) -> None:

@@ -128,7 +128,7 @@ def _fields(**changes):
     (dict(counts=torch.ones(1, 2, 3)), TypeError, "counts must be int32, got torch.float32"),
     (dict(counts=torch.ones(2, 3, dtype=torch.int32)), ValueError, r"counts must have 3 dimensions, got shape \(2, 3\)"),
     (dict(indices=torch.zeros(1, 2, 4, 4, dtype=torch.int32)), ValueError, "indices must have counts' shape"),
-    (dict(q_offsets=0), ValueError, "q_offsets must be a block size of at least 1 token, got 0"),
+    (dict(q_offsets=0), ValueError, "q_offsets must be at least 1, got 0"),
     (dict(kv_offsets=True), TypeError, "kv_offsets must be an int"),
     (dict(q_offsets=torch.zeros(5, dtype=torch.int32)), ValueError, "q_offsets must have 4 entries"),
     (dict(q_lengths=torch.zeros(3)), TypeError, "q_lengths must be int32"),

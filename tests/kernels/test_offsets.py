@@ -5,7 +5,7 @@ import torch
 from cases import everywhere
 
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.kernels.attention import attend_in_place
+from ssta.kernels.attention import attend_owned
 
 TOKENS = 40
 MANY = 2**31 - 1
@@ -68,7 +68,7 @@ def test_what_lies_outside_is_not_touched(device, impl, name, axes):
 def test_nothing_is_written_beside_the_output(device, impl, name):
     q, k, v = (torch.randn(1, 1, TOKENS, 64 if impl == "hopper" else 16, device=device, dtype=torch.float16) for _ in range(3))
     q, memory = poisoned(q)
-    attend_in_place(q, k, v, lists(torch.ones(2, 2, dtype=torch.bool), OFFSETS[name][0], "q kv", device), impl=impl)
+    attend_owned(q, k, v, lists(torch.ones(2, 2, dtype=torch.bool), OFFSETS[name][0], "q kv", device), impl=impl)
     assert memory[..., :TOKENS, :].isnan().all() and memory[..., -TOKENS:, :].isnan().all()
 
 
