@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
@@ -361,6 +362,47 @@ def test_factory_refuses():
         kernel(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"BlockIndices must be the size that it was made for = \[1, 9, 2, 2\], got shape \(1, 9, 2, 3\)"):
         native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=16, groups=2, selected_blocks=2)
+
+
+    with pytest.raises(ValueError, match="dim must be the head dimension of Q, 16, got 17"):
+        native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=17, groups=2, selected_blocks=3)
+
+
+def test_return_lse_must_be_a_bool():
+    q, k, v = inputs(1, 8, 4, 2, 16, 16, "cpu")
+    for wrong in (None, 1):
+        with pytest.raises(TypeError, match="return_lse must be a bool"):
+            selected_attention(q, k, v, torch.zeros(1, 8, 2, 3, dtype=torch.int32), return_lse=wrong)
+
+
+def test_gates_do_not_widen_the_result():
+    q, k, v = inputs(1, 8, 4, 2, 16, 16, "cpu", torch.float32)
+    indices = torch.zeros(1, 8, 2, 3, dtype=torch.int32)
+    assert parallel_nsa(q, k, v, g_slc=torch.ones(1, 8, 4), block_indices=indices, block_size=4).dtype == torch.float32
+    wide = [x.double() for x in (q, k, v)]
+    assert parallel_nsa(*wide, g_slc=torch.ones(1, 8, 4).double(), block_indices=indices, block_size=4).dtype == torch.float64
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_batch_element(gated):
+    q, k, v = inputs(0, 8, 4, 2, 16, 16, "cpu")
+    gates = dict(g_cmp=torch.ones(0, 8, 4), g_slc=torch.ones(0, 8, 4), g_swa=torch.ones(0, 8, 4), window_size=3) if gated else {}
+    assert parallel_nsa(q, k, v, block_size=2, **gates).shape == q.shape
+
+
+def test_numpy_integers_are_integers():
+    q, k, v = inputs(1, 8, 4, 2, 16, 16, "cpu")
+    arguments = dict(block_indices=torch.zeros(1, 8, 2, 3, dtype=torch.int32))
+    expected = parallel_nsa(q, k, v, block_size=4, window_size=2, block_counts=2, **arguments)
+    found = parallel_nsa(q, k, v, block_size=np.int64(4), window_size=np.int32(2), block_counts=np.int64(2), **arguments)
+    assert torch.equal(found, expected)
+
+
+def test_offsets_of_64_bits_do_not_wrap():
+    q, k, v = inputs(1, 8, 4, 2, 16, 16, "cpu")
+    indices = torch.zeros(1, 8, 2, 1, dtype=torch.int32)
+    first, second = (selected_attention(q, k, v, indices, block_size=4, cu_seqlens=torch.tensor([0, 3, end])) for end in (8, 2**32 + 8))
+    assert torch.equal(first, second)
 
 
 def test_empty_inputs():

@@ -206,7 +206,7 @@ def decode_everything(function, q, k, v):
     """All blocks of 4 of full caches."""
     batch, capacity, kv_heads, _ = k.shape
     blocks = -(-capacity // 4)
-    arguments = dict(max_cache_seqlen=capacity, max_selected_blocks=blocks, block_mask=torch.ones(batch, kv_heads, blocks, dtype=torch.bool),
+    arguments = dict(max_cache_seqlen=capacity, max_selected_blocks=blocks, block_mask=torch.ones(batch, kv_heads, blocks) > 0,
                      block_indices=torch.arange(blocks, dtype=torch.int32).expand(batch, kv_heads, blocks))
     return function(q, k, v, torch.full((batch,), capacity), **{name: arguments[name] for name in FUNCTIONS[function]}, block_size=4)
 
