@@ -18,9 +18,9 @@ TRITON = ("portable", "hopper", "lowering")
 CONTRACT = {
     # attention
     "BlockLists", "Route", "PatternFacts", "attend_owned", "autocast_inputs", "block_sparse_attention", "choose_route", "require_impl",
-    "require_strided", "resolve_scale", "without_autocast", "warn_once", "logger",
+    "require_bool", "require_int", "require_strided", "resolve_scale", "without_autocast", "warn_once", "logger",
     # what prepares and selects for it
-    "Unfinished", "best_blocks", "gather_blocks", "kernels_run", "pick_blocks", "score_blocks", "take_tokens",
+    "Deferred", "topk_blocks", "gather_blocks", "keep_blocks", "kernels_run", "select_blocks", "score_blocks", "take_tokens",
 }
 
 
