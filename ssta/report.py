@@ -125,9 +125,10 @@ def explain(
     For looking, not for production: it synchronises the device and takes float32 copies of key and value.
 
     Args:
-        query: [B, H, S, D], floating point.
+        query: [B, H, S, D], floating point, B and H at least 1: of nothing there is no share to report.
         key: [B, Hkv, S, D].
-        thw: (t, h, w) of the video, followed by ``text_len`` text tokens; or a whole ``TokenLayout``.
+        thw: (t, h, w) of the video, followed by ``text_len`` text tokens, as in ``ssta_3d_attention``; or, in its place and under its name,
+            the ``TokenLayout`` that ``ssta_attention`` takes as ``layout``, for sequences of any other form.
         config: what is attended; or, instead of it, the keywords of ``ssta_3d_attention``: topk, tile_thw, kernel_thw, sparse_type, ...
         value: [B, Hkv, S, D]; with it the attention is run once and measured.
         text_mask: [B, text tokens], valid tokens first, bool or integer.
@@ -137,6 +138,7 @@ def explain(
 
     Raises:
         TypeError: both a config and keywords, or a keyword that ``SSTAConfig`` does not have.
+        ValueError: an empty query, or one on the meta device, which has no values to select by.
         TypeError, ValueError: what ``ssta_3d_attention`` rejects.
     """
     tokens = _token_layout(thw, text_len)
@@ -147,6 +149,8 @@ def explain(
     if not isinstance(thw, TokenLayout):
         check_lengths(query, tokens, thw, tokens.dense_length)
     check_inputs(query, key, key if value is None else value, tokens, config, text_mask)
+    if query.numel() == 0 or query.is_meta:
+        raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     if tokens.video:
         config = config.for_canvas(max(grid.thw for grid in tokens.video))
     batch, heads, length, head_dim = query.shape
