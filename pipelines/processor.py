@@ -12,7 +12,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
-from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta.kernels import PatternFacts, block_sparse_attention, choose_route
 from ssta.layout import Input
 from ssta.selection import select_tiles
 
@@ -169,7 +169,7 @@ class SSTAProcessor:
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
-        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
+        ran = choose_route(impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
@@ -191,7 +191,7 @@ class SSTAProcessor:
         tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
         blocks = select_tiles(q, k, tiles, _EXACT, mask)
         out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
-        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
+        ran = choose_route(self.context.impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
         return out.transpose(1, 2), f"dense, {ran}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
@@ -205,7 +205,7 @@ class SSTAProcessor:
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False
-        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
+        return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
     def last_run(self, layer: str) -> LayerRun | None:
         """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""

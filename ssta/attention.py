@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, Unfinished, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
+from .kernels import BlockLists, Unfinished, attend_owned, autocast_inputs, choose_route, require_impl, resolve_scale
 from .layout import Input, tile_layout
 from .selection import check_text_mask, select_tiles
 from .sequence import TokenLayout
@@ -90,15 +90,15 @@ def ssta_attention(
         config = config.for_canvas(max([grid.thw for grid in layout.video]))
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, query.device)
     scale = resolve_scale(scale, query.shape[-1])
-    # A compiled graph asks the GPU when it runs.
-    if not torch.compiler.is_compiling():
-        impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
+    # Before any work is done; a compiled graph asks the GPU when it runs.
+    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
+        choose_route(impl, query.device, query.dtype, query.shape[-1])
     q, k, v, means = tiles.tile_qkv(query, key, value)
     blocks = select_tiles(q, k, tiles, config, text_mask, means)
     del means
     # The tiled copies are this call's own: the result may take the place of q, and k and v need not outlive the kernel. Beside the
     # inputs there are then never more than the three copies.
-    tiled_out = attend_in_place(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
+    tiled_out, _, _ = attend_owned(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
     del q, k, v
     out = tiles.untile(tiled_out)
     return (out, blocks) if return_blocks else out

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
-from .kernels import BlockLists, best_blocks, resolve_impl, resolve_scale
+from .kernels import BlockLists, PatternFacts, best_blocks, choose_route, resolve_scale
 from .layout import TiledSegment, TileLayout, tile_layout
 from .selection import budget, select_tiles
 from .sequence import TokenLayout
@@ -156,7 +156,8 @@ def explain(
     batch, heads, length, head_dim = query.shape
     scale = resolve_scale(scale, head_dim)
     layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
-    implementation = resolve_impl(impl, query.device, query.dtype, head_dim, layout.max_tile_length)
+    facts = PatternFacts(layout.max_tile_length, layout.max_tile_length, 1, 1, False)
+    implementation = choose_route(impl, query.device, query.dtype, head_dim, facts).name
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
     q, k, _, means = layout.tile_qkv(query, key, key)

@@ -23,6 +23,6 @@ def aligned(x: Tensor) -> bool:
 def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     """For loading [rows, dim_pad] of x [B, H, tokens, dim] through Hopper's copy engine; None where x is not ``aligned`` or the
     GPU is older."""
-    if not (aligned(x) and device_limits(x.device).copy_engine):
+    if not (aligned(x) and device_limits(x.device).tma):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])

@@ -16,7 +16,6 @@ from ..device import device_limits
 from ..lowering.chunks import chunk_lists, kv_cut, q_cut, shared_strides
 from ..lowering.inputs import descriptor, readable
 from ..lowering.primitives import LOG2E, finite_or_zero, load_chunk, load_rows, of_head, own_rows, row_of_lists, store_rows, visible_keys
-from ..routing import GATHERED_BELOW
 from .config import LaunchConfig, dkv_config, dq_config
 from .gathered import gathered_dq
 
@@ -185,9 +184,10 @@ def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_star
 
 def triton_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, flipped: BlockLists,
-    scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
+    scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None, gathered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table."""
+    """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table; ``gathered``: the keys of
+    dQ come one by one, from blocks too short for tiles."""
     q, k, v, dout = map(readable, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -210,7 +210,7 @@ def triton_backward(
         *out.stride()[:3], *dout.stride()[:3], *(lse if dlse is None else dlse).stride(), heads, q_len,
         HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad)
 
-    if blocks.max_kv_length < GATHERED_BELOW:
+    if gathered:
         gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal, configs and for_dq)
     else:
         chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)

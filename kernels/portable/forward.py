@@ -24,9 +24,7 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from ..routing import GATHERED_BELOW
 from .config import LaunchConfig, forward_config
-from .gathered import gathered_forward
 
 
 @triton.jit
@@ -109,8 +107,6 @@ def triton_forward(
 
     ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
     """
-    if blocks.max_kv_length < GATHERED_BELOW:
-        return gathered_forward(q, k, v, blocks, scale, causal, config=config)
     q, k, v = map(readable, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]

@@ -130,7 +130,7 @@ def test_the_other_tables(tmp_path):
     layer_csv(tmp_path)
     measure.write_rows(tmp_path / "layer_small.csv", [dict(layer="small", padding="dense", stage="total", median_ms=1.0, density=1)])
     measure.write_rows(tmp_path / "errors_a.csv", [
-        dict(impl="gather", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
+        dict(impl="torch", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
         for name in ("out", "lse", "dq", "dk", "dv")])
     times = dict(median_ms=2.0, q1_ms=1.9, q3_ms=2.1)
     measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])

@@ -173,14 +173,14 @@ def test_a_layer_through_the_kernels_is_the_layer_in_plain_torch(request, paddin
     halves, text_mask, config = layer_case(padding, sparse_type, masked)
 
     def layer(*tensors):
-        return ssta_attention(*tensors, LAYOUT, config, text_mask=text_mask, impl="gather")
+        return ssta_attention(*tensors, LAYOUT, config, text_mask=text_mask, impl="torch")
 
     def with_grads(run):
         out = run(*halves)
         return out, *torch.autograd.grad((out * weight).float().sum(), halves)
 
     weight = torch.randn(1, 2, LAYOUT.length, 16, device=DEVICE).half()
-    expected = with_grads(lambda *x: ssta_attention(*x, LAYOUT, config, text_mask=text_mask, impl="gather"))
+    expected = with_grads(lambda *x: ssta_attention(*x, LAYOUT, config, text_mask=text_mask, impl="torch"))
     request.getfixturevalue("kernels_everywhere")
     eager = with_grads(layer)
     for got, wanted in zip(eager, expected):
