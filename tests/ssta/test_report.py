@@ -38,6 +38,17 @@ def test_counts_with_text():
     assert report.implementation == "torch"
 
 
+def test_it_says_why_no_faster_kernels_run():
+    q, k, _ = qkv(32)
+    report = explain(q, k, GRID, **ALONE)
+    assert report.route.name == report.implementation == "torch"
+    assert [name for name, _ in report.route.rejected] == ["hopper", "triton"] and report.why_not == report.route.explain()
+    lines = str(report).splitlines()
+    assert [line.strip() for line in lines[1:3]] == list(report.why_not) and "requires float16 or bfloat16" in lines[1]
+    assert report.to_dict()["why_not"] == list(report.why_not) and "route" not in report.to_dict()
+    assert explain(q, k, GRID, impl="torch", **ALONE).why_not == ()
+
+
 def test_counts_with_partial_tiles():
     q, k, _ = qkv(9, heads=3)
     report = explain(q, k, (1, 3, 3), tile_thw=(1, 2, 2), kernel_thw=(1, 1, 1), sparse_type="sta")
