@@ -43,7 +43,7 @@ from ssta.kernels import IMPLEMENTATIONS, BlockLists, PatternFacts, block_sparse
 OURS = "ssta"
 DIRECTIONS = ("lists", "forward", "backward")
 # Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
-CHOICES = {"hopper": (("any order", dict(deterministic=False), ("backward",)),)}
+CHOICES = {"hopper": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)}
 COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
            "extra_mib", "error", "note")
 
