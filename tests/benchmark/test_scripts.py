@@ -137,7 +137,7 @@ def test_a_choice_is_measured_in_the_directions_that_it_changes(script, monkeypa
     bench.main(["--shape", TINY, "--rounds", "1", "--impl", "torch", "--peers", "--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
     assert [(row["what"], row["provider"]) for row in rows] == [
-        ("lists", "ssta gather"), ("forward", "ssta gather"), ("backward", "ssta gather"), ("backward", "ssta gather, any order")]
+        ("lists", "ssta torch"), ("forward", "ssta torch"), ("backward", "ssta torch"), ("backward", "ssta torch, any order")]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 

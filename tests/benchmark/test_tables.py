@@ -145,7 +145,7 @@ def test_the_other_tables(tmp_path):
     assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
     assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
     assert f'| {LAYERS[0].name} | `pad_type="none"` | – | – | – | 44.0 | – | 50.0 | 26% |\n' in stages and "| small |" in stages
-    assert f"| gather | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
+    assert f"| torch | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
 
 
 @pytest.mark.parametrize("text, message", [

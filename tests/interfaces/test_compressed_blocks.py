@@ -176,8 +176,8 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
 def test_a_chosen_implementation_runs_the_selection_too(monkeypatch):
     from ssta.kernels.interfaces.native_sparse_attention import compressed
 
-    asked, resolve = [], compressed.resolve_token_impl
-    monkeypatch.setattr(compressed, "resolve_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
+    asked, resolve = [], compressed.choose_token_impl
+    monkeypatch.setattr(compressed, "choose_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
     q, k, v = (torch.randn(1, 20, heads, 8) for heads in (2, 1, 1))
     parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="torch")
     assert asked and set(asked) == {"torch"}
