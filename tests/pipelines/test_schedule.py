@@ -269,5 +269,5 @@ def test_wrong_kinds_are_refused():
     model = TINY["wan"].build()
     with pytest.raises(TypeError, match="schedule must be a Schedule or None, got float"):
         apply_ssta(model, schedule=0.15)
-    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has timesteps, got str"):
+    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has a tensor of timesteps, got str"):
         apply_ssta(model, scheduler="ddim")
