@@ -124,7 +124,7 @@ def test_a_transformer_alone_follows_the_noise_level():
     with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
         run(model, TINY["wan_ti2v"].call())
         assert handle.report()[0].implementation.startswith("dense")
-    with apply_ssta(TINY["hunyuan_video_15"].build()) as handle:
+    with apply_ssta(TINY["hunyuan_video_15"].build(), preset="hunyuan_video_15_sparse") as handle:
         assert handle.schedule == Schedule()
 
 
