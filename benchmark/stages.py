@@ -15,7 +15,7 @@ STAGES = {
     "tile": (("ssta.layout", "TileLayout.tile_qkv"),),
     "score": (("ssta.selection", "descriptors"), ("ssta.selection", "tile_scores")),
     "select": (("ssta.attention", "select_tiles"),),
-    "attend": (("ssta.attention", "attend_in_place"),),
+    "attend": (("ssta.attention", "attend_owned"),),
     "untile": (("ssta.layout", "TileLayout.untile"),)}
 
 

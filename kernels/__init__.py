@@ -3,12 +3,19 @@
 # From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
 # look for. Under that name it stays empty: a second import would register the operators twice.
 if __name__ == "ssta.kernels":
-    from .attention import IMPLEMENTATIONS, attend_in_place, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
+    from .attention import attend_owned, block_sparse_attention
     from .blocks import BlockLists
+    from .checks import autocast_inputs, require_bool, require_int, require_strided, resolve_scale, without_autocast
+    from .notices import logger, warn_once
     from .operators import kernels_run
-    from .prologue.deferred import Unfinished
+    from .prologue.deferred import Deferred
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import best_blocks, pick_blocks, score_blocks
+    from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
+    from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
-               "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]
+    __all__ = [
+        "IMPLEMENTATIONS", "BlockLists", "Deferred", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
+        "choose_route", "gather_blocks", "keep_blocks", "kernels_run", "logger", "require_bool", "require_impl", "require_int",
+        "require_strided", "resolve_scale", "score_blocks", "select_blocks", "take_tokens", "topk_blocks", "warn_once",
+        "without_autocast",
+    ]

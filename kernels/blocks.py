@@ -106,6 +106,24 @@ class BlockLists:
             raise ValueError(f"{name} must be on counts' device {self.counts.device}, got {tensor.device}")
         return tensor
 
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
+        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
+
+        For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again.
+        """
+        if torch.compiler.is_compiling():
+            q_lengths, kv_lengths = (self.q_lengths, self.kv_lengths) if lengths is None else (lengths, lengths)
+            return BlockLists(counts, indices, self.q_offsets, self.kv_offsets, q_lengths, kv_lengths, self.num_kv_blocks,
+                              self.max_q_length, self.max_kv_length)
+        new = object.__new__(BlockLists)
+        fields = vars(new)
+        fields.update(vars(self), counts=counts, indices=indices)
+        # What was derived from the old lists.
+        fields.pop("_flipped", None)
+        if lengths is not None:
+            fields.update(q_lengths=lengths, kv_lengths=lengths)
+        return new
+
     # What it says about itself
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ssta import SSTAConfig
-from ssta.kernels import IMPLEMENTATIONS
+from ssta.kernels import require_impl
 
 from .family import Family, Site, family_of
 from .processor import ModelContext, SSTAProcessor
@@ -77,8 +77,7 @@ def apply_ssta(
             raise TypeError(f"preset must be a name or None, got {type(preset).__name__}")
         if config is not None or schedule is not None:
             raise ValueError(f"preset must stand alone, for it is a config and a schedule, got {preset!r} with one of them")
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    require_impl(impl)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     plans = [(name, module, *_plan(module, config, schedule, preset, Progress(pipeline, scheduler), impl))

@@ -10,10 +10,9 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor, nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
+from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
-from ssta.selection import select_tiles
 
 from .family import Family
 from .progress import Progress, read
@@ -23,8 +22,6 @@ from .streams import TORCH_NORMS, Norms, Stream, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
-# Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
-_EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
 
 
 class ModelContext:
@@ -200,7 +197,7 @@ class SSTAProcessor:
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
-        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
+        ran = choose_route(impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
@@ -212,18 +209,8 @@ class SSTAProcessor:
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             return out, f"dense, {name}", None, None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
-        mask = None
-        if text_mask is not None:
-            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
-            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
-            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
-                              for segment, ones in zip(layout.segments, valid)], dim=1)
-        tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
-        blocks = select_tiles(q, k, tiles, _EXACT, mask)
-        out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
-        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
-        return out.transpose(1, 2), f"dense, {ran}", None, None
+        out, _, route = dense_attention(q, k, v, layout, text_mask, impl=self.context.impl)
+        return out.transpose(1, 2), "dense" if route is None else f"dense, {route.name}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
@@ -236,7 +223,7 @@ class SSTAProcessor:
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False
-        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
+        return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
     def last_run(self, layer: str) -> LayerRun | None:
         """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Unfinished, kernels_run
+from ssta.kernels import Deferred, kernels_run
 from ssta.kernels.operators import watched
 from ssta.kernels.prologue.deferred import token_scales
 from ssta.kernels.prologue.projection import Projection, RMSNorm
@@ -40,7 +40,7 @@ class Stream(NamedTuple):
 
 
 def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
-           norms: Norms = TORCH_NORMS, tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Unfinished, Unfinished, Unfinished]:
+           norms: Norms = TORCH_NORMS, tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Deferred, Deferred, Deferred]:
     """q, k and v ``[B, S, H, D]``, each of its streams one after the other.
 
     One kernel makes each of them where nothing needs a gradient and the modules are of the classes ``norms``, unchanged: it computes as
@@ -51,13 +51,13 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
         heads: H.
         across_heads: whether the norms take all heads of a token at once.
         norms: classes of RMSNorm that the kernel may stand in for; another norm is left to its module.
-        tiles: they go to ``ssta_attention``, which takes them unfinished where the kernel runs, to run it while it makes tiles.
+        tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
     if not all(_by_kernel(stream, heads, across_heads, norms) for stream in (*queries, *keys, *values)):
         return tuple(_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
-    unfinished = (Unfinished(tuple(_projection(stream, heads, across_heads, norms) for stream in streams))
-                  for streams in (queries, keys, values))
-    return tuple(unfinished) if tiles else tuple(x.finish().transpose(1, 2) for x in unfinished)
+    deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams))
+                for streams in (queries, keys, values))
+    return tuple(deferred) if tiles else tuple(x.materialize().transpose(1, 2) for x in deferred)
 
 
 def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:

@@ -16,6 +16,7 @@ from .config import SSTAConfig
 from .layout import tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
+from .tiled import TiledQKV
 from .window import near
 
 
@@ -81,7 +82,7 @@ def create_moba_3d_mask(
             raise ValueError(f"{name} must be a tensor [batch, heads, {prod(canvas_thw)} tokens of canvas_thw, head_dim], "
                              f"got {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
     layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)
-    keep = select_tiles(q, k, layout, config).to_mask()
+    keep = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 
 

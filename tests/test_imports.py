@@ -15,8 +15,13 @@ FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipeline
 IMPLEMENTATIONS = ("eager", "portable", "hopper")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "lowering")
-CONTRACT = {"BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention", "gather_blocks",
-            "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"}
+CONTRACT = {
+    # attention
+    "BlockLists", "Route", "PatternFacts", "attend_owned", "autocast_inputs", "block_sparse_attention", "choose_route", "require_impl",
+    "require_bool", "require_int", "require_strided", "resolve_scale", "without_autocast", "warn_once", "logger",
+    # what prepares and selects for it
+    "Deferred", "topk_blocks", "gather_blocks", "keep_blocks", "kernels_run", "select_blocks", "score_blocks", "take_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def test_a_broken_rule_is_seen(path, source):
     ("kernels/portable/forward.py", "import triton\nfrom ..lowering import primitives\nfrom .config import forward_config"),
     ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
     ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
-    ("ssta/report.py", "from ssta.kernels import resolve_impl"),
+    ("ssta/report.py", "from ssta.kernels import choose_route"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
     ("pipelines/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
 ])

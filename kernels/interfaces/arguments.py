@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import DTYPES
+from ..checks import DTYPES
 
 # From this many rows on a block fills a program by itself, without the other heads of its group.
 ENOUGH_ROWS = 128

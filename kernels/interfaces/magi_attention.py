@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..routing import GATHERED_BELOW
+from ..routing import SHORTEST_TILE
 from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_int, require_tensor, unpack_heads
 
 
@@ -50,7 +50,7 @@ class SparseArgs:
 
     def check_block(self, k_block_size: int) -> None:
         """Refuses a ``sparse_load`` that blocks of this size cannot have."""
-        gathered = k_block_size < GATHERED_BELOW
+        gathered = k_block_size < SHORTEST_TILE
         if self.sparse_load is not None and self.sparse_load != gathered:
             way = "gathered one by one" if gathered else "loaded as tiles"
             raise ValueError(f"sparse_load must be {gathered} or None: key blocks of {k_block_size} are {way}, got {self.sparse_load}")

@@ -130,7 +130,7 @@ def test_the_other_tables(tmp_path):
     layer_csv(tmp_path)
     measure.write_rows(tmp_path / "layer_small.csv", [dict(layer="small", padding="dense", stage="total", median_ms=1.0, density=1)])
     measure.write_rows(tmp_path / "errors_a.csv", [
-        dict(impl="gather", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
+        dict(impl="torch", dtype="float16", pattern="ragged", tensor=name, max_error=0.00012345, eager_max_error=0.5)
         for name in ("out", "lse", "dq", "dk", "dv")])
     times = dict(median_ms=2.0, q1_ms=1.9, q3_ms=2.1)
     measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])
@@ -145,7 +145,7 @@ def test_the_other_tables(tmp_path):
     assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
     assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
     assert f'| {LAYERS[0].name} | `pad_type="none"` | – | – | – | 44.0 | – | 50.0 | 26% |\n' in stages and "| small |" in stages
-    assert f"| gather | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
+    assert f"| torch | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
 
 
 @pytest.mark.parametrize("text, message", [

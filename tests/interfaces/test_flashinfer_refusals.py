@@ -131,5 +131,5 @@ def test_refuses(make, error, message):
 def test_hopper_has_no_soft_cap():
     wrapper = BlockSparseAttentionWrapper(torch.empty(1), backend="hopper")
     wrapper.plan(**PLAN, logits_soft_cap=1.0)
-    with pytest.raises(ValueError, match="the implementation must be 'auto', 'triton' or 'gather', got 'hopper'"):
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'torch', 'triton', got 'hopper'"):
         wrapper.run(*small_inputs(torch.float16))

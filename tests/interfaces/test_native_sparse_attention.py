@@ -12,9 +12,9 @@ from ssta.kernels.interfaces.native_sparse_attention.selected import native_spar
 
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
+    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
     pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)])
+    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):
@@ -121,7 +121,7 @@ def test_the_last_tokens_of_packed_sequences(device, impl, window):
 @everywhere
 @pytest.mark.parametrize("window", [1, 2, 7, 30])
 def test_window_and_gates(device, impl, window, monkeypatch):
-    from ssta.kernels.interfaces import native_sparse_attention as module
+    from ssta.kernels.interfaces.native_sparse_attention import selected as module
 
     monkeypatch.setattr(module, "WINDOW_BLOCK", 4)
     (q, k, v), indices, _, block_size = case("one group", device)
@@ -267,7 +267,7 @@ def test_gradients_by_differences():
     assert torch.autograd.gradcheck(partial(selected_attention, block_indices=indices, block_size=4, return_lse=True), (q, k, v))
 
 
-@pytest.mark.parametrize("impl", ["gather", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("impl", ["torch", *(["triton"] if INTERPRETED else [])])
 def test_compiles_without_a_break(impl):
     (q, k, v), indices, counts, block_size = case("two heads, counts", "cpu")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -289,8 +289,8 @@ def test_operator_registration():
     q, k, v = (x[0].requires_grad_() for x in inputs(1, 12, 4, 2, 16, 8, "cpu", torch.float32))
     cu = torch.tensor([0, 12], dtype=torch.int32)
     packed = Packed(cu, cu, 12, 12)
-    lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4, "gather")
-    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 7, 4, 0.25, "gather"))
+    lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4, "torch")
+    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 7, 4, 0.25, "torch"))
 
 
 @pytest.mark.gpu
@@ -340,7 +340,7 @@ def call(**changes):
     (dict(g_cmp=torch.zeros(1, 8, 2)), ValueError, r"g_cmp must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(g_swa=torch.zeros(1, 8, 2)), ValueError, r"g_swa must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(g_slc=torch.zeros(1, 8, 2)), ValueError, r"g_slc must be \[B, T, HQ\] = \[1, 8, 4\]"),
-    (dict(impl="hopper"), ValueError, "impl must be one of 'auto', 'gather', 'triton', got 'hopper'"),
+    (dict(impl="hopper"), ValueError, "impl must be one of 'auto', 'torch', 'triton', got 'hopper'"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):

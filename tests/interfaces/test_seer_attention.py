@@ -17,9 +17,9 @@ from ssta.kernels.interfaces import (
 
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
+    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
     pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)])
+    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 LENGTHS = [7, 0, 14, 3]
 
@@ -196,7 +196,7 @@ def test_gpu_sizes(heads, kv_heads, dim, block_size, dtype):
     attend = partial(block_2d_sparse_attn_varlen_func, cu_seqlens_k=cu, cu_seqlens_q=cu, max_seqlen=200, sm_scale=scale,
                      block_mask=mask.cuda(), block_size=block_size)
     assert_as_exact_as_torch(attend, q, k, v, visible_keys(mask, lengths, block_size, heads, 277, block_size).cuda(), scale)
-    for mine, plain in zip(attn_pooling(q, k, cu, 200, scale, block_size), attn_pooling(q, k, cu, 200, scale, block_size, impl="gather")):
+    for mine, plain in zip(attn_pooling(q, k, cu, 200, scale, block_size), attn_pooling(q, k, cu, 200, scale, block_size, impl="torch")):
         for a, b in zip(mine, plain):
             torch.testing.assert_close(a, b, atol=1e-3, rtol=2e-2)
 

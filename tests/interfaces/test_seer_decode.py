@@ -16,9 +16,9 @@ from ssta.kernels.interfaces import (
 
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
+    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
     pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)])
+    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 CAPACITY = 45
 LENGTHS = [45, 17, 0, 30, 1]

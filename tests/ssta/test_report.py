@@ -33,7 +33,7 @@ def test_counts_with_text():
     assert report.dense_flops == 4 * HEAD_DIM * 35**2 * 2
     assert report.padding_share == 0
     assert report.valid_text_tokens is None and report.seconds is None and report.output_error is None
-    assert report.implementation == "gather"
+    assert report.implementation == "torch"
 
 
 def test_counts_with_partial_tiles():
@@ -144,7 +144,7 @@ def test_the_table_is_aligned_and_the_dictionary_is_json():
     q, k, v = qkv(35)
     report = explain(q, k, GRID, text_len=3, text_mask=torch.tensor([[1, 1, 0]]), value=v, **ALONE)
     lines = str(report).splitlines()
-    column = lines[0].index("gather")
+    column = lines[0].index("torch")
     assert all(line[column - 1] == " " and line[column] != " " for line in lines)
     assert "tokens" in str(report) and "35 = 32 video + 3 text (valid: 2)" in str(report)
     assert repr(report) == str(report)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...attention import DTYPES, KERNEL_DTYPES, block_sparse_attention, resolve_scale
+from ...attention import block_sparse_attention
 from ...blocks import BlockLists
+from ...checks import DTYPES, resolve_scale
+from ...routing import KERNEL_DTYPES
 from ..arguments import ENOUGH_ROWS, pack_heads, require_bool, require_groups, require_int, require_tensor, unpack_heads
 from .within_blocks import attention_within_blocks, listed_keys
 

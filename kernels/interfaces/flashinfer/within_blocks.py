@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import _flatten, _unflatten, resolve_impl
 from ...blocks import BlockLists, per_query_head
+from ...op import flatten, unflatten
+from ...routing import choose_route, require_impl
 
 
 def attention_within_blocks(
@@ -24,21 +25,22 @@ def attention_within_blocks(
         listed: ``listed_keys(blocks, Skv)``: of a query block of L tokens with n listed keys, in the order of the list, token u sees the
             first n - L + u + 1.
         packed: that many neighbouring rows of q are one token, seen by several heads; q's block sizes are in rows.
-        impl: "auto" is "triton" on a GPU and "gather", a loop in plain torch, on a CPU. No other is there.
+        impl: "auto" is "triton" on a GPU and "torch", a loop in plain torch, on a CPU. No other is there.
 
     Raises:
         ValueError: an ``impl`` that is not there or cannot run on such tensors.
     """
-    if impl not in ("auto", "triton", "gather"):
-        raise ValueError(f"with a soft cap, masks inside blocks or causal order the implementation must be 'auto', 'triton' or 'gather', "
-                         f"got {impl!r}")
+    try:
+        impl = require_impl(impl, ("auto", "torch", "triton"))
+    except ValueError as error:
+        raise ValueError(f"with a soft cap, masks inside blocks or causal order {error}") from None
     if impl == "auto":
-        impl = "gather" if q.device.type == "cpu" else "triton"
+        impl = "torch" if q.device.type == "cpu" else "triton"
     if impl == "triton":
-        resolve_impl(impl, q.device, q.dtype, q.shape[-1])
+        choose_route(impl, q.device, q.dtype, q.shape[-1])
     order, total = listed or (None, None)
     with torch.no_grad():
-        return _forward(q, k, v, *_flatten(blocks), mask, first_entry, order, total, scale, soft_cap, packed, impl)
+        return _forward(q, k, v, *flatten(blocks), mask, first_entry, order, total, scale, soft_cap, packed, impl)
 
 
 def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +61,7 @@ def _forward(
     mask: Tensor | None, first_entry: Tensor | None, order: Tensor | None, total: Tensor | None,
     scale: float, soft_cap: float, packed: int, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    blocks = _unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
     with torch.autocast(q.device.type, enabled=False):
         if impl == "triton":
             from ...portable.gathered import Within, gathered_forward

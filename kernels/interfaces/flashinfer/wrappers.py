@@ -13,7 +13,7 @@ from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_var
 # FlashInfer's names for its own kernels, which choose nothing here.
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
                      "vsa_blackwell_blk64")
-BACKENDS = ("gather", "triton", "hopper")
+BACKENDS = ("torch", "gather", "triton", "hopper")
 NO_SCALES = (None, None, None)
 
 
@@ -48,7 +48,7 @@ class _Wrapper:
         """
         Args:
             float_workspace_buffer: any tensor; where it lies is where the wrapper works. Nothing is ever written to it.
-            backend: "gather", "triton" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto", "fa2",
+            backend: "torch", "triton" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto", "fa2",
                 "fa3", "vsa_sm100_blk128", ...) stand for kernels of FlashInfer's and all mean "auto".
             kv_layout: "NHD", tokens before heads; "HND" in pages of a cache, heads before entries, where ``plan`` is given their size.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import resolve_scale
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import check_tensor, check_token_inputs, resolve_scale
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_ids
 from ..arguments import require_int
 
@@ -36,7 +37,7 @@ def parallel_nsa_compression(
         block_size: tokens of a block.
         scale: factor on the scores; default 1 / sqrt(D).
         cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends
@@ -55,7 +56,7 @@ def parallel_nsa_compression(
     spans = torch.stack([origin, torch.zeros_like(origin), seen], 1).int()
     ends = torch.cat([firsts, firsts.new_full((1,), rows)]).int()
     ids = torch.arange(-(-(TK // block_size) // MEANS_AT_ONCE), device=q.device).expand(len(spans), k.shape[2], -1)
-    lists_impl = resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     lists = lists_from_ids(ids, None, Packed(packed.cu_q, ends, packed.q_tokens, rows), spans, MEANS_AT_ONCE, lists_impl)
     out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
     lse = torch.where((seen > 0)[:, None], lse, 0.0)
@@ -88,7 +89,7 @@ def parallel_nsa_topk(
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
-    scale, kernel = resolve_scale(scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
+    scale, kernel = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
     limits = None
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, (*q.shape[:2], k.shape[2]), "[B, T, H]", q.device)

@@ -12,7 +12,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import check_tensor, check_token_inputs
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import lists_from_ids
 from ..arguments import require_bool, require_int
 from .compressed import DIMS, INTEGERS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
@@ -41,7 +43,7 @@ def selected_attention(
         cu_seqlens: int32 or int64 ``[N + 1]``: B is 1 and sequences lie behind one another; blocks and block_indices begin anew in each.
             Or a pair of such, of the queries and of the keys: the queries of a sequence are then its last positions.
         return_lse: also return the log-sum-exp of each row's scaled scores.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
@@ -250,7 +252,7 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: 
 
 
 def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
-    return resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import check_tensor, check_token_inputs
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import PaddedCache, TokenLists, lists_from_rows
 from ..arguments import require_bool, require_int
 
@@ -31,7 +33,7 @@ def block_sparse_flash_decode_gqa_indice(
         block_indices: int32 ``[B, Hkv, S]`` in any order, each at most once; negative ones and blocks past the sequence are skipped.
         block_size: tokens of a block; block n holds the cache's places from n * block_size on.
         sm_scale: factor on the scores; default 1 / sqrt(D).
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         ``[B, Hq, Dv]`` in q's dtype. The same bits for the same inputs; does not wait for the device.
@@ -146,7 +148,7 @@ class _Cache:
         return TokenLists(block_indices.contiguous(), None, self.lengths, self.block_size, cache=self.padded(left))
 
     def masked(self, block_mask: Tensor, left: bool, impl: str) -> TokenLists:
-        impl = resolve_token_impl(impl, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+        impl = choose_token_impl(impl, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1])
         return lists_from_rows(block_mask, self.lengths, self.padded(left), self.block_size, impl)
 
     def padded(self, left: bool) -> PaddedCache:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import block_sparse_attention, resolve_scale
+from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import check_tensor, check_token_inputs, resolve_scale
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_mask
 from ..arguments import require_int
 
@@ -34,7 +36,7 @@ def block_1d_gqa_sparse_attn_varlen_func(
         block_mask: bool ``[B, Hkv, max_seqlen, ceil(max_seqlen / block_size)]``; blocks begin anew in every sequence. Token t sees key j
             where its entry for block j // block_size is True and j <= t. The token's own block counts just where its entry is True.
         block_size: tokens of a key block.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         ``[T, Hq, Dv]`` in q's dtype; 0 for a token that sees nothing.
@@ -49,7 +51,7 @@ def block_1d_gqa_sparse_attn_varlen_func(
     blocks = -(-max_seqlen // block_size)
     check_tensor("block_mask", block_mask, (torch.bool,), (packed.sequences, k.shape[1], max_seqlen, blocks),
                  "[B, Hkv, max_seqlen, blocks]", q.device)
-    lists_impl = resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     lists = lists_from_mask(block_mask, packed, packed.spans(), block_size, lists_impl)
     return token_attention(q, k, v, lists, scale=sm_scale, impl=impl)[0]
 
@@ -118,7 +120,7 @@ def attn_pooling(
         max_seqlen: tokens of the longest sequence.
         sm_scale: factor on the scores.
         block_size: tokens of a block; at most 128 with "triton".
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head_dim 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head_dim 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         (pooling_gt_2d, pooling_gt_1d) in q's dtype. ``pooling_gt_1d`` is a list of ``[1, Hq, t_i, ceil(t_i / block_size)]``, a tensor for
@@ -135,7 +137,7 @@ def attn_pooling(
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
     for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
         require_int(name, value, 1)
-    scale, impl = resolve_scale(sm_scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1])
+    scale, impl = resolve_scale(sm_scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     if impl == "triton":
         from ...portable.pooling import LARGEST_BLOCK
         from ...portable.pooling import triton_pooling as pool
@@ -143,7 +145,7 @@ def attn_pooling(
         if block_size > LARGEST_BLOCK:
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
-        from ...eager.pooling import gather_pooling as pool
+        from ...eager.pooling import torch_pooling as pool
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     if not lengths or bounds[0] < 0 or min(lengths) < 0 or bounds[-1] > min(q.shape[0], k.shape[0]):
