@@ -13,9 +13,11 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
+from .kernels import require_strided
 from .layout import tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
+from .tiled import TiledQKV
 from .window import near
 
 
@@ -78,7 +80,7 @@ def create_moba_3d_mask(
                         mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
     _check_inputs(q, k, prod(canvas_thw))
     layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)
-    keep = select_tiles(q, k, layout, config).to_mask()
+    keep = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 
 
@@ -131,8 +133,7 @@ def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            raise TypeError(f"{name} must be a strided tensor, got {'a nested one' if x.is_nested else x.layout}")
+        require_strided(name, x)
         if x.dim() != 4 or x.shape[2] != tokens:
             raise ValueError(f"{name} must be [batch, heads, {tokens} tokens of canvas_thw, head_dim], got shape {tuple(x.shape)}")
         if not x.is_floating_point():

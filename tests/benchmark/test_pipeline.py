@@ -15,6 +15,7 @@ def bench(monkeypatch, tmp_path):
     return bench_pipeline
 
 
+@pytest.mark.slow
 def test_steps_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "pipeline_mine"])
     with (tmp_path / "pipeline_mine.csv").open(newline="") as file:

@@ -10,6 +10,7 @@ from ssta.kernels.device import DeviceLimits
 from ssta.kernels.portable.config import dkv_config
 
 
+@pytest.mark.slow
 def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     """On tiny shapes; in the interpreter where there is no GPU."""
     import tune

@@ -56,6 +56,7 @@ def visible_blocks(name, places, blocks):
 
 @pytest.mark.parametrize("device, impl", IMPLEMENTATIONS + INTERPRETED)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_attention_to_blocks(device, impl, name, monkeypatch):
     monkeypatch.setattr(compressed, "MEANS_AT_ONCE", 2)
     q, k, v, cu_seqlens, places = case(name, device)
@@ -95,6 +96,7 @@ INTERPRETED_CASES = [(*case.values, name, 5) for case in INTERPRETED for name in
 
 
 @pytest.mark.parametrize("device, impl, name, count", INTERPRETED_CASES)
+@pytest.mark.slow
 def test_selection_interpreted(device, impl, name, count, monkeypatch):
     test_selection(device, impl, name, count, monkeypatch)
 
@@ -176,8 +178,8 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
 def test_a_chosen_implementation_runs_the_selection_too(monkeypatch):
     from ssta.kernels.interfaces.native_sparse_attention import compressed
 
-    asked, resolve = [], compressed.resolve_token_impl
-    monkeypatch.setattr(compressed, "resolve_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
+    asked, resolve = [], compressed.choose_token_impl
+    monkeypatch.setattr(compressed, "choose_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
     q, k, v = (torch.randn(1, 20, heads, 8) for heads in (2, 1, 1))
     parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="torch")
     assert asked and set(asked) == {"torch"}
