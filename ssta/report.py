@@ -185,8 +185,8 @@ def explain(
         text_tiles=layout.num_dense_tiles, partial_text_tiles=_partial_tiles(layout.dense),
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
-        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads), seconds=seconds,
-        output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
+        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads),
+        seconds=seconds, output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
     )
 
 
