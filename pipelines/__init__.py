@@ -1,9 +1,10 @@
 """Where it is used: one call makes a diffusers video model attend sparsely, another brings it back."""
 
 from .apply import SSTAHandle, apply_ssta, remove_ssta
+from .context import ModelContext
 from .families import PLACES
 from .family import Family, Site, imported, register_family, stack_sites, supported_models
-from .processor import ModelContext, SSTAProcessor
+from .processor import SSTAProcessor
 from .report import LayerRun, RunReport
 from .schedule import Schedule
 

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
+from .context import ModelContext
 from .family import Family, Site, family_of
-from .processor import ModelContext, SSTAProcessor
+from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
 from .schedule import Schedule
@@ -80,7 +81,8 @@ def apply_ssta(
     require_impl(impl)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
-    plans = [(name, module, *_plan(module, config, schedule, preset, Progress(pipeline, scheduler), impl))
+    progress = Progress(pipeline, scheduler)
+    plans = [(name, module, *_plan(module, config, schedule, preset, progress, impl))
              for name, module in transformers_of(model)]
     installed: list[tuple[str, nn.Module, _Installation]] = []
     try:

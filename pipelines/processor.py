@@ -1,91 +1,26 @@
-"""SSTAProcessor: what stands in a stock attention processor's place; ModelContext: what the processors of one model share."""
+"""SSTAProcessor: what stands in a stock attention processor's place."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
 from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
 
 from .backends import default_is_sdpa
-from .family import Family
-from .progress import Progress, read
+from .context import ModelContext
+from .progress import is_fake
 from .report import LayerRun, Stopwatch
-from .schedule import Schedule
 from .streams import TORCH_NORMS, Norms, Stream, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
-
-
-class ModelContext:
-    """What the processors of one model share: configuration, schedule, and the canvas and step of the forward in progress.
-
-    The canvas and the step stay until the next forward begins, because gradient checkpointing recomputes attention after the forward
-    has returned. So with checkpointing, a forward's backward must come before a forward of another canvas or step.
-    """
-
-    def __init__(self, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
-        self.family = family
-        self.config = config
-        self.schedule = schedule
-        self.impl = impl
-        self.thw: tuple[int, int, int] | None = None
-        # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
-        self.layouts: dict[tuple, TokenLayout] = {}
-        self.dense_step = False
-        self.stopwatch = Stopwatch()
-        # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
-        self.steps = 0
-        self.dense_steps = 0
-        self._progress = progress
-        self._generation: Tensor | None = None
-        self._index = -1
-
-    def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
-        arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-        self.thw = self.family.canvas(model, arguments)
-        if self.schedule.follows_steps or not torch.compiler.is_compiling():
-            self._follow(arguments)
-
-    def finish(self, model: nn.Module, args: tuple, output: object) -> None:
-        """Forward hook of the transformer."""
-        if not torch.compiler.is_compiling():
-            self.stopwatch.stop()
-
-    # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
-    @torch.compiler.disable
-    def _follow(self, arguments: dict) -> None:
-        step, schedule, noise, dense, again = self._progress.step(), self.schedule, None, False, False
-        if step is None:
-            if schedule.dense_above is not None:
-                if "timestep" not in arguments:
-                    raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
-                noise = read(self.family.noise(arguments["timestep"]))
-        else:
-            index, dense = step[0], schedule.is_dense_step(*step)
-            if schedule.dense_above is not None:
-                noise = self.family.noise(self._progress.timestep(index))
-            # New timesteps, or back to the beginning: another generation.
-            generation = self._progress.timesteps
-            if generation is not self._generation or index < self._index:
-                self.steps = self.dense_steps = 0
-                self._generation, self._index = generation, -1
-            # Guidance may take several forwards in a step.
-            again, self._index = index == self._index, index
-        self.dense_step = dense or noise is not None and noise > schedule.dense_above
-        if not again:
-            self.steps += 1
-            self.dense_steps += self.dense_step
-        self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
 
 
 class SSTAProcessor:
@@ -116,8 +51,6 @@ class SSTAProcessor:
             ValueError: it does not have ``video_tokens`` tokens, or there was no forward of the whole model.
         """
         thw = self.context.thw
-        if thw is None:
-            raise ValueError("SSTA learns the canvas from a forward of the whole model, got a call of the attention without one before")
         if math.prod(thw) != video_tokens:
             raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
         return thw
@@ -138,7 +71,7 @@ class SSTAProcessor:
         if not compiling and key in layouts:
             return layouts[key]
         others = (before or 0) + (after or 0)
-        if thw is not None and (before is None or after is None):
+        if before is None or after is None:
             others = max(tokens - math.prod(thw), others)
             before, after = (others - after, after) if before is None else (before, others - before)
         grid = VideoGrid(*self.canvas(tokens - others))
@@ -227,12 +160,14 @@ class SSTAProcessor:
         return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
     def last_run(self, layer: str) -> LayerRun | None:
-        """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""
+        """What ran last, under the name ``layer``; None if nothing did, or only on fake tensors. Synchronises the device."""
         if self._last is None:
             return None
         *facts, tiles, counts = self._last
+        if counts is not None and is_fake(counts):
+            return None
         density = 1.0 if counts is None else float(counts.double().mean()) / tiles
-        steps = self.context.steps or None
+        steps = self.context.steps
         dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole

@@ -99,7 +99,7 @@ def q_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the query tokens are partitioned."""
     uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
-    return Partition(*bounds, uniform, blocks.max_q_length, tokens, blocks.num_q_blocks)
+    return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks)
 
 
 def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
@@ -107,7 +107,12 @@ def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
     number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
-    return Partition(*bounds, uniform, blocks.max_kv_length, tokens, number)
+    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number)
+
+
+def _longest(bound: int, uniform: bool, tokens: int) -> int:
+    """Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32."""
+    return bound if uniform else min(bound, max(tokens, 1))
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
