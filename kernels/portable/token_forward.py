@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import device_limits, multiprocessors
 from ..lowering.inputs import tma_ok
-from ..lowering.primitives import LOG2E, finish_softmax, load_rows, softmax_step
+from ..lowering.primitives import LOG2E, finish_softmax, load_rows, merged_lse, part_weights, softmax_step
 from ..token_lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
 
@@ -144,13 +144,13 @@ def _merge_kernel(parts, part_lse, out, lse, rows, SPLITS: tl.constexpr, SPLITS_
     split, dims = tl.arange(0, SPLITS_PAD), tl.arange(0, VDIM_PAD)
     at = split.to(tl.int64) * rows + row
     row_lse = tl.load(part_lse + at, mask=split < SPLITS, other=float("-inf"))
-    top = tl.max(row_lse, 0)
-    weights = tl.exp(row_lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
+    row_max = tl.max(row_lse, 0)
+    weights = part_weights(row_lse, row_max)
+    divisor, merged = merged_lse(row_max, tl.sum(weights, 0))
     x = tl.load(parts + at[:, None] * VDIM + dims[None, :], mask=(split < SPLITS)[:, None] & (dims < VDIM)[None, :], other=0.0)
-    x = tl.sum(x * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    x = tl.sum(x * weights[:, None], 0) / divisor
     tl.store(out + row * VDIM + dims, x.to(out.dtype.element_ty), mask=dims < VDIM)
-    tl.store(lse + row, tl.where(total == 0, float("-inf"), top + tl.log(tl.where(total == 0, 1.0, total))))
+    tl.store(lse + row, merged)
 
 
 def triton_token_forward(
