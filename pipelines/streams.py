@@ -12,10 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Deferred, kernels_run
-from ssta.kernels.operators import watched
-from ssta.kernels.prologue.deferred import token_scales
-from ssta.kernels.prologue.projection import Projection, RMSNorm
+from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_scales, watched
 
 from .rope import turn_pairs
 

@@ -1,7 +1,6 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,8 @@ from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.portable.config import dkv_config
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
 
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
-
-
+@pytest.mark.slow
 def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     """On tiny shapes; in the interpreter where there is no GPU."""
     import tune

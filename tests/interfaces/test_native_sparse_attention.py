@@ -104,6 +104,7 @@ def test_packed_sequences(device, impl):
 
 @everywhere
 @pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.slow
 def test_the_last_tokens_of_packed_sequences(device, impl, window):
     """As fla decodes: fewer queries than keys in every sequence, with a cu_seqlens for each."""
     ends, last = [9, 26, 31], [2, 5, 1]
@@ -141,6 +142,7 @@ def test_window_and_gates(device, impl, window, monkeypatch):
 
 @everywhere
 @pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.slow
 def test_factory(device, impl, is_causal):
     """As tilelang's own example calls it: T as padding, sorted, int32."""
     batch, tokens, kv_heads, heads, dim, slots, block_size = 2, 24, 1, 16, 32, 1, 8
@@ -175,6 +177,7 @@ def test_everything_selected_is_causal_attention(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     (q, k, v), indices, counts, block_size = case("two heads, counts", device)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -268,6 +271,7 @@ def test_gradients_by_differences():
 
 
 @pytest.mark.parametrize("impl", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.slow
 def test_compiles_without_a_break(impl):
     (q, k, v), indices, counts, block_size = case("two heads, counts", "cpu")
     q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -49,6 +49,7 @@ def visible_keys(mask, lengths, block_size, heads, tokens, rows_of=1):
 @everywhere
 @pytest.mark.parametrize("function", [block_1d_gqa_sparse_attn_varlen_func, block_1d_gqa_sparse_attn_varlen_sim_func])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(4, 2, 8), (3, 3, 5)])
+@pytest.mark.slow
 def test_one_row_a_token(device, impl, function, heads, kv_heads, block_size):
     # More tokens than the sequences take: the last ones belong to none.
     tokens, longest = sum(LENGTHS) + 3, max(LENGTHS)
@@ -78,6 +79,7 @@ def test_mask_of_blocks_by_blocks(device, impl, mask_heads):
 
 
 @everywhere
+@pytest.mark.slow
 def test_upstream_argument_order(device, impl):
     """All positional, as in SeerAttention's README; everything selected is causal attention of each sequence."""
     cu, longest, scale = packed(LENGTHS, device), max(LENGTHS), 16 ** -0.5
@@ -157,6 +159,7 @@ def test_pooling_with_attention(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     cu, longest = packed(LENGTHS, device), max(LENGTHS)
     q, k, v = (x.requires_grad_() for x in inputs(sum(LENGTHS), 4, 2, 16, device))
