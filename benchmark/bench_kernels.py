@@ -38,12 +38,12 @@ from peers import PEERS, Calls, Inputs, Peer, Tensors, Unsupported, by_autograd
 from shapes import KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, full, pairs
 from truth import Truth, Wrong, truth
 
-from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels import IMPLEMENTATIONS, BlockLists, PatternFacts, block_sparse_attention, choose_route
 
 OURS = "ssta"
 DIRECTIONS = ("lists", "forward", "backward")
 # Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
-CHOICES = {"hopper": (("any order", dict(deterministic=False), ("backward",)),)}
+CHOICES = {"hopper": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)}
 COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
            "extra_mib", "error", "note")
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             impls = options.impl or runnable(device, dtype, problem)
             for impl in impls:
-                resolve_impl(impl, device, dtype, problem.head_dim, problem.block)
+                chosen(impl, device, dtype, problem)
         except ValueError as error:
             parser.error(str(error))
         try:
@@ -96,15 +96,21 @@ def usual_shapes(gpu: bool, everything: bool) -> list[tuple[Problem, Pattern]]:
     return [(problem, pattern(problem)) for problem, patterns in sweep.items() for pattern in patterns]
 
 
+def chosen(impl: str, device: torch.device, dtype: torch.dtype, problem: Problem) -> str:
+    """What ``impl`` stands for here; ValueError where it cannot run."""
+    facts = PatternFacts(problem.block, problem.block, 1, 1, True)
+    return choose_route(impl, device, dtype, problem.head_dim, facts).name
+
+
 def runnable(device: torch.device, dtype: torch.dtype, problem: Problem) -> list[str]:
     """Our kernels that take such tensors here; what "auto" stands for where none does."""
     found = []
     for impl in ("hopper", "triton"):
         try:
-            found.append(resolve_impl(impl, device, dtype, problem.head_dim, problem.block))
+            found.append(chosen(impl, device, dtype, problem))
         except ValueError:
             pass
-    return found or [resolve_impl("auto", device, dtype, problem.head_dim, problem.block)]
+    return found or [chosen("auto", device, dtype, problem)]
 
 
 def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str], peers: list[Peer], rounds: int, device: torch.device,

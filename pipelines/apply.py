@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ssta import SSTAConfig
-from ssta.kernels import IMPLEMENTATIONS
+from ssta.kernels import require_impl
 
 from .context import ModelContext
 from .family import Site, family_of
@@ -62,8 +62,7 @@ def apply_ssta(
             raise TypeError(f"{name} must be {'an' if name == 'config' else 'a'} {wanted.__name__} or None, got {type(value).__name__}")
     if scheduler is not None and not hasattr(scheduler, "timesteps"):
         raise TypeError(f"scheduler must be a diffusers scheduler, which has timesteps, got {type(scheduler).__name__}")
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    require_impl(impl)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)

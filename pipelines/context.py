@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig, TokenLayout
-from ssta.kernels.notices import warn_once
+from ssta.kernels import warn_once
 
 from .progress import Generation, Progress, read
 from .report import Stopwatch

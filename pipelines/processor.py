@@ -9,20 +9,17 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
+from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
-from ssta.selection import select_tiles
 
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
-from .streams import Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
-# Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
-_EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
 
 
 class SSTAProcessor:
@@ -36,6 +33,8 @@ class SSTAProcessor:
     # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
     _attention_backend = None
     _parallel_config = None
+    # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
+    norms: Norms = TORCH_NORMS
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -91,7 +90,7 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
                across_heads: bool = False) -> tuple[Input, Input, Input]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, tiles=not self.dense)
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
 
     def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
@@ -131,7 +130,7 @@ class SSTAProcessor:
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
-        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
+        ran = choose_route(impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
@@ -143,18 +142,8 @@ class SSTAProcessor:
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             return out, f"dense, {name}", None, None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
-        mask = None
-        if text_mask is not None:
-            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
-            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
-            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
-                              for segment, ones in zip(layout.segments, valid)], dim=1)
-        tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
-        blocks = select_tiles(q, k, tiles, _EXACT, mask)
-        out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
-        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
-        return out.transpose(1, 2), f"dense, {ran}", None, None
+        out, _, route = dense_attention(q, k, v, layout, text_mask, impl=self.context.impl)
+        return out.transpose(1, 2), "dense" if route is None else f"dense, {route.name}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
@@ -167,7 +156,7 @@ class SSTAProcessor:
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False
-        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
+        return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
     def last_run(self, layer: str) -> LayerRun | None:
         """What ran last, under the name ``layer``; None if nothing did, or only on fake tensors. Synchronises the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operators import kernels_run, operator
+from ..operators import kernels_run, operator, refuse_forward_mode
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -17,12 +17,16 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
         x: ``[B, H, S, D]``, any strides.
         index: int64 ``[P]``, -1 or a token below S, which is not checked.
 
+    Raises:
+        ValueError: x has a forward-mode tangent, which the kernel would lose.
+
     Returns:
         ``[B, H, P, D]`` in x's memory order: where x's heads lie closer together than its tokens, as projections leave them, so do those
         of the result.
     """
     if not kernels_run(x) or torch.is_grad_enabled() and x.requires_grad:
         return _take_in_torch(x, index)
+    refuse_forward_mode(x=x)
     return _take(x, index)
 
 
@@ -40,6 +44,7 @@ def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tens
         ``[B, Hq, mean_blocks, D]`` and ``[B, Hkv, mean_blocks, D]``, summed in float32 and rounded to q's dtype, over all places of a
         block, zeros among them. Not differentiable by itself.
     """
+    refuse_forward_mode(q=q, k=k, v=v)
     return _gather(q, k, v, source, offsets, mean_blocks)
 
 

@@ -9,7 +9,7 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, Fuse
 from torch import Tensor, nn
 
 from ..canvas import from_bfchw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..rope import turn_pairs
 
@@ -56,13 +56,9 @@ class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
         return attn.to_qkv(x).chunk(3, dim=-1)
 
 
-_REPLACEMENTS = {CogVideoXAttnProcessor2_0: CogVideoXSSTAProcessor, FusedCogVideoXAttnProcessor2_0: FusedCogVideoXSSTAProcessor}
-
-
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        replacement = _REPLACEMENTS.get(type(block.attn1.processor), CogVideoXSSTAProcessor)
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+    return stack_sites(model, "transformer_blocks", "attn1", (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0),
+                       (CogVideoXSSTAProcessor, FusedCogVideoXSSTAProcessor))
 
 
 COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw)

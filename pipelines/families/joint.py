@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from ..processor import SSTAProcessor
@@ -15,6 +16,8 @@ class JointSSTAProcessor(SSTAProcessor):
     The module's ``add_*_proj`` make q, k and v of the conditions; where it has none, video and conditions share their projections.
     RoPE turns the video alone.
     """
+
+    norms = {**SSTAProcessor.norms, RMSNorm: True}
 
     def __call__(
         self,

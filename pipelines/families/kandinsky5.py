@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnPr
 from torch import Tensor, nn
 
 from ..canvas import from_bfhwc
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 
 
@@ -45,9 +45,7 @@ def _turned(x: Tensor, rotary_emb: Tensor) -> Tensor:
 def _sites(model: nn.Module) -> Iterator[Site]:
     if model.config.attention_type != "regular":
         raise ValueError(f"model must have attention_type 'regular', got {model.config.attention_type!r}, which is sparse itself")
-    for index, block in enumerate(model.visual_transformer_blocks):
-        name = f"visual_transformer_blocks.{index}.self_attention"
-        yield Site(name, block.self_attention, Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
+    return stack_sites(model, "visual_transformer_blocks", "self_attention", Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
 
 
 KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc)

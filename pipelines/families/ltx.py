@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
-from ssta import SSTAConfig
-
 from ..canvas import from_numbers
-from ..family import Family, Site
+from ..family import Family, Site, small_tiles, stack_sites
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -39,14 +37,7 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
-
-
-def small_tiles() -> SSTAConfig:
-    """No settings are published. The VAE compresses so much that 121 frames of 1216 x 704 are 16 x 22 x 38 tokens, of which tiles of 384
-    would make 45; tiles of 128 make 120, and Hopper's kernel still runs at full speed."""
-    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(3, 3, 3), topk=24)
+    return stack_sites(model, "transformer_blocks", "attn1", LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
 
 
 LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers, small_tiles)

@@ -14,9 +14,8 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from torch import Tensor, nn
 
 from ..canvas import from_numbers
-from ..family import Family, Site
+from ..family import Family, Site, small_tiles, stack_sites
 from ..processor import SSTAProcessor
-from .ltx import small_tiles
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
@@ -83,13 +82,9 @@ class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
         return self._project_out(attn, hidden_states, out)
 
 
-_REPLACEMENTS = {LTX2AudioVideoAttnProcessor: LTX2SSTAProcessor, LTX2PerturbedAttnProcessor: LTX2PerturbedSSTAProcessor}
-
-
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        replacement = _REPLACEMENTS.get(type(block.attn1.processor), LTX2SSTAProcessor)
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+    return stack_sites(model, "transformer_blocks", "attn1", (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor),
+                       (LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
 
 
 LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, small_tiles)

@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnPr
 from torch import Tensor, nn
 
 from ..canvas import from_coordinates
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 
 
@@ -48,8 +48,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn", block.attn, MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
+    return stack_sites(model, "transformer_blocks", "attn", MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
 
 
 def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:

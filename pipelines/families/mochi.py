@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
+from diffusers.models.normalization import MochiRMSNorm
 from torch import Tensor, nn
 
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -16,6 +17,8 @@ from ..streams import Stream
 class MochiSSTAProcessor(SSTAProcessor):
     """Attends as ``MochiAttnProcessor2_0`` does, to selected tiles only, for the whole batch at once and without waiting for the device to
     say which text is valid. Rows of invalid text are zero before their projection, as there."""
+
+    norms = {**SSTAProcessor.norms, MochiRMSNorm: False}
 
     def __call__(
         self,
@@ -41,8 +44,7 @@ class MochiSSTAProcessor(SSTAProcessor):
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, MochiAttnProcessor2_0, MochiSSTAProcessor)
+    return stack_sites(model, "transformer_blocks", "attn1", MochiAttnProcessor2_0, MochiSSTAProcessor)
 
 
 def _noise(timestep: Tensor | float) -> Tensor | float:

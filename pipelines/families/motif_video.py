@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from ssta import TokenLayout
 
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from .joint import JointSSTAProcessor
 
 
@@ -24,12 +25,11 @@ class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, JointSSTAProcessor)
     encoding = len(model.single_transformer_blocks) - model.num_decoder_layers
-    for index, block in enumerate(model.single_transformer_blocks):
-        replacement = JointSSTAProcessor if index < encoding else MotifVideoDecoderSSTAProcessor
-        yield Site(f"single_transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, replacement)
+    yield from stack_sites(model, "transformer_blocks", "attn", MotifVideoAttnProcessor2_0, JointSSTAProcessor)
+    singles = model, "single_transformer_blocks", "attn", MotifVideoAttnProcessor2_0
+    yield from islice(stack_sites(*singles, JointSSTAProcessor), encoding)
+    yield from islice(stack_sites(*singles, MotifVideoDecoderSSTAProcessor), encoding, None)
 
 
 MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw)

@@ -3,7 +3,6 @@
 import csv
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,7 @@ import torch
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.reference import reference_attention
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
 TINY = "64,2,16,2,32"  # tokens, kept, block, heads, head_dim
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
 
 
 @pytest.fixture
@@ -133,11 +126,11 @@ def test_a_wrong_kernel_gets_no_time(script, monkeypatch, capsys, tmp_path, wron
 
 def test_a_choice_is_measured_in_the_directions_that_it_changes(script, monkeypatch, tmp_path):
     bench = script("bench_kernels")
-    monkeypatch.setattr(bench, "CHOICES", {"gather": (("any order", dict(deterministic=False), ("backward",)),)})
-    bench.main(["--shape", TINY, "--rounds", "1", "--impl", "gather", "--peers", "--csv", "mine"])
+    monkeypatch.setattr(bench, "CHOICES", {"torch": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)})
+    bench.main(["--shape", TINY, "--rounds", "1", "--impl", "torch", "--peers", "--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
     assert [(row["what"], row["provider"]) for row in rows] == [
-        ("lists", "ssta gather"), ("forward", "ssta gather"), ("backward", "ssta gather"), ("backward", "ssta gather, any order")]
+        ("lists", "ssta torch"), ("forward", "ssta torch"), ("backward", "ssta torch"), ("backward", "ssta torch, non-deterministic dQ")]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
@@ -283,7 +276,7 @@ def test_errors_end_to_end(script, monkeypatch, tmp_path):
     bench.main(["--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
     measured = [(row["dtype"], row["impl"]) for row in rows[::5]]
-    assert {("float16", "gather"), ("float16", "triton"), ("bfloat16", "gather"), ("float32", "gather")} <= set(measured)
+    assert {("float16", "torch"), ("float16", "triton"), ("bfloat16", "torch"), ("float32", "torch")} <= set(measured)
     assert all(impl not in ("auto", "reference") for _, impl in measured)
     assert [row["tensor"] for row in rows] == ["out", "lse", "dq", "dk", "dv"] * len(measured)
     for row in rows:

@@ -120,6 +120,7 @@ def test_missing_weights_packages_and_devices_are_said(script, monkeypatch, tmp_
         run(module, generate, "LTX")
 
 
+@pytest.mark.slow
 def test_help(script):
     shown = subprocess.run([sys.executable, str(EXAMPLES / "wan.py"), "--help"], capture_output=True, text=True)
     assert shown.returncode == 0 and "--side-by-side" in shown.stdout and "81 if left out" in shown.stdout

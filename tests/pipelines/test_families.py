@@ -64,7 +64,7 @@ def test_off_on_off_is_bit_identical_and_on_is_sparse(name):
     handle = apply_ssta(model, SPARSE, schedule=NEVER_DENSE)
     sparse = run(model, call)
     for layer in handle.report():
-        assert (layer.implementation, layer.thw) == ("gather", CANVAS)
+        assert (layer.implementation, layer.thw) == ("torch", CANVAS)
         tiles = layer.tiles - (1 if tiny.conditions else 0)
         if layer.tokens == 2 * 144:  # the decoder of Motif-Video sees two videos
             tiles = layer.tiles
