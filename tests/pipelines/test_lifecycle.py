@@ -208,6 +208,19 @@ def test_reports_after_an_export_and_after_fake_tensors_have_no_layers():
             stock(**{name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()})
 
 
+def test_the_report_says_why_nothing_faster_ran():
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_layers=(0,))) as handle:
+        run(model, **call)
+        dense, sparse = handle.report()
+        assert dense.implementation == "dense, default backend" and dense.explanation == () and sparse.implementation == "torch"
+        assert [reason.split(",")[0] for reason in sparse.explanation] == ["not 'hopper'", "not 'triton'"]
+        assert str(handle.report()).splitlines()[-2:] == [f"torch: {reason}" for reason in sparse.explanation]
+    with apply_ssta(model, SPARSE, schedule=Schedule(), impl="torch") as handle:
+        run(model, **call)
+        assert handle.report()[0].explanation == () and str(handle.report()).splitlines()[-1].startswith("all")
+
+
 # Two transformers
 
 
