@@ -5,16 +5,22 @@
 if __name__ == "ssta.kernels":
     from .attention import attend_owned, block_sparse_attention
     from .blocks import BlockLists
-    from .checks import autocast_inputs, require_strided, resolve_scale, without_autocast
+    from .checks import autocast_inputs, require_bool, require_int, require_strided, resolve_scale, without_autocast
+    from .merge import merge_attention
     from .notices import logger, warn_once
-    from .operators import kernels_run
-    from .prologue.deferred import Unfinished
+    from .operators import kernels_run, watched
+    from .prologue.deferred import Deferred, token_scales
+    from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import best_blocks, pick_blocks, score_blocks
+    from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
 
     __all__ = [
-        "IMPLEMENTATIONS", "BlockLists", "PatternFacts", "Route", "Unfinished", "attend_owned", "autocast_inputs", "best_blocks",
-        "block_sparse_attention", "choose_route", "gather_blocks", "kernels_run", "logger", "pick_blocks", "require_impl",
-        "require_strided", "resolve_scale", "score_blocks", "take_tokens", "warn_once", "without_autocast",
+        # attention
+        "IMPLEMENTATIONS", "BlockLists", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
+        "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_strided", "resolve_scale",
+        "warn_once", "watched", "without_autocast",
+        # what prepares and selects for it
+        "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
+        "token_scales", "topk_blocks",
     ]

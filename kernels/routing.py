@@ -304,7 +304,7 @@ def _load(chosen: Pass) -> Callable:
     if chosen.keys == "compacted":
         from .portable import compacted
 
-        around = compacted.together_forward if function.endswith("forward") else compacted.together_backward
+        around = compacted.compacted_forward if function.endswith("forward") else compacted.compacted_backward
         return partial(around, found)
     if chosen.keys == "gathered" and function.endswith("backward"):
         return partial(found, gathered=True)

@@ -16,11 +16,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Cut, kv_cut, q_cut, shared_strides
+from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
-from ..lowering.dq_slots import KEYS, QUERIES, fill_slots, finish_dq
-from ..lowering.inputs import readable
-from ..lowering.tma import reachable, tiles
+from ..lowering.inputs import strided
+from ..lowering.tma import tma_descriptor, tma_ready
 from .backward_iterator import Lists
 from .backward_partitions import add_dq, load, multiply, multiply_dq, pick_columns
 from .backward_smem import Work
@@ -37,8 +37,8 @@ _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "l
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq_tiles, side_tiles, dk, dv, turns, tile_numbers,
-                     counts, indices, ranks, passed, q_starts, q_sizes,
+def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq_tiles, lse_dpsum_desc, dk, dv, dq_semaphore, tile_numbers,
+                     counts, indices, lock_values, passed, q_starts, q_sizes,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, sums, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, CUT_QUERIES: gl.constexpr,
@@ -59,7 +59,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_tiles.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_tiles.layout)
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_tiles.layout)
-    side = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], side_tiles.layout)
+    lse_dpsum = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], lse_dpsum_desc.layout)
     sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ones = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16], gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
@@ -97,9 +97,9 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
     # The copy engine must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, side, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
+    work = Work(k, v, q, do, lse_dpsum, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
                 ds_full, ds_empty, dq_full, dq_empty, clean, tile_numbers, first)
-    lists = Lists(counts, indices, ranks, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
+    lists = Lists(counts, indices, lock_values, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, CAUSAL, ORDERED)
     if ORDERED:
         gl.warp_specialize([
@@ -108,9 +108,9 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
                         CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, False)),
-            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNIFORM, CUT_QUERIES)),
-            (add_dq, (work, lists, dq_tiles, turns, 0, D, UNIFORM)),
-            (add_dq, (work, lists, dq_tiles, turns, 1, D, UNIFORM)),
+            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, lse_dpsum_desc, sums, UNIFORM, CUT_QUERIES)),
+            (add_dq, (work, lists, dq_tiles, dq_semaphore, 0, D, UNIFORM)),
+            (add_dq, (work, lists, dq_tiles, dq_semaphore, 1, D, UNIFORM)),
         ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
@@ -119,7 +119,7 @@ def _backward_kernel(k_tiles, v_tiles, q_tiles, do_tiles, dk_tiles, dv_tiles, dq
             (multiply, (work, 1, dk_tiles, dv_tiles, dk, dv, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale_log2, scale, D,
                         CUT_QUERIES, CUT_KEYS, CAUSAL)),
             (multiply_dq, (work, lists, dq_tiles, D, UNIFORM, True)),
-            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, None, UNIFORM, CUT_QUERIES)),
+            (load, (work, lists, k_tiles, v_tiles, q_tiles, do_tiles, lse_dpsum_desc, None, UNIFORM, CUT_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
 
@@ -131,11 +131,11 @@ def hopper_backward(
 
     With ``deterministic`` the programs take turns in adding to dQ, else they add when they come, and dQ's last bits differ from run to run.
     """
-    q, k, v, dout = map(reachable, (q, k, v, dout))
-    out = readable(out)
+    q, k, v, dout = map(tma_ready, (q, k, v, dout))
+    out = strided(out)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    queries, keys = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    queries, keys = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     # Ragged blocks need not cover every row.
     dq = torch.empty_like(q) if queries.uniform else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) if keys.uniform else torch.zeros_like(x) for x in (k, v))
@@ -145,21 +145,22 @@ def hopper_backward(
     shape = constants(dim, deterministic)
     plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None)
     number = len(plan.tiles) - programs
-    slots = fill_slots(dout, dlse, out, lse, scale, queries)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
     # Whose turn it is at each slot: the number of programs that have added. Never read where they do not take turns.
-    turns = torch.zeros(batch * heads * slots.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
+    dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     _backward_kernel[(programs or number,)](
-        *(tiles(x, KEYS) for x in (k, v)), *(tiles(x, QUERIES) for x in (q, dout)), *(tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)),
-        _sums(slots.dq), _sides(slots.side), dk, dv, turns, plan.tiles, counts, indices, plan.ranks if deterministic else plan.tiles,
+        *(tma_descriptor(x, KEYS) for x in (k, v)), *(tma_descriptor(x, QUERIES) for x in (q, dout)),
+        *(tma_descriptor(x, KEYS // WARPGROUPS) for x in (dk, dv)), _sums(accum.dq_accum), _lse_dpsum_desc(accum.lse_dpsum), dk, dv,
+        dq_semaphore, plan.tiles, counts, indices, plan.lock_values if deterministic else plan.tiles,
         plan.passed if causal else plan.tiles, queries.starts, queries.sizes,
         *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
-        plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, slots.number,
-        kv_len - q_len, number, slots.dq, scale * LOG2E, scale,
+        plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, accum.number,
+        kv_len - q_len, number, accum.dq_accum, scale * LOG2E, scale,
         UNIFORM=queries.uniform, CUT_QUERIES=_cut(queries, QUERIES), CUT_KEYS=_cut(keys, KEYS), CAUSAL=causal,
         # Programs that wait for one another must all be there.
         **shape, **OPTIONS, launch_cooperative_grid=deterministic)
-    finish_dq(slots, dq, scale, queries)
+    backward_postprocess(accum, dq, scale, queries)
     return dq, dk, dv
 
 
@@ -177,7 +178,7 @@ def constants(dim: int, deterministic: bool) -> dict:
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 
-def _cut(axis: Cut, size: int) -> bool:
+def _cut(axis: Partition, size: int) -> bool:
     """Whether there are chunks of fewer than ``size`` tokens."""
     return not (axis.uniform and axis.length % size == 0 and axis.tokens % size == 0)
 
@@ -191,10 +192,10 @@ def _sums(x: Tensor) -> TensorDescriptor:
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 64], SUM_LAYOUT)
 
 
-SIDE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
+LSE_DPSUM_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
 
 
-def _sides(x: Tensor) -> TensorDescriptor:
+def _lse_dpsum_desc(x: Tensor) -> TensorDescriptor:
     """x [B, H, slots, QUERIES, 16] as the copy engine sees it: one slot after another."""
     flat = x.flatten(0, 2)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 16], SIDE_LAYOUT)
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 16], LSE_DPSUM_LAYOUT)

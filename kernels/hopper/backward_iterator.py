@@ -13,9 +13,9 @@ class Lists:
 
     counts: gl.tensor        # pointers: those of BlockLists.transpose(), per key block the query blocks that attend to it
     indices: gl.tensor
-    ranks: gl.tensor         # see dq_schedule.Schedule
+    lock_values: gl.tensor         # see dq_schedule.Schedule
     passed: gl.tensor
-    q_starts: gl.tensor      # see lowering.chunks.Cut
+    q_starts: gl.tensor      # see lowering.chunks.Partition
     q_sizes: gl.tensor
     list_batch: gl.tensor    # strides, see shared_strides
     list_head: gl.tensor
@@ -36,11 +36,11 @@ class Lists:
     rings: gl.constexpr      # whether tiles enter their lists anywhere, where additions have an order, or at the first block
 
     @gluon.constexpr_function
-    def __init__(self, counts, indices, ranks, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
+    def __init__(self, counts, indices, lock_values, passed, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                  width, group, heads, blocks, parts, q_len, q_length, slots, shift, causal, rings):
         self.counts = counts
         self.indices = indices
-        self.ranks = ranks
+        self.lock_values = lock_values
         self.passed = passed
         self.q_starts = q_starts
         self.q_sizes = q_sizes
@@ -146,7 +146,7 @@ def visit_after(lists, visit, step, QUERIES: gl.constexpr, UNIFORM: gl.constexpr
             slot = (visit.batch * lists.heads + head) * lists.slots + start // QUERIES + item
             if RANKED:
                 row = (visit.batch.to(gl.int64) * lists.heads + head) * lists.blocks + visit.block
-                rank = gl.load(lists.ranks + (row * lists.parts + visit.part) * lists.width + at)
+                rank = gl.load(lists.lock_values + (row * lists.parts + visit.part) * lists.width + at)
         else:
             entry = gl.to_tensor(-1)
             member = member + 1

@@ -17,14 +17,14 @@ from .primitives import anew, clean, matrix, product_layout
 
 # Rounds of waiting, of about a microsecond, for a turn that never comes, as where a list names a block twice: from then on the program adds
 # without waiting.
-PATIENCE = gl.constexpr(1 << 20)
+SPIN_LIMIT = gl.constexpr(1 << 20)
 
 
 @gluon.jit
-def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNIFORM: gl.constexpr, CUT_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and side of every chunk.
+def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, lse_dpsum_desc, sums, UNIFORM: gl.constexpr, CUT_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk.
 
-    Into L2 also what of dQ is summed up so far (``sums``, see dq_slots.Slots; None where turns are not taken): an addition is written
+    Into L2 also what of dQ is summed up so far (``sums``, see dq_accum.Accum; None where turns are not taken): an addition is written
     sooner there, and the next program waits for that.
     """
     STAGES: gl.constexpr = work.q.shape[0]
@@ -59,9 +59,9 @@ def load(work, lists, k_tiles, v_tiles, q_tiles, do_tiles, side_tiles, sums, UNI
                     work.limits.index(stage).store(gl.full([1], start + lists.shift - row, gl.int32, layout))
                 # Those who wait for q must find the numbers that go with it too.
                 barrier()
-            mbarrier.expect(work.q_full.index(stage), q_tiles.block_type.nbytes + side_tiles.block_type.nbytes)
+            mbarrier.expect(work.q_full.index(stage), q_tiles.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_tiles, [batch, head, start, 0], work.q_full.index(stage), work.q.index(stage))
-            copy_in(side_tiles, [visit.slot + visit.chunk, 0, 0], work.q_full.index(stage), work.side.index(stage))
+            copy_in(lse_dpsum_desc, [visit.slot + visit.chunk, 0, 0], work.q_full.index(stage), work.lse_dpsum.index(stage))
             mbarrier.expect(work.do_full.index(stage), do_tiles.block_type.nbytes)
             copy_in(do_tiles, [batch, head, start, 0], work.do_full.index(stage), work.do.index(stage))
         done += visits
@@ -128,9 +128,9 @@ def pick_columns(ones):
 @gluon.jit
 def _product(work, a, b, stage, half: gl.constexpr, zero):
     """Begins a b^T less lse / scale (half 0) or delta (half 1) of each query: one more step of 16, and neither loads nor registers."""
-    side = work.side.index(stage)
-    side = side.reshape([side.shape[1], side.shape[2]]).permute((1, 0))
-    token = warpgroup_mma(work.ones.index(half), side, zero, use_acc=False, is_async=True)
+    lse_dpsum = work.lse_dpsum.index(stage)
+    lse_dpsum = lse_dpsum.reshape([lse_dpsum.shape[1], lse_dpsum.shape[2]]).permute((1, 0))
+    token = warpgroup_mma(work.ones.index(half), lse_dpsum, zero, use_acc=False, is_async=True)
     return warpgroup_mma(a, b.permute((1, 0)), token, is_async=True)
 
 
@@ -315,7 +315,7 @@ def multiply_dq(work, lists, dq_tiles, D: gl.constexpr, UNIFORM: gl.constexpr, A
 
 
 @gluon.jit
-def add_dq(work, lists, dq_tiles, turns, share: gl.constexpr, D: gl.constexpr, UNIFORM: gl.constexpr):
+def add_dq(work, lists, dq_tiles, dq_semaphore, share: gl.constexpr, D: gl.constexpr, UNIFORM: gl.constexpr):
     """One of two adding partitions: has the copy engine add every other visit's dQ to its slot when it is the tile's turn.
 
     Two, because an addition counts only when it is written, which at times takes longer than a visit.
@@ -327,7 +327,7 @@ def add_dq(work, lists, dq_tiles, turns, share: gl.constexpr, D: gl.constexpr, U
     PIECES: gl.constexpr = D // COLUMNS
     tile = work.first
     done = gl.to_tensor(0)
-    patience = gl.to_tensor(PATIENCE)
+    spins_left = gl.to_tensor(SPIN_LIMIT)
     while tile >= 0:
         visits = tile_number(work, tile, VISITS)
         skipped = (done + share) & 1
@@ -340,21 +340,21 @@ def add_dq(work, lists, dq_tiles, turns, share: gl.constexpr, D: gl.constexpr, U
                 staged = i * PIECES + piece
                 mbarrier.wait(work.dq_full.index(staged % STAGED), (staged // STAGED) & 1)
                 if piece == 0:
-                    while (turn < visit.rank) & (patience > 0):
-                        turn = gl.load(turns + slot, volatile=True)
-                        patience -= 1
-                    patience = gl.where(patience > 0, PATIENCE, 0)
+                    while (turn < visit.rank) & (spins_left > 0):
+                        turn = gl.load(dq_semaphore + slot, volatile=True)
+                        spins_left -= 1
+                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
                 copy_add(dq_tiles, [slot, 0, piece * COLUMNS], work.dq.index(staged % STAGED))
             tma.store_wait(0)
             barrier()
             for piece in gl.static_range(PIECES):
                 mbarrier.arrive(work.dq_empty.index((i * PIECES + piece) % STAGED), count=1)
             # Whose turn it is at the next slot becomes known while the copy engine writes.
-            turn = gl.load(turns + after.slot + after.chunk, volatile=True)
+            turn = gl.load(dq_semaphore + after.slot + after.chunk, volatile=True)
             # The next tile's turn begins when this one's addition is written.
             copies_done()
             barrier()
-            gl.atomic_add(turns + slot, 1, sem="relaxed")
+            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
             visit = after
         done += visits
         tile = tile_number(work, tile, NEXT)

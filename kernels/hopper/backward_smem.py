@@ -14,17 +14,17 @@ class Work:
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor         # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
-    side: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see dq_slots.Slots
+    lse_dpsum: gl.shared_memory_descriptor      # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum
     sizes: gl.shared_memory_descriptor     # [STAGES, 1], int32, tokens of the chunk
     limits: gl.shared_memory_descriptor    # [STAGES, 1], int32: query i of the chunk sees the tile's keys up to i + limit
-    ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of side
+    ones: gl.shared_memory_descriptor      # [2, KEYS, 16], what picks lse or delta out of lse_dpsum
     ds: gl.shared_memory_descriptor        # [2, KEYS * WARPGROUPS, QUERIES]
     dq: gl.shared_memory_descriptor        # [STAGED, 1, QUERIES, 64], 64 columns of a chunk's dQ after another
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor   # both multiplying warpgroups have stored dK, which leaves through K's memory
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written q and side
+    q_full: gl.shared_memory_descriptor    # one a stage: the copy engine has written q and lse_dpsum
     do_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor     # both multiplying warpgroups have read the stage
     ds_full: gl.shared_memory_descriptor   # both multiplying warpgroups have written dS
@@ -36,13 +36,13 @@ class Work:
     first: gl.tensor                       # number of the program's first tile, or -1
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, do, side, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
+    def __init__(self, k, v, q, do, lse_dpsum, sizes, limits, ones, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, empty,
                  ds_full, ds_empty, dq_full, dq_empty, clean, tiles, first):
         self.k = k
         self.v = v
         self.q = q
         self.do = do
-        self.side = side
+        self.lse_dpsum = lse_dpsum
         self.sizes = sizes
         self.limits = limits
         self.ones = ones

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import ENTRY, HEADER, kv_cut, q_cut, work_queue
+from ..lowering.chunks import ENTRY, HEADER, kv_partition, q_partition, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import reachable, tiles
+from ..lowering.tma import tma_descriptor, tma_ready
 from .config import HopperForwardConfig, hopper_forward_config
 from .forward_load import Work, load
 from .gluon_compat import barrier, copy_out
@@ -321,10 +321,10 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     ``in_place``: out may take q's memory. A warpgroup has its 64 rows in shared memory before it multiplies, and writes at its end the
     ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
     """
-    q, k, v = reachable(q), reachable(k), reachable(v)
+    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    rows, items = q_cut(blocks, q_len), kv_cut(blocks, kv_len)
+    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
@@ -338,7 +338,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     out, lse = empty_outputs(q, rows, in_place)
     plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
-            (tiles(q, ROWS), tiles(k, config.chunk), tiles(v, config.chunk), tiles(out, ROWS)), (out, lse, queue.data),
+            (tma_descriptor(q, ROWS), tma_descriptor(k, config.chunk), tma_descriptor(v, config.chunk), tma_descriptor(out, ROWS)),
+            (out, lse, queue.data),
             (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
     return out, lse
 

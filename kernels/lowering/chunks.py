@@ -1,7 +1,7 @@
-"""Lists of blocks become lists of chunks: runs of at most CHUNK tokens that a kernel loads in one step, whole ones apart from cut ones.
+"""Lists of blocks become lists of chunks: runs of at most CHUNK tokens that a kernel loads in one step, full ones apart from partial ones.
 
-The kernels then have one simple loop over whole chunks, with no mask at all, and one over the chunks that a ragged tail or the causal
-diagonal cuts, whatever the blocks looked like. The order inside a list is free, so this costs nothing but one small launch.
+The kernels then have one simple loop over full chunks, with no mask at all, and one over the partial chunks, which a ragged tail or the
+causal diagonal crosses, whatever the blocks looked like. The order inside a list is free, so this costs nothing but one small launch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
+from .arguments import Bounds, ChunkLists
 from .primitives import block_bounds, load_rows
 from .quick_launch import QuickLaunch, fit
 
@@ -28,22 +29,26 @@ ENTRY = tl.constexpr(8)
 
 
 class Chunks(NamedTuple):
-    """For each row of the lists: whole chunks from the front of ``starts``, cut ones from its back, their token counts in ``sizes``."""
+    """For each row of the lists: full chunks from the front of ``starts``, partial ones from its back, their token counts in ``sizes``."""
 
     starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
-    sizes: Tensor    # int32, same shape, tokens of a chunk that is cut; not written for whole ones
-    whole: Tensor    # int32 [B|1, H|1, rows]
-    cut: Tensor      # int32 [B|1, H|1, rows]
+    sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
+    full: Tensor     # int32 [B|1, H|1, rows]
+    partial: Tensor  # int32 [B|1, H|1, rows]
+
+    def read_by(self, heads: int) -> ChunkLists:
+        """As a kernel of ``heads`` heads takes them."""
+        return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
 
 
 class Queue(NamedTuple):
     """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
 
     ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
-    are used: first token, tokens, whole chunks, cut chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes,
-    but where no chunk can be cut. From ``norms_at`` on, if keys were given, for every (batch, norm head, rank) the largest squared norm of
-    the keys that the row attends to, as the bits of a float32, where norm heads are the list heads or the key heads, whichever are more;
-    then that of every (batch, key head, block).
+    are used: first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all
+    sizes, but where no chunk can be partial. From ``norms_at`` on, if keys were given, for every (batch, norm head, rank) the largest
+    squared norm of the keys that the row attends to, as the bits of a float32, where norm heads are the list heads or the key heads,
+    whichever are more; then that of every (batch, key head, block).
     """
 
     data: Tensor
@@ -54,8 +59,8 @@ class Queue(NamedTuple):
     norm_heads: int   # 0 without norms
 
 
-class Cut(NamedTuple):
-    """How the tokens of one axis are cut into blocks, as the kernels take it."""
+class Partition(NamedTuple):
+    """How the tokens of one axis are partitioned into blocks, as the kernels take it."""
 
     starts: Tensor   # int32 [B|1, H|1, number], first token of a block; any tensor when uniform
     sizes: Tensor    # int32, same shape, real tokens of a block; any tensor when uniform
@@ -67,13 +72,19 @@ class Cut(NamedTuple):
     def strides(self, heads: int) -> tuple[int, int, int]:
         return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
 
+    def bounds(self, heads: int) -> Bounds:
+        """As a kernel of ``heads`` heads takes them."""
+        if self.uniform:
+            return Bounds(None, None, 0, 0, 1, self.length, self.tokens)
+        return Bounds(self.starts, self.sizes, *shared_strides(self.starts, heads), self.length, self.tokens)
+
     @property
     def geometry(self) -> Geometry:
         return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
 
 
 class Geometry(NamedTuple):
-    """What of a ``Cut`` is known on the host."""
+    """What of a ``Partition`` is known on the host."""
 
     shape: torch.Size | None   # of ``starts``; None when uniform
     length: int
@@ -84,19 +95,24 @@ class Geometry(NamedTuple):
         return (0, 0, 1) if self.shape is None else _shared_strides(self.shape, heads)
 
 
-def q_cut(blocks: BlockLists, tokens: int) -> Cut:
-    """How the query tokens are cut."""
+def q_partition(blocks: BlockLists, tokens: int) -> Partition:
+    """How the query tokens are partitioned."""
     uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
-    return Cut(*bounds, uniform, blocks.max_q_length, tokens, blocks.num_q_blocks)
+    return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks)
 
 
-def kv_cut(blocks: BlockLists, tokens: int) -> Cut:
-    """How the key tokens are cut."""
+def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
+    """How the key tokens are partitioned."""
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
     number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
-    return Cut(*bounds, uniform, blocks.max_kv_length, tokens, number)
+    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number)
+
+
+def _longest(bound: int, uniform: bool, tokens: int) -> int:
+    """Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32."""
+    return bound if uniform else min(bound, max(tokens, 1))
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
@@ -106,7 +122,7 @@ _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "r
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, whole, cut,
+def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, full, partial,
                    list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                    heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
                    norms_at, norm_batches, norm_heads, norm_group,
@@ -126,7 +142,7 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
         sizes = starts + total * width
     row_start, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
     count = tl.minimum(tl.load(counts + list_row), capacity)
-    number_whole, number_cut = 0, 0
+    number_full, number_partial = 0, 0
     for first in range(0, count * parts, SEGMENT):
         slot = first + tl.arange(0, SEGMENT)
         item = tl.load(indices + list_row * capacity + slot // parts, mask=slot < count * parts, other=-1)
@@ -145,16 +161,16 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
             else:
                 seen = seen & (row_start <= start + size - 1 + shift)
                 complete = complete & (row_start + row_size - 1 <= start + shift)
-        is_whole, is_cut = seen & complete, seen & (complete == 0)
-        at_front = number_whole + tl.cumsum(is_whole.to(tl.int32), 0) - 1
-        at_back = width - (number_cut + tl.cumsum(is_cut.to(tl.int32), 0))
-        tl.store(starts + out_row * width + at_front, start, mask=is_whole)
-        tl.store(starts + out_row * width + at_back, start, mask=is_cut)
-        tl.store(sizes + out_row * width + at_back, size, mask=is_cut)
-        number_whole += tl.sum(is_whole.to(tl.int32), 0)
-        number_cut += tl.sum(is_cut.to(tl.int32), 0)
+        is_full, is_partial = seen & complete, seen & (complete == 0)
+        at_front = number_full + tl.cumsum(is_full.to(tl.int32), 0) - 1
+        at_back = width - (number_partial + tl.cumsum(is_partial.to(tl.int32), 0))
+        tl.store(starts + out_row * width + at_front, start, mask=is_full)
+        tl.store(starts + out_row * width + at_back, start, mask=is_partial)
+        tl.store(sizes + out_row * width + at_back, size, mask=is_partial)
+        number_full += tl.sum(is_full.to(tl.int32), 0)
+        number_partial += tl.sum(is_partial.to(tl.int32), 0)
     # A row without real tokens attends to nothing.
-    number_whole, number_cut = tl.where(row_size > 0, number_whole, 0), tl.where(row_size > 0, number_cut, 0)
+    number_full, number_partial = tl.where(row_size > 0, number_full, 0), tl.where(row_size > 0, number_partial, 0)
     if QUEUE:
         # The rank is the number of rows that go first: those with longer lists, and of equally long ones the later, which under a
         # causal mask see more.
@@ -167,8 +183,8 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
         entry = entries + (first_row + rank) * ENTRY
         tl.store(entry, row_start)
         tl.store(entry + 1, row_size)
-        tl.store(entry + 2, number_whole)
-        tl.store(entry + 3, number_cut)
+        tl.store(entry + 2, number_full)
+        tl.store(entry + 3, number_partial)
         tl.store(entry + 4, row)
         if out_row == 0:
             tl.store(entries - HEADER, 0)
@@ -189,8 +205,8 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
                     largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
                 tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
     else:
-        tl.store(whole + out_row, number_whole)
-        tl.store(cut + out_row, number_cut)
+        tl.store(full + out_row, number_full)
+        tl.store(partial + out_row, number_partial)
 
 
 # Not specialised on any number, as above.
@@ -217,13 +233,13 @@ def _norms_kernel(queue, k, item_starts, item_sizes, at, k_batch, k_head, k_row,
     tl.store(queue + at + place, tl.max(largest, 0))
 
 
-def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
                 rows_are_queries: bool = True) -> Chunks:
     """Cuts every listed block into chunks of ``chunk`` tokens.
 
     Args:
         blocks: the lists; of a transpose, rows are key blocks and items query blocks.
-        rows, items: the cuts of the rows' and of the listed blocks' tokens.
+        rows, items: the partitions of the rows' and of the listed blocks' tokens.
         chunk: tokens of a chunk, a power of two.
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
@@ -231,16 +247,16 @@ def chunk_lists(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_sh
     plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, None)
     batch, heads, width = plan.extent
     starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
-    whole, cut = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
-    _launch(plan, blocks, rows, items, starts, sizes, whole, cut)
-    return Chunks(starts, sizes, whole, cut)
+    full, partial = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
+    _launch(plan, blocks, rows, items, starts, sizes, full, partial)
+    return Chunks(starts, sizes, full, partial)
 
 
-def work_queue(blocks: BlockLists, rows: Cut, items: Cut, chunk: int, causal_shift: int | None = None,
+def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
                keys: Tensor | None = None) -> Queue:
     """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them.
 
-    ``keys`` bfloat16 or float16 [B, Hkv, Skv, D], D a power of two, ``aligned``: their norms are wanted too.
+    ``keys`` bfloat16 or float16 [B, Hkv, Skv, D], D a power of two, ``tma_ok``: their norms are wanted too.
     """
     heads = (0, 0) if keys is None else keys.shape[:2]
     plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, heads)
@@ -273,15 +289,15 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
           keys: tuple[int, int] | None) -> _Plan:
     """``keys``: None for lists of chunks; for a queue the batch and heads of keys whose norms are wanted, (0, 0) if none are."""
     batch, heads = counts[:2]
-    for cut in (rows, items):
-        if cut.shape is not None:
-            batch, heads = max(batch, cut.shape[0]), max(heads, cut.shape[1])
+    for axis in (rows, items):
+        if axis.shape is not None:
+            batch, heads = max(batch, axis.shape[0]), max(heads, axis.shape[1])
     key_batch, key_heads = keys or (0, 0)
     norm_heads = max(heads, key_heads) if key_heads else 0
     parts = -(-items.length // chunk)
     width = max(capacity * parts, 1)
-    cuts = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if cuts else 1) * width)
+    partial = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
     size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
     numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
                rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0, norms_at, key_batch,
@@ -292,16 +308,16 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
                  (fit(numbers), *constants.values()))
 
 
-_cut_chunks = QuickLaunch(_chunks_kernel)
+_list_chunks = QuickLaunch(_chunks_kernel)
 _find_norms = QuickLaunch(_norms_kernel)
 
 
-def _launch(plan: _Plan, blocks: BlockLists, rows: Cut, items: Cut, starts: Tensor, sizes: Tensor | None, whole: Tensor | None,
-            cut: Tensor | None) -> None:
+def _launch(plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, starts: Tensor, sizes: Tensor | None,
+            full: Tensor | None, partial: Tensor | None) -> None:
     batch, heads, _ = plan.extent
-    _cut_chunks((starts.get_device(), plan.key), (rows.number, heads, batch), (),
+    _list_chunks((starts.get_device(), plan.key), (rows.number, heads, batch), (),
                 (blocks.counts.contiguous(), blocks.indices.contiguous(), rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes,
-                 whole, cut), plan.numbers, plan.constants, {})
+                 full, partial), plan.numbers, plan.constants, {})
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from .chunks import Cut, shared_strides
-from .dq_slots import KEYS, QUERIES
+from .chunks import Partition, shared_strides
+from .dq_accum import KEYS, QUERIES
 from .primitives import block_bounds
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; visits;
@@ -47,7 +47,7 @@ class Schedule(NamedTuple):
 
     tiles: Tensor          # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, head after
     #                        head, then for each program a row of which NEXT, its first tile, is set
-    ranks: Tensor | None   # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
+    lock_values: Tensor | None   # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
     passed: Tensor | None  # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int             # of a list
 
@@ -184,7 +184,7 @@ def _visitors(indices, listed_counts, listed_indices, tiles, times, passed, list
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, passed, whens, ranks,
+def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, passed, whens, lock_values,
                  list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
                  kv_heads, group, blocks, capacity, width, parts, halvings, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
                  CAUSAL: tl.constexpr):
@@ -211,10 +211,10 @@ def _rank_kernel(counts, indices, listed_counts, listed_indices, tiles, times, p
             entry = start + tl.arange(0, OTHERS)
             other = tl.load(whens + entry, mask=entry < number, other=1 << 62)
             rank += tl.sum((other[None, :] < when[:, None]).to(tl.int32), 1)
-        tl.store(ranks + where, rank, mask=known)
+        tl.store(lock_values + where, rank, mask=known)
 
 
-def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, batch: int, heads: int, kv_heads: int,
+def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
              programs: int, shift: int | None = None) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 dealt out to so many, and ranked.
 
@@ -241,9 +241,9 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Cut, keys: Cut, b
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
-    ranks = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
+    lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
     _rank_kernel[(queries.number, heads, batch)](
-        own_counts, own_indices, counts, indices, tiles, times, passed, whens, ranks,
+        own_counts, own_indices, counts, indices, tiles, times, passed, whens, lock_values,
         *shared_strides(own_counts, heads), *strides,
         kv_heads, group, keys.number, capacity, width, parts, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
-    return Schedule(tiles, ranks, passed, width)
+    return Schedule(tiles, lock_values, passed, width)

@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
-LN2 = tl.constexpr(0.6931471805599453)
+# Of natural logarithms and those in base 2: LOG2E for numbers on the host; kernels take from a module only what is a constexpr.
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -18,27 +20,27 @@ def block_bounds(starts, sizes, at, block, length, tokens, UNIFORM: tl.constexpr
 
 
 @triton.jit
-def own_rows(place, starts, sizes, bound_batch, bound_head, bound_group, heads, length, tokens,
-             ROWS: tl.constexpr, PARTS: tl.constexpr, UNIFORM: tl.constexpr):
+def own_rows(place, bounds, heads, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """(batch, head, block, first row, rows from there to the block's end) of a program that owns the ``place % PARTS``-th ROWS rows of
     block ``place // PARTS``; no rows, or fewer than none, where the block is too short to have them."""
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     block, before = place // PARTS, place % PARTS * ROWS
-    at = batch * bound_batch + head // bound_group * bound_head
-    row, rows = block_bounds(starts, sizes, at, block, length, tokens, UNIFORM)
+    at = batch * bounds.batch + head // bounds.group * bounds.head
+    row, rows = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens,
+                             bounds.starts is None)
     return batch, head, block, row + before, rows - before
 
 
 @triton.jit
-def of_head(x, batch, head, batch_stride, head_stride):
-    """Where a head of x [B, H, ...] begins."""
-    return x + batch * batch_stride + tl.cast(head, tl.int64) * head_stride
+def of_head(x, batch, head):
+    """Where a head of a ``View`` begins."""
+    return x.ptr + batch * x.batch + tl.cast(head, tl.int64) * x.head
 
 
 @triton.jit
-def row_of_lists(batch, head, block, list_batch, list_head, list_group):
-    """Which row of lists [B|1, H|1, rows] is a block's; the strides are those of ``shared_strides``."""
-    return batch * list_batch + tl.cast(head // list_group, tl.int64) * list_head + block
+def row_of_lists(lists, batch, head, block):
+    """Which row of ``Lists`` or ``ChunkLists`` is a block's."""
+    return batch * lists.batch + tl.cast(head // lists.group, tl.int64) * lists.head + block
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DI
 
 @triton.jit
 def load_chunk(descriptor, base, batch, head, row, stride, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A whole chunk, [ROWS, DIM_PAD]: through the copy engine where there is a descriptor of the [B, H, tokens, DIM] tensor."""
+    """A full chunk, [ROWS, DIM_PAD]: through TMA where there is a descriptor of the [B, H, tokens, DIM] tensor."""
     if descriptor is None:
         return load_rows(base, row, stride, ROWS, ROWS, DIM, DIM_PAD, False)
     else:
@@ -92,11 +94,45 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def softmax_step(scores, top, total, scale_log2):
-    """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, factor on what was summed so far, top, total)."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-    # A row that has seen nothing yet has top = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
-    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+def softmax_step(scores, row_max, row_sum, scale_log2):
+    """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, alpha, row_max, row_sum), where alpha rescales
+    what was summed so far."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # A row that has seen nothing yet has row_max = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
-    factor = tl.exp2(top - origin)
-    return weights, factor, new_top, total * factor + tl.sum(weights, 1)
+    alpha = tl.exp2(row_max - origin)
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum):
+    """(out, lse in natural logarithm) after the last step; 0 and -inf for rows that attended to nothing."""
+    empty = row_sum == 0
+    divisor = tl.where(empty, 1.0, row_sum)
+    return acc / divisor[:, None], tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)
+
+
+@triton.jit
+def part_weights(lse, lse_max):
+    """What a part counts for in a merge of partial results, of which ``lse_max`` is the largest lse; 0 where it has nothing."""
+    return tl.exp(lse - tl.where(lse_max == float("-inf"), 0.0, lse_max))
+
+
+@triton.jit
+def merged_lse(lse_max, total):
+    """(what the parts' weighted sum is divided by, lse) of merged parts, ``total`` the sum of their weights."""
+    divisor = tl.where(total == 0, 1.0, total)
+    return divisor, tl.where(total == 0, float("-inf"), lse_max + tl.log(divisor))
+
+
+@triton.jit
+def lse_in_base_2(lse):
+    """For a backward, whose weights are exp2(score - this): +inf for empty rows, so that their weights are 0 as they must be."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+
+
+@triton.jit
+def tanh(x):
+    # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
+    return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)

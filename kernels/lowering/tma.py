@@ -7,17 +7,17 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .inputs import aligned, readable
+from .inputs import strided, tma_ok
 
 
-def reachable(x: Tensor) -> Tensor:
+def tma_ready(x: Tensor) -> Tensor:
     """x, or a copy where the kernels or the copy engine cannot walk it."""
     # A copy even where x is contiguous, and just begins at an odd place.
-    return x if aligned(x) and readable(x) is x else x.clone(memory_format=torch.contiguous_format)
+    return x if tma_ok(x) and strided(x) is x else x.clone(memory_format=torch.contiguous_format)
 
 
-def tiles(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [B, H, tokens, D] in tiles of ``rows`` tokens of one head; x must be ``reachable``."""
+def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [B, H, tokens, D] in tiles of ``rows`` tokens of one head; x must be ``tma_ready``."""
     # As copy.copy would, of a descriptor that has been checked; checking takes longer than the launch of a kernel.
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(_checked(x.shape, x.stride(), x.dtype, rows))

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from ..lowering.chunks import q_cut
-from ..lowering.inputs import readable
+from ..lowering.chunks import q_partition
+from ..lowering.inputs import strided
 from ..lowering.outputs import empty_outputs
-from .config import TOGETHER_BYTES
+from .config import COMPACTED_BYTES
 
 # List entries read at once by one program.
 SEGMENT = 1024
@@ -128,18 +128,18 @@ class Part:
         return x.unflatten(1, (self.blocks, self.tokens)).transpose(0, 1)
 
 
-def together_forward(
+def compacted_forward(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, where routing says so.
 
-    ``attend`` is the forward of an implementation that reads tiles. The copies take TOGETHER_BYTES, or those of one list if that is more.
+    ``attend`` is the forward of an implementation that reads tiles. The copies take COMPACTED_BYTES, or those of one list if that is more.
     """
     assert not causal, "copies have lost their positions"
-    out, lse = empty_outputs(q, q_cut(blocks, q.shape[2]))
+    out, lse = empty_outputs(q, q_partition(blocks, q.shape[2]))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    k, v = readable(k), readable(v)
+    k, v = strided(k), strided(v)
     for part in _parts(q, k, blocks):
         keys, values, bounds, _ = _bring_together(part, k, v, blocks, inverse=False)
         part_out, part_lse = attend(part.rows(q), keys, values, _one_block_each(part, bounds, keys.shape[2]), scale, False)
@@ -148,18 +148,18 @@ def together_forward(
     return out, lse
 
 
-def together_backward(
+def compacted_backward(
     differentiate: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool, *order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). ``differentiate`` is the backward of an implementation that reads tiles, and ``order`` what it alone takes.
 
-    ``flipped`` is not needed. Copies and their gradients take twice TOGETHER_BYTES, the sums of dk and dv as much again as k and v.
+    ``flipped`` is not needed. Copies and their gradients take twice COMPACTED_BYTES, the sums of dk and dv as much again as k and v.
     """
     assert not causal, "copies have lost their positions"
     if q.numel() == 0 or k.numel() == 0:
         return tuple(map(torch.zeros_like, (q, k, v)))
-    k, v = readable(k), readable(v)
+    k, v = strided(k), strided(v)
     (kv_heads, kv_len, dim), dq = k.shape[1:], torch.empty_like(q)
     dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
     for part in _parts(q, k, blocks):
@@ -191,7 +191,7 @@ def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[Part]:
     """Parts of equal size that together are all query blocks; a last block that is shorter is a part of its own."""
     copy_heads, tokens = _copy_heads(k, blocks), blocks.max_q_length
     group, (whole, rest) = q.shape[1] // copy_heads, divmod(q.shape[2], tokens)
-    lists = TOGETHER_BYTES // (2 * _width(k, blocks) * k.shape[3] * k.element_size())
+    lists = COMPACTED_BYTES // (2 * _width(k, blocks) * k.shape[3] * k.element_size())
     lists = max(1, min(lists, MOST_LISTS // group))
     heads = min(copy_heads, lists)
     at_once = lists // heads

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..device import DeviceLimits
 
 # Memory for the copies of keys and values.
-TOGETHER_BYTES = 512 << 20
+COMPACTED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,16 @@ def _lse_kernel(q, k, lse2, q_row, q_head, k_row, k_head, group, length, scale_l
     query = row + tl.arange(0, M)
     queries = load_rows(q + head.to(tl.int64) * q_head, row, q_row, length - row, M, DIM, DIM_PAD, True)
     k += (head // group).to(tl.int64) * k_head
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
     last = tl.minimum(row + M, length)
     for start in range(0, last, N):
         keys = load_rows(k, start, k_row, length - start, N, DIM, DIM_PAD, True)
         key = start + tl.arange(0, N)
         seen = (key[None, :] <= query[:, None]) & (key < length)[None, :]
         scores = tl.where(seen, tl.dot(queries, tl.trans(keys)), float("-inf"))
-        _, _, top, total = softmax_step(scores, top, total, scale_log2)
-    tl.store(lse2 + head.to(tl.int64) * length + query, top + tl.log2(total), mask=query < length)
+        _, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
+    tl.store(lse2 + head.to(tl.int64) * length + query, row_max + tl.log2(row_sum), mask=query < length)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, store_rows
+from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, lse_in_base_2, store_rows
 from ..token_lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
 from .token_forward import gather_rows, key_tiles, list_parts, listed_keys, load_tile
@@ -32,19 +32,18 @@ DELTA_ROWS = 64
 @triton.jit
 def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_row, out_head, do_row, do_head, dlse_row, dlse_head, heads, rows,
                   HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2 with +inf for empty rows, whose weights exp2(score - lse2) are then 0 as they must be."""
+    """delta, and lse in base 2."""
     row = tl.program_id(0) * M + tl.arange(0, M)
     token, head, real = (row // heads).to(tl.int64), row % heads, row < rows
     o = gather_rows(out, token * out_row + head * out_head, 1, real, DIM, DIM_PAD)
     do = gather_rows(dout, token * do_row + head * do_head, 1, real, DIM, DIM_PAD)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row_lse = tl.load(lse + row, mask=real, other=0.0)
-    empty = row_lse == float("-inf")
     if HAS_DLSE:
         # An empty row has no gradient, whatever arrives for its lse of -inf.
-        row_delta -= tl.where(empty, 0.0, tl.load(dlse + token * dlse_row + head * dlse_head, mask=real, other=0.0))
+        row_delta -= tl.where(row_lse == float("-inf"), 0.0, tl.load(dlse + token * dlse_row + head * dlse_head, mask=real, other=0.0))
     tl.store(delta + row, row_delta, mask=real)
-    tl.store(lse2 + row, tl.where(empty, float("inf"), row_lse * 1.4426950408889634), mask=real)
+    tl.store(lse2 + row, lse_in_base_2(row_lse), mask=real)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import device_limits, multiprocessors
-from ..lowering.inputs import aligned
-from ..lowering.primitives import LN2, LOG2E, load_rows, softmax_step
+from ..lowering.inputs import tma_ok
+from ..lowering.primitives import LOG2E, finish_softmax, load_rows, softmax_step
 from ..token_lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
 
@@ -78,8 +78,8 @@ def load_tile(tiles, base, head, row, stride, N: tl.constexpr, DIM: tl.constexpr
 
 
 def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
-    """For loading [rows, dim_pad] of x [tokens, H, dim] through Hopper's copy engine; None where x is not aligned or the GPU is older."""
-    if not (aligned(x[None]) and device_limits(x.device).tma):
+    """For loading [rows, dim_pad] of x [tokens, H, dim] through Hopper's copy engine; None where x is not tma_ok or the GPU is older."""
+    if not (tma_ok(x[None]) and device_limits(x.device).tma):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
 
@@ -106,35 +106,33 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, whole, spa
     queries = gather_rows(q + token.to(tl.int64) * q_row, heads.to(tl.int64), q_head, member < GROUP, DIM, DIM_PAD)
 
     acc = tl.zeros([M, VDIM_PAD], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
     if TILED:
         PARTS: tl.constexpr = BLOCK // N
         share = tl.cdiv(tiled * PARTS, SPLITS)
         for step in range(split * share, tl.minimum(split * share + share, tiled * PARTS)):
             row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
             keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
-            weights, factor, top, total = softmax_step(tl.dot(queries, tl.trans(keys)), top, total, scale_log2)
+            weights, alpha, row_max, row_sum = softmax_step(tl.dot(queries, tl.trans(keys)), row_max, row_sum, scale_log2)
             values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
-            acc = tl.dot(weights.to(values.dtype), values, acc * factor[:, None])
+            acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
     steps = tl.cdiv((front + back) * BLOCK, N)
     share = tl.cdiv(steps, SPLITS)
     for step in range(split * share, tl.minimum(split * share + share, steps)):
         rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         scores = tl.where(seen[None, :], tl.dot(queries, tl.trans(keys)), float("-inf"))
-        weights, factor, top, total = softmax_step(scores, top, total, scale_log2)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
-        acc = tl.dot(weights.to(values.dtype), values, acc * factor[:, None])
+        acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
 
-    empty = total == 0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    acc, row_lse = finish_softmax(acc, row_max, row_sum)
     # Rows of out and of lse: [splits, tokens, query heads].
     places = (split.to(tl.int64) * tokens + token) * (kv_heads * GROUP) + heads
     dims = tl.arange(0, VDIM_PAD)
     tl.store(out + places[:, None] * VDIM + dims[None, :], acc.to(out.dtype.element_ty),
              mask=(member < GROUP)[:, None] & (dims < VDIM)[None, :])
-    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse + places, row_lse, mask=member < GROUP)
 
 

@@ -1,17 +1,13 @@
 """bench_pipeline.py: steps are measured through the models' own forwards, checked first, and reckoned up from the blocks that are built."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARK)
     import bench_pipeline
 
     monkeypatch.setattr(bench_pipeline, "RESULTS", tmp_path)

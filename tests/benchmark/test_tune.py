@@ -1,7 +1,6 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +8,6 @@ import torch
 from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.portable.config import dkv_config
-
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
-from ssta.kernels.lowering.chunks import ENTRY, HEADER, chunk_lists, kv_cut, q_cut, work_queue
+from ssta.kernels.lowering.chunks import ENTRY, HEADER, chunk_lists, kv_partition, q_partition, work_queue
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Trit
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     blocks = BlockLists.from_mask(torch.rand(2, 3, 5, 6) < 0.5, 16, ragged([40, 7, 0, 33, 16, 20], "cpu"))
-    rows, items, shift = q_cut(blocks, 70), kv_cut(blocks, 116), 116 - 70 if causal else None
+    rows, items, shift = q_partition(blocks, 70), kv_partition(blocks, 116), 116 - 70 if causal else None
     chunks = chunk_lists(blocks, rows, items, 16, shift)
     queue = work_queue(blocks, rows, items, 16, shift)
     assert (queue.batch, queue.heads, queue.width) == (2, 3, chunks.starts.shape[3])
@@ -26,17 +26,17 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     ties = counts[..., 1:] == counts[..., :-1]
     assert ((counts[..., 1:] < counts[..., :-1]) | (ties & (row[..., 1:] < row[..., :-1]))).all()
     assert torch.equal(entries[..., 0], row.int() * 16) and torch.equal(entries[..., 1], (70 - row.int() * 16).clamp(max=16))
-    assert torch.equal(entries[..., 2], chunks.whole.gather(-1, row)) and torch.equal(entries[..., 3], chunks.cut.gather(-1, row))
+    assert torch.equal(entries[..., 2], chunks.full.gather(-1, row)) and torch.equal(entries[..., 3], chunks.partial.gather(-1, row))
     place = torch.arange(queue.width)
-    whole, cut = place < chunks.whole[..., None], place >= queue.width - chunks.cut[..., None]
-    assert torch.equal(starts.view_as(chunks.starts)[whole | cut], chunks.starts[whole | cut])
-    assert torch.equal(lengths.view_as(chunks.sizes)[cut], chunks.sizes[cut])
+    full, partial = place < chunks.full[..., None], place >= queue.width - chunks.partial[..., None]
+    assert torch.equal(starts.view_as(chunks.starts)[full | partial], chunks.starts[full | partial])
+    assert torch.equal(lengths.view_as(chunks.sizes)[partial], chunks.sizes[partial])
 
 
 @pytest.mark.parametrize("tokens, causal, sizes", [(96, False, 0), (100, False, 1), (96, True, 1)])
-def test_the_queue_has_no_room_for_cut_chunks_where_there_are_none(tokens, causal, sizes):
+def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, causal, sizes):
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
-    queue = work_queue(blocks, q_cut(blocks, tokens), kv_cut(blocks, tokens), 16, 0 if causal else None)
+    queue = work_queue(blocks, q_partition(blocks, tokens), kv_partition(blocks, tokens), 16, 0 if causal else None)
     entries = queue.data[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.data.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
@@ -54,7 +54,7 @@ def test_the_queue_has_the_largest_norm_among_the_keys_of_each_row(kind, lists):
     blocks = BlockLists.from_mask(mask, 16, kv_offsets, kv_lengths=valid)
     keys = torch.randn(batch, kv_heads, kv_len, dim, dtype=torch.bfloat16)
     keys[0, 1, 1] = float("nan")
-    queue = work_queue(blocks, q_cut(blocks, 70), kv_cut(blocks, kv_len), 16, None, keys)
+    queue = work_queue(blocks, q_partition(blocks, 70), kv_partition(blocks, kv_len), 16, None, keys)
     heads = max(kv_heads, lists[1])
     found = queue.data[queue.norms_at:][:batch * heads * rows].view(torch.float32).view(batch, heads, rows)
     row = queue.data[HEADER.value:][:queue.batch * queue.heads * rows * ENTRY.value].view(queue.batch, queue.heads, rows, -1)[..., 4].long()

@@ -38,7 +38,7 @@ def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, mon
     from ssta.kernels.portable import compacted
 
     # A list of one head, of all heads of some blocks, of everything.
-    monkeypatch.setattr(compacted, "TOGETHER_BYTES", {"one": 1 << 30, "few": 6_000 if device == "cpu" else 200_000, "many": 0}[parts])
+    monkeypatch.setattr(compacted, "COMPACTED_BYTES", {"one": 1 << 30, "few": 6_000 if device == "cpu" else 200_000, "many": 0}[parts])
     dim, q_block, kv_len = (64, 128, 143) if device == "cuda" else (16, 16, 23)
     blocks = lists((2, list_heads, 3), -(-kv_len // kv_block), q_block, kv_block, device)
     q, k, v = inputs(2, 4, 2, 2 * q_block + 5, kv_len, dim, device)

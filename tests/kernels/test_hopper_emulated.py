@@ -169,17 +169,17 @@ def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_progra
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_keys_that_are_brought_together(late):
     """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
-    from ssta.kernels.portable.compacted import together_backward, together_forward
+    from ssta.kernels.portable.compacted import compacted_backward, compacted_forward
 
     kept = torch.rand(1, 2, 3, 220) < 0.6
     kept[0, 1, 0] = False
     blocks = BlockLists.from_mask(kept, 64, 1)
     q, k, v = inputs(1, 4, 2, 150, 220, 64)
-    out, lse = together_forward(partial(run, "forward", late=late), q, k, v, blocks, 0.125, False)
+    out, lse = compacted_forward(partial(run, "forward", late=late), q, k, v, blocks, 0.125, False)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
     exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
-    grads = together_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
+    grads = compacted_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     for got, right in zip((out, *grads), (exact[0], *exact[2:])):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
@@ -200,7 +200,7 @@ def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
 def test_a_list_that_names_a_block_twice_ends(monkeypatch):
     """Its turns never come, so after a while they are not waited for."""
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(module("backward_partitions"), "PATIENCE", 20)
+    monkeypatch.setattr(module("backward_partitions"), "SPIN_LIMIT", 20)
     once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
     twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
     q, k, v = inputs(1, 1, 1, 128, 384, 64)

@@ -99,7 +99,7 @@ class Tiles:
         return self.x[tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block))]
 
 
-def tiles(x, rows):
+def tma_descriptor(x, rows):
     return Tiles(x, x.shape, x.stride(), [1, 1, rows, x.shape[3]], None)
 
 
@@ -276,7 +276,8 @@ def _modules():
                  copy_add=partial(copy_out, add=True), prefetch=anything)
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
-             "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.lowering.tma": dict(tiles=tiles, reachable=lambda x: x)}
+             "ssta.kernels.hopper.gluon_compat": names,
+             "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_ready=lambda x: x)}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)

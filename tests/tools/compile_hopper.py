@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ssta.kernels.hopper import backward as hopper_backward
 from ssta.kernels.hopper import forward as hopper_forward
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
-from ssta.kernels.lowering import dq_slots
+from ssta.kernels.lowering import dq_accum
 
 SHARED_MEMORY = 227 * 1024
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
@@ -59,14 +59,14 @@ def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bo
 def compile_backward(dim: int, name: str, deterministic: bool, cut: bool, causal: bool = False) -> tuple[int, str, int]:
     """The same of the backward kernel; ``cut``: ragged blocks."""
     constants = hopper_backward.constants(dim, deterministic) | dict(UNIFORM=not cut, CUT_QUERIES=cut, CUT_KEYS=cut, CAUSAL=causal)
-    queries, keys = dq_slots.QUERIES, dq_slots.KEYS
-    types = dict.fromkeys(("turns", "tile_numbers", "counts", "indices", "ranks", "passed", "q_starts", "q_sizes"), "*i32")
+    queries, keys = dq_accum.QUERIES, dq_accum.KEYS
+    types = dict.fromkeys(("dq_semaphore", "tile_numbers", "counts", "indices", "lock_values", "passed", "q_starts", "q_sizes"), "*i32")
     types |= dict.fromkeys(("k_tiles", "v_tiles"), tiles(keys, dim, name))
     types |= dict.fromkeys(("q_tiles", "do_tiles"), tiles(queries, dim, name))
     types |= dict.fromkeys(("dk_tiles", "dv_tiles"), tiles(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")
     types |= dict(dq_tiles=f"tensordesc<fp32[1, {queries}, 64],{hopper_backward.SUM_LAYOUT!r}>",
-                  side_tiles=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.SIDE_LAYOUT!r}>", sums="*fp32", scale_log2="fp32",
-                  scale="fp32")
+                  lse_dpsum_desc=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.LSE_DPSUM_LAYOUT!r}>", sums="*fp32",
+                  scale_log2="fp32", scale="fp32")
     return report(hopper_backward._backward_kernel, types, constants, hopper_backward.OPTIONS)
 
 

@@ -7,8 +7,8 @@ triton = pytest.importorskip("triton")
 
 from cases import DEVICES, dq_patterns  # noqa: E402
 
-from ssta.kernels.lowering.chunks import q_cut  # noqa: E402
-from ssta.kernels.lowering.dq_slots import QUERIES, fill_slots, finish_dq  # noqa: E402
+from ssta.kernels.lowering.chunks import q_partition  # noqa: E402
+from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backward_preprocess  # noqa: E402
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -16,30 +16,30 @@ from ssta.kernels.lowering.dq_slots import QUERIES, fill_slots, finish_dq  # noq
 def test_slots_hold_lse_and_delta_and_give_dq(device, name):
     blocks, heads, _, q_len, _ = dq_patterns(device)[name]
     dim, scale = 64, 0.3
-    cut = q_cut(blocks, q_len)
+    cut = q_partition(blocks, q_len)
     out, dout = (torch.randn(2, q_len, heads, dim, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = torch.randn(2, 2, heads, q_len, device=device) * 9
     lse[:, :, ::7] = float("-inf")
-    slots = fill_slots(dout, dlse, out, lse, scale, cut)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, cut)
     delta = dlse - (out.float() * dout.float()).sum(-1)
     empty = lse == float("-inf")
-    side = slots.side.float()
+    lse_dpsum = accum.lse_dpsum.float()
     firsts, sizes = (x.expand(1, 1, -1)[0, 0].tolist() for x in blocks.q_bounds(q_len))
     for block, (first, size) in enumerate(zip(firsts, sizes)):
         for part, start in enumerate(range(0, size, QUERIES)):
             rows, slot = min(size - start, QUERIES), first // QUERIES + block + part
             tokens = slice(first + start, first + start + rows)
-            bias, change = side[:, :, slot, :, :3].sum(-1), side[:, :, slot, :, 8:11].sum(-1)
+            bias, change = lse_dpsum[:, :, slot, :, :3].sum(-1), lse_dpsum[:, :, slot, :, 8:11].sum(-1)
             here = empty[:, :, tokens]
             torch.testing.assert_close(bias[:, :, :rows][~here], -lse[:, :, tokens][~here] / scale, rtol=1e-6, atol=0)
             torch.testing.assert_close(change[:, :, :rows][~here], delta[:, :, tokens][~here], rtol=1e-6, atol=1e-5)
             # exp(scale * -1e30) is 0, and so must be what it is multiplied with.
             assert (bias[:, :, :rows][here] < -1e29).all() and (change[:, :, :rows][here] == 0).all()
             assert (bias[:, :, rows:] < -1e29).all() and (change[:, :, rows:] == 0).all()
-            assert (slots.dq[:, :, slot] == 0).all()
-            slots.dq[:, :, slot, :rows] = dout[:, :, tokens].float()
+            assert (accum.dq_accum[:, :, slot] == 0).all()
+            accum.dq_accum[:, :, slot, :rows] = dout[:, :, tokens].float()
     dq = torch.zeros_like(dout)
-    finish_dq(slots, dq, 2.0, cut)
+    backward_postprocess(accum, dq, 2.0, cut)
     covered = torch.zeros(q_len, dtype=torch.bool, device=device)
     for first, size in zip(firsts, sizes):
         covered[first:first + size] = True

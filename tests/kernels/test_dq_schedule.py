@@ -11,19 +11,19 @@ triton = pytest.importorskip("triton")
 from cases import DEVICES, dq_patterns  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
-from ssta.kernels.lowering.chunks import kv_cut, q_cut  # noqa: E402
+from ssta.kernels.lowering.chunks import kv_partition, q_partition  # noqa: E402
+from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.lowering.dq_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
-from ssta.kernels.lowering.dq_slots import KEYS, QUERIES  # noqa: E402
 
 
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
-    """(tiles as lists of numbers, first tile of each program, ranks)"""
+    """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_cut(blocks, q_len), kv_cut(blocks, kv_len), 2, heads, kv_heads, programs,
+    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs,
                     kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
     number = len(tiles) - programs
-    return tiles[:number], [row[NEXT] for row in tiles[number:]], made.ranks
+    return tiles[:number], [row[NEXT] for row in tiles[number:]], made.lock_values
 
 
 def of(x, batch, head, heads):
@@ -51,7 +51,7 @@ def visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
 @pytest.mark.parametrize("name", dq_patterns("cpu"))
 def test_every_tile_is_listed_once(device, name, causal):
     blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
-    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, 0, causal)
+    tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, 0, causal)
     starts, sizes = blocks.kv_bounds(kv_len)
     wanted = set()
     for batch in range(2):
@@ -64,7 +64,7 @@ def test_every_tile_is_listed_once(device, name, causal):
     for tile in tiles:
         chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for visit in member)
         assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[BEGIN] == 0
-    assert not first and ranks is None
+    assert not first and lock_values is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,8 +74,8 @@ def test_every_tile_is_listed_once(device, name, causal):
 def test_everyone_gets_a_turn(device, name, programs, causal):
     """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
     blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
-    tiles, first, ranks = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
-    ranks = ranks.tolist()
+    tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
+    lock_values = lock_values.tolist()
     walks, dealt = [], []
     for at in first:
         walk = []
@@ -86,7 +86,7 @@ def test_everyone_gets_a_turn(device, name, programs, causal):
                 begin = tile[BEGIN] * len(member) // RING.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
-                        walk.append(((batch, head, block), ranks[batch][head][tile[BLOCK]][tile[PART]][place]))
+                        walk.append(((batch, head, block), lock_values[batch][head][tile[BLOCK]][tile[PART]][place]))
             at = tile[NEXT]
         walks.append(walk)
     assert sorted(dealt) == [at for at, tile in enumerate(tiles) if tile[ROWS] > 0]
