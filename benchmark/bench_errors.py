@@ -16,7 +16,7 @@ from measure import RESULTS, print_machine, print_rows, write_rows
 from shapes import ERRORS, ERRORS_CPU, ErrorShape
 from torch import Tensor
 
-from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, choose_route
 from ssta.kernels.reference import reference_attention, token_mask
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -79,7 +79,7 @@ def runnable(device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
     found = []
     for impl in IMPLEMENTATIONS:
         try:
-            chosen = resolve_impl(impl, torch.device(device), dtype, head_dim)
+            chosen = choose_route(impl, torch.device(device), dtype, head_dim).name
         except ValueError:
             continue
         if chosen == impl != "reference":

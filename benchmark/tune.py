@@ -23,14 +23,14 @@ from measure import NO_TIMES, RESULTS, failure, interleaved, print_machine, prin
 from shapes import Pattern, Problem, kept
 from truth import Truth, Wrong, truth
 
-from ssta.kernels import BlockLists, resolve_impl
+from ssta.kernels import BlockLists, choose_route
 from ssta.kernels.device import device_limits
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 
 PORTABLE = ("forward", "dq", "dkv")
-# The Hopper kernels' forward, and the backward where additions take turns.
-HOPPER = ("hopper", "hopper-turns")
+# The Hopper kernels' forward, and their deterministic backward.
+HOPPER = ("hopper", "hopper-backward")
 # Of the latter: stagings of dQ, and how many visits tiles are apart.
 STAGED, GAPS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     problem, pattern = options.shape
     try:
-        resolve_impl("triton", device, dtype, problem.head_dim, problem.block)
+        choose_route("triton", device, dtype, problem.head_dim)
     except ValueError as error:
         parser.error(f"{error}; set TRITON_INTERPRET=1 to run without a GPU" if not gpu else str(error))
     setting = Setting(problem, pattern, device, dtype)
@@ -91,7 +91,7 @@ class Setting:
 
     @property
     def hopper(self) -> bool:
-        return self.device.type == "cuda" and resolve_impl("auto", self.device, self.q.dtype, self.problem.head_dim) == "hopper"
+        return self.device.type == "cuda" and choose_route("auto", self.device, self.q.dtype, self.problem.head_dim).name == "hopper"
 
 
 def measure_kernel(kernel: str, setting: Setting, wide: bool, rounds: int) -> list[dict]:

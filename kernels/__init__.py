@@ -3,12 +3,24 @@
 # From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
 # look for. Under that name it stays empty: a second import would register the operators twice.
 if __name__ == "ssta.kernels":
-    from .attention import IMPLEMENTATIONS, attend_in_place, autocast_inputs, block_sparse_attention, resolve_impl, resolve_scale
+    from .attention import attend_owned, block_sparse_attention
     from .blocks import BlockLists
-    from .operators import kernels_run
-    from .prologue.deferred import Unfinished
+    from .checks import autocast_inputs, require_bool, require_int, require_strided, resolve_scale, without_autocast
+    from .merge import merge_attention
+    from .notices import logger, warn_once
+    from .operators import kernels_run, watched
+    from .prologue.deferred import Deferred, token_scales
+    from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import best_blocks, pick_blocks, score_blocks
+    from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
+    from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
 
-    __all__ = ["IMPLEMENTATIONS", "BlockLists", "Unfinished", "attend_in_place", "autocast_inputs", "best_blocks", "block_sparse_attention",
-               "gather_blocks", "kernels_run", "pick_blocks", "resolve_impl", "resolve_scale", "score_blocks", "take_tokens"]
+    __all__ = [
+        # attention
+        "IMPLEMENTATIONS", "BlockLists", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
+        "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_strided", "resolve_scale",
+        "warn_once", "watched", "without_autocast",
+        # what prepares and selects for it
+        "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
+        "token_scales", "topk_blocks",
+    ]

@@ -15,17 +15,17 @@ class DeviceLimits:
     """What a GPU offers to one program."""
 
     shared_memory: int  # bytes
-    copy_engine: bool   # loads tiles through descriptors: Hopper and later
+    tma: bool           # loads tiles through descriptors: Hopper and later
 
     def five_stages(self, head_dim: int) -> bool:
-        """Whether five stages of 64 keys fit beside 128 rows, through the copy engine."""
-        return self.copy_engine and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
+        """Whether five stages of 64 keys fit beside 128 rows, through TMA."""
+        return self.tma and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
     """Those of ``device``; where there is no GPU to ask (Triton's interpreter) Hopper's."""
     if device.type != "cuda":
-        return DeviceLimits(HOPPER_SHARED_MEMORY, copy_engine=True)
+        return DeviceLimits(HOPPER_SHARED_MEMORY, tma=True)
     return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -33,7 +33,19 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return DeviceLimits(shared, copy_engine=torch.version.hip is None and properties.major >= 9)
+    return DeviceLimits(shared, tma=torch.version.hip is None and properties.major >= 9)
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU by NVIDIA, such as (9, 0); None for others."""
+    if torch.version.hip is not None:
+        return None
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -44,6 +44,19 @@ def watched(*tensors: Tensor) -> bool:
     return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
 
 
+def refuse_forward_mode(**tensors: Tensor) -> None:
+    """Refuses tensors with a tangent: torch would give the operators' results none, that is a derivative of zero.
+
+    Raises:
+        ValueError: the name of one that has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} must have no tangent: only impl='reference' has a forward-mode derivative, got a dual tensor")
+
+
 @lru_cache
 def _plain_keys(device_type: str) -> int:
     """The bits of torch's dispatch keys that say nothing of the kind: device, autograd and autocast."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockLists, per_query_head
+from .checks import without_autocast
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -15,7 +16,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, sca
     others, autocast or not; out comes back in q's dtype and lse in float32 (float64 for float64 inputs). That a NaN reaches just the
     rows that see it holds for out and lse; autograd spreads it in the gradients.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return _attention(q, k, v, blocks, scale, causal)
 
 

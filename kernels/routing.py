@@ -1,23 +1,316 @@
-"""Which kernels run."""
+"""Route: which kernels run, decided once, from the GPU, the dtype, the head_dim and what is known of a pattern without reading a tensor.
+
+A kind of GPU is a folder of kernels and a row of TABLE.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
 from .blocks import BlockLists
+from .device import capability
 
-# Shorter key blocks are gathered: the matrix unit multiplies by at least 16 keys, so as tiles of their own they would be mostly padding.
-GATHERED_BELOW = 16
-# Where this many query rows share a list of such blocks, its keys are first copied behind one another, for the backward always.
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+# A tensor core multiplies by at least 16 keys: shorter key blocks are no tiles, their keys are gathered one by one or compacted first.
+SHORTEST_TILE = 16
+# Where this many query rows share a list of such blocks, its keys are compacted: copied behind one another. The backward always does.
 COMPACTED_ROWS = 512
+# Two warpgroups of 64 query rows; on shorter blocks one of them would idle.
+HOPPER_QUERY_BLOCK = 128
+# The Hopper backward's tiles of 128 keys would be half empty.
+HOPPER_BACKWARD_KEY_BLOCK = 64
 
 
-def brings_together(blocks: BlockLists, heads: int, kv_heads: int, causal: bool, backward: bool = False) -> bool:
-    """Whether listed keys are brought together in memory before they are attended to, with ``heads`` query heads.
+class PatternFacts(NamedTuple):
+    """What routing knows of a pattern: plain numbers, no tensor is read."""
 
-    Copies know no positions, and parts of equal size need blocks of equal length.
+    max_q_length: int   # tokens of the longest query block
+    max_kv_length: int  # tokens of the longest key block
+    capacity: int       # key blocks of a list at most
+    list_heads: int     # heads that have lists of their own
+    uniform: bool       # every block but the last of an axis has the same length
+
+    @classmethod
+    def of(cls, blocks: BlockLists) -> PatternFacts:
+        uniform = (blocks.q_lengths is None and blocks.kv_lengths is None and isinstance(blocks.q_offsets, int)
+                   and isinstance(blocks.kv_offsets, int))
+        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform)
+
+
+# Of a pattern that nobody has described: blocks that fill every kernel's tiles.
+LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_KEY_BLOCK, 1, 1, True)
+
+
+class Problem(NamedTuple):
+    """What decides which kernels run."""
+
+    device_type: str
+    capability: tuple[int, int] | None
+    interpreting: bool
+    dtype: torch.dtype
+    head_dim: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    facts: PatternFacts
+
+    def compacts(self, backward: bool) -> bool:
+        """Whether listed keys are first copied behind one another. Copies know no positions; parts of equal size need uniform blocks."""
+        facts = self.facts
+        if self.causal or facts.max_kv_length >= SHORTEST_TILE or not facts.uniform or facts.capacity < 1:
+            return False
+        rows = facts.max_q_length * (self.heads // max(self.kv_heads, facts.list_heads))
+        return backward or rows >= COMPACTED_ROWS
+
+    @property
+    def where(self) -> str:
+        if self.device_type != "cuda":
+            return f"tensors on {self.device_type}"
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "a GPU that is not NVIDIA's"
+
+
+def _hopper_cannot(problem: Problem) -> str | None:
+    if problem.dtype not in KERNEL_DTYPES or problem.head_dim not in (64, 128):
+        return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {problem.dtype} and {problem.head_dim}"
+    return None if problem.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {problem.where}"
+
+
+def _hopper_suits_not(problem: Problem) -> str | None:
+    facts = problem.facts
+    if facts.max_q_length < HOPPER_QUERY_BLOCK:
+        return f"pays from query blocks of {HOPPER_QUERY_BLOCK} tokens on, got {facts.max_q_length}"
+    if facts.max_kv_length < SHORTEST_TILE and not problem.compacts(backward=False):
+        return f"takes key blocks of at least {SHORTEST_TILE} tokens, got {facts.max_kv_length}"
+    return None
+
+
+def _triton_cannot(problem: Problem) -> str | None:
+    if problem.dtype not in KERNEL_DTYPES or not 16 <= problem.head_dim <= 256:
+        return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {problem.dtype} and {problem.head_dim}"
+    if problem.device_type == "cuda":
+        return None
+    if not problem.interpreting:
+        return f"requires a GPU, got {problem.where}"
+    # The interpreter computes with numpy, which has no bfloat16.
+    return None if problem.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {problem.dtype}"
+
+
+def _triton_suits_not(problem: Problem) -> str | None:
+    return None if problem.device_type == "cuda" else "is interpreted on a CPU, for tests"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A row of TABLE.
+
+    Args:
+        name: as ``impl`` names it.
+        forward, backward: "module:function" below ssta.kernels, imported when first chosen.
+        cannot: why it cannot run at all, or None.
+        suits_not: why "auto" passes it by although it could run, or None.
+        gathered: the forward of key blocks too short for tiles, if it has one.
+        triton: whether it needs triton. Then its forward may write over q, and compacted keys are as good as tiles to it.
+        deterministic: whether its backward takes that argument; others have only one order of summing.
     """
-    # Asked at every call, and nearly always answered here.
-    if causal or blocks.max_kv_length >= GATHERED_BELOW:
-        return False
-    uniform = all(isinstance(x, int) for x in (blocks.q_offsets, blocks.kv_offsets)) and blocks.q_lengths is blocks.kv_lengths is None
-    rows = blocks.max_q_length * (heads // max(kv_heads, blocks.counts.shape[1]))
-    return uniform and blocks.capacity > 0 and (backward or rows >= COMPACTED_ROWS)
+
+    name: str
+    forward: str
+    backward: str
+    cannot: Callable[[Problem], str | None] = lambda problem: None
+    suits_not: Callable[[Problem], str | None] = lambda problem: None
+    gathered: str | None = None
+    triton: bool = True
+    deterministic: bool = False
+
+
+# Best first.
+TABLE = (
+    Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
+                   deterministic=True),
+    Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot, _triton_suits_not,
+                   gathered="portable.gathered:gathered_forward"),
+    Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
+)
+_ROWS = {row.name: row for row in TABLE}
+# The specification is no row: only an explicit choice takes it.
+IMPLEMENTATIONS = ("auto", "reference", "torch", "triton", "hopper")
+_OLD_NAMES = {"gather": "torch"}
+
+
+class Pass(NamedTuple):
+    """One direction of a Route."""
+
+    kernels: str  # a name of TABLE
+    keys: str     # "tiles", "gathered" key by key, or "compacted": copied behind one another, then tiles
+    path: str     # "module:function"
+
+    def load(self) -> Callable:
+        """The function, imported when first asked for.
+
+        Raises:
+            ImportError: it needs triton, which is not installed.
+        """
+        return _load(self)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which kernels run, and why no faster ones. Made by ``choose_route``.
+
+    Args:
+        name: "hopper", "triton", "torch" or "reference"; of the forward.
+        forward, backward: which kernels, and how they read the listed keys; None for the reference, which torch differentiates.
+        rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
+        device_type: where it runs.
+    """
+
+    name: str
+    forward: Pass | None
+    backward: Pass | None
+    rejected: tuple[tuple[str, str], ...]
+    device_type: str
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the forward can write its result over q."""
+        return self.forward is not None and self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
+
+    @property
+    def needs_transpose(self) -> bool:
+        """Whether the backward reads ``BlockLists.transpose()``."""
+        return self.backward is not None and self.backward.keys != "compacted" and _ROWS[self.backward.kernels].triton
+
+    @property
+    def takes_deterministic(self) -> bool:
+        """Whether the backward can give up the order in which it sums."""
+        return self.backward is not None and _ROWS[self.backward.kernels].deterministic
+
+    @property
+    def outruns_dense(self) -> bool:
+        """Whether exact attention over all blocks takes less time this way than torch's SDPA.
+
+        On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with heads
+        of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
+        """
+        return self.name == "hopper"
+
+    @property
+    def slow_fallback(self) -> str | None:
+        """The sentence to warn with where no kernel fits tensors on a GPU and plain torch runs, many times slower."""
+        if self.name != "torch" or self.device_type != "cuda" or not self.rejected:
+            return None
+        return f"attention runs in plain torch on a GPU, many times slower than with kernels: 'triton' {self.rejected[-1][1]}"
+
+    def explain(self) -> tuple[str, ...]:
+        """A sentence for each faster implementation that was not taken."""
+        return tuple(f"not {name!r}, which {reason}" for name, reason in self.rejected)
+
+    def __str__(self) -> str:
+        keys = "" if self.forward is None or self.forward.keys == "tiles" else f", keys {self.forward.keys}"
+        backward = "" if self.backward is None or self.backward.kernels == self.name else f", backward {self.backward.kernels}"
+        return f"{self.name}{keys}{backward}"
+
+
+def choose_route(
+    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, facts: PatternFacts = LONG_BLOCKS, *, heads: int = 1,
+    kv_heads: int = 1, causal: bool = False,
+) -> Route:
+    """What ``impl`` stands for: a pure function of its arguments and of the kind of GPU.
+
+    "auto" takes the first row of TABLE that can run and suits. On a GPU with float16 or bfloat16 that is "hopper" on a Hopper GPU (sm_90)
+    with head_dim 64 or 128, a longest query block of at least 128 tokens and a longest key block of at least 16, or shorter ones that are
+    compacted first; else "triton" with head_dim 16 to 256. "torch" for everything else. The backward of "hopper" is the portable one for
+    key blocks of up to 64 tokens that are not compacted. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an
+    explicit "triton" also runs on a CPU, with float16. "gather" is the old name of "torch".
+
+    Raises:
+        ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
+    """
+    kind = capability(device) if device.type == "cuda" else None
+    return _decide(require_impl(impl), Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts))
+
+
+def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
+    """``impl`` as one of ``choices``, an old name as the new one.
+
+    Raises:
+        ValueError: none of them.
+    """
+    name = _OLD_NAMES.get(impl, impl) if isinstance(impl, str) else impl
+    if name not in choices:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, choices))}, got {impl!r}")
+    return name
+
+
+def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
+    """"auto" is "triton" on a GPU with float16 or bfloat16 and head dimensions of 16 to 256, else "torch": the same rows of TABLE, for
+    lists of single query tokens, which fill no tile of "hopper".
+
+    Raises:
+        ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
+    """
+    name = require_impl(impl, TOKEN_IMPLEMENTATIONS)
+    routes = {choose_route(name, device, dtype, dim, _SINGLE_TOKENS).name for dim in head_dims}
+    return "triton" if routes == {"triton"} else "torch"
+
+
+TOKEN_IMPLEMENTATIONS = ("auto", "torch", "triton")
+_SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
+
+
+@lru_cache(maxsize=1024)
+def _decide(name: str, problem: Problem) -> Route:
+    if name == "reference":
+        return Route(name, None, None, (), problem.device_type)
+    rejected = []
+    for row in TABLE if name == "auto" else (_ROWS[name],):
+        reason = row.cannot(problem)
+        if reason and name != "auto":
+            raise ValueError(f"impl={name!r} {reason}")
+        reason = reason or (row.suits_not(problem) if name == "auto" else None)
+        if not reason:
+            break
+        rejected.append((row.name, reason))
+    short = problem.facts.max_kv_length < SHORTEST_TILE
+    forward = backward = "tiles"
+    backward_row = row
+    if row.triton:
+        forward = "compacted" if problem.compacts(backward=False) else "gathered" if short and row.gathered else "tiles"
+        backward = "compacted" if problem.compacts(backward=True) else "tiles"
+        if row.name == "hopper" and problem.facts.max_kv_length <= HOPPER_BACKWARD_KEY_BLOCK and backward == "tiles":
+            backward_row = _ROWS["triton"]
+        if short and backward == "tiles" and backward_row.gathered:
+            backward = "gathered"
+    return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" else row.forward),
+                 Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.device_type)
+
+
+@lru_cache
+def _load(chosen: Pass) -> Callable:
+    if _ROWS[chosen.kernels].triton:
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"impl={chosen.kernels!r} requires triton: pip install triton, or choose impl='torch'") from error
+    module, function = chosen.path.split(":")
+    found = getattr(import_module(f".{module}", __package__), function)
+    if chosen.keys == "compacted":
+        from .portable import compacted
+
+        around = compacted.compacted_forward if function.endswith("forward") else compacted.compacted_backward
+        return partial(around, found)
+    if chosen.keys == "gathered" and function.endswith("backward"):
+        return partial(found, gathered=True)
+    return found
+
+
+def _interpreting() -> bool:
+    """As Triton itself reads it, without importing Triton."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

@@ -87,6 +87,11 @@ class Packed:
     q_tokens: int
     k_tokens: int
 
+    @classmethod
+    def checked(cls, cu_q: Tensor, cu_k: Tensor, q_tokens: int, k_tokens: int) -> Packed:
+        """From offsets of 32 or 64 bits and any values; those that lead outside the tensors are cut. Does not synchronise."""
+        return cls(cu_q.clamp(0, q_tokens).int(), cu_k.clamp(0, k_tokens).int(), q_tokens, k_tokens)
+
     @property
     def sequences(self) -> int:
         return self.cu_q.shape[0] - 1
@@ -142,7 +147,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     """TokenLists from block ids ``[T, Hkv, S]`` of any integer dtype and any values, unsorted.
 
     Ids below 0, past the token's span or at a slot from ``counts`` [T, Hkv] on are left out, and an id that is repeated counts once.
-    Does not synchronise. ``impl`` is "triton" or "gather", as the attention's; it changes nothing but speed.
+    Does not synchronise. ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
         from .lowering.token_lists import chosen_blocks
@@ -182,7 +187,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     """TokenLists from a causal bool mask ``[B, Hkv, L, N]``: query token of each sequence by key block of it.
 
     Tokens past L attend to nothing. Takes 4 bytes for each entry of the mask, and as much again for a gradient. Does not synchronise.
-    ``impl`` is "triton" or "gather", as the attention's; it changes nothing but speed.
+    ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
         from .lowering.token_lists import key_tokens, token_blocks

@@ -54,12 +54,15 @@ def from_coordinates(key: Tensor, points: Any) -> tuple[int, int, int]:
     """Of the grid that a sequence of (t, h, w) coordinates ends with.
 
     Args:
-        key: the tensor that holds the coordinates. It is read, which waits for the device, when it is first seen or was changed.
+        key: the tensor that holds the coordinates. It is read, which waits for the device, when it is first seen or was changed; one that
+            was made under ``torch.inference_mode`` does not say whether it was changed, and is read in every forward.
         points: called for the coordinates as ``[S, 3]``.
 
     Raises:
         ValueError: the sequence does not end with the last frame of a grid.
     """
+    if key.is_inference():
+        return _last_grid(points().detach().cpu())
     known = _KNOWN.get(key)
     if known is None or known[1] != key._version:
         known = _last_grid(points().detach().cpu()), key._version

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import diffusers
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
-from .processor import ModelContext, SSTAProcessor
 from .schedule import Schedule
 
 
@@ -25,6 +26,12 @@ def published_size() -> SSTAConfig:
     return SSTAConfig(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=32)
 
 
+def small_tiles() -> SSTAConfig:
+    """For LTX, without published settings either. The VAE compresses so much that 121 frames of 1216 x 704 are 16 x 22 x 38 tokens, of
+    which tiles of 384 would make 45; tiles of 128 make 120, and Hopper's kernel still runs at full speed."""
+    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(3, 3, 3), topk=24)
+
+
 @dataclass(frozen=True)
 class Site:
     """One self-attention over video tokens inside a model.
@@ -32,14 +39,62 @@ class Site:
     Attributes:
         name: the module's dotted name in the model.
         module: the attention module, which holds its processor in ``.processor``.
-        stock: the processor class (or a tuple of classes) that the site is known to work with; SSTA refuses to replace any other.
-        replacement: called with the model's ``ModelContext``, returns the processor that attends through SSTA.
+        stock: the class of the model's original processor (or a tuple of classes) that the site is known to work with; SSTA refuses to
+            replace any other.
+        replacement: called with the model's ``ModelContext``, returns the ``SSTAProcessor`` that attends in the original one's place.
+
+    Raises:
+        TypeError: a field of the wrong kind.
+        ValueError: an empty name, or no class.
     """
 
     name: str
     module: nn.Module
     stock: type | tuple[type, ...]
-    replacement: Callable[[ModelContext], SSTAProcessor]
+    replacement: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        _require_name("Site.name", self.name)
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"Site.module must be the attention module {self.name!r}, got {type(self.module).__name__}")
+        for kind in self.classes:
+            if not isinstance(kind, type):
+                raise TypeError(f"Site.stock must be a processor class or a tuple of them, got {self.stock!r} for {self.name!r}")
+        if not self.classes:
+            raise ValueError(f"Site.stock must hold at least one processor class, got () for {self.name!r}")
+        _require_function("Site.replacement", self.replacement)
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """``stock`` as a tuple."""
+        return self.stock if isinstance(self.stock, tuple) else (self.stock,)
+
+
+def stack_sites(
+    model: nn.Module, stack: str, attention: str, stock: type | tuple[type, ...],
+    replacement: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...],
+) -> Iterator[Site]:
+    """The module ``attention`` of every block in the model's list of blocks ``stack``, in order: what most families' ``sites`` are.
+
+    Args:
+        model: the transformer.
+        stack: dotted name of the list, such as ``"transformer_blocks"``.
+        attention: name of the self-attention in a block, such as ``"attn1"``.
+        stock: the original processor's class, or a tuple of classes.
+        replacement: what makes the processor that takes its place; for a tuple of classes as many, in the same order, or one for all.
+
+    Raises:
+        AttributeError: the model has no such list, or a block no such module.
+        ValueError: as many replacements as classes are wanted, and others came.
+    """
+    classes = stock if isinstance(stock, tuple) else (stock,)
+    replacements = replacement if isinstance(replacement, tuple) else (replacement,) * len(classes)
+    if len(replacements) != len(classes):
+        raise ValueError(f"replacement must be one, or one for each of the {len(classes)} classes of stock, got {len(replacements)}")
+    chosen = dict(zip(classes, replacements))
+    for index, block in enumerate(model.get_submodule(stack)):
+        module = block.get_submodule(attention)
+        yield Site(f"{stack}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
 
 
 @dataclass(frozen=True)
@@ -48,41 +103,87 @@ class Family:
 
     Attributes:
         model: class name of the transformer; its subclasses belong to the family too.
-        sites: ``sites(model)`` yields the model's video self-attentions. Cross-attention and text-only layers are not sites.
+        sites: ``sites(model)`` yields the model's video self-attentions, at least one. Cross-attention and text-only layers are not sites.
+            ``stack_sites`` makes them where they stand in lists of blocks.
         canvas: ``canvas(model, arguments)`` is the canvas (t, h, w) in tokens of a forward, from its arguments by name. It runs before
             every forward, so it looks at shapes and numbers, not at a tensor's values, which lie on the device.
-        default_config: the configuration when the user gives none.
-        default_schedule: the schedule when the user gives none.
+        default_config: makes the configuration when the user gives none.
+        default_schedule: makes the schedule when the user gives none.
         noise: ``noise(timestep)`` is the noise level in [0, 1] of a timestep, from the scheduler or from the forward's ``timestep``.
+        presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
+            ``apply_ssta(preset=name)`` takes them.
+
+    Raises:
+        TypeError: a field of the wrong kind.
+        ValueError: an empty name.
     """
 
     model: str
-    sites: Callable[[nn.Module], Iterator[Site]]
+    sites: Callable[[nn.Module], Iterable[Site]]
     canvas: Callable[[nn.Module, Mapping[str, Any]], tuple[int, int, int]]
     default_config: Callable[[], SSTAConfig] = published_size
     default_schedule: Callable[[], Schedule] = Schedule.warm_up
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
+    presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _require_name("Family.model", self.model)
+        for name in ("sites", "canvas", "default_config", "default_schedule", "noise"):
+            _require_function(f"Family.{name}", getattr(self, name))
+        if not isinstance(self.presets, Mapping):
+            raise TypeError(f"Family.presets must be a dict of functions by name, got {type(self.presets).__name__}")
+        for name, make in self.presets.items():
+            _require_name("Family.presets' names", name)
+            _require_function(f"Family.presets[{name!r}]", make)
 
 
-_FAMILIES: dict[str, Family] = {}
+def _require_name(argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{argument} must be a str, got {value!r} ({type(value).__name__})")
+    if not value:
+        raise ValueError(f"{argument} must not be empty")
 
 
-def register_family(family: Family) -> None:
-    """Makes ``apply_ssta`` know one more kind of transformer. README has an example.
+def _require_function(argument: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{argument} must be a function, got {value!r} ({type(value).__name__})")
+
+
+# By the model's class name: the family, or "module:NAME", where it is until it is first needed.
+_FAMILIES: dict[str, Family | str] = {}
+
+
+def register_family(family: Family | str, place: str | None = None) -> None:
+    """Makes ``apply_ssta`` know one more kind of transformer.
+
+    Args:
+        family: a ``Family``; or the class name of a transformer whose family is imported when a model of that class first comes.
+        place: with a class name, where its ``Family`` is: ``"module:NAME"``, such as ``"ssta.pipelines.families.wan:WAN"``.
 
     Raises:
-        TypeError: not a ``Family``.
-        ValueError: the class name is registered already.
+        TypeError: neither a ``Family`` alone nor a class name with a place.
+        ValueError: the class name is registered already, or a place of another form.
     """
-    if not isinstance(family, Family):
-        raise TypeError(f"family must be a Family, got {type(family).__name__}")
-    if family.model in _FAMILIES:
-        raise ValueError(f"family must name a model that is not registered yet, got {family.model!r}")
-    _FAMILIES[family.model] = family
+    if isinstance(family, str) and isinstance(place, str):
+        module, _, name = place.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), name)):
+            raise ValueError(f'place must be "module:NAME", such as "ssta.pipelines.families.wan:WAN", got {place!r}')
+        _require_name("family", family)
+        model, entry = family, place
+    elif isinstance(family, Family) and place is None:
+        model, entry = family.model, family
+    elif isinstance(family, Family):
+        raise TypeError(f"place must be None where family is a Family, got {place!r}")
+    else:
+        raise TypeError(f"family must be a Family, or a model's class name with the place of its Family, got {type(family).__name__}"
+                        + (f" with place {place!r}" if isinstance(family, str) else ""))
+    if model in _FAMILIES:
+        raise ValueError(f"family must name a model that is not registered yet, got {model!r}")
+    _FAMILIES[model] = entry
 
 
 def supported_models() -> tuple[str, ...]:
-    """Class names of the transformers that ``apply_ssta`` knows, sorted."""
+    """Class names of the transformers that ``apply_ssta`` knows, sorted. Imports none of their families."""
     return tuple(sorted(_FAMILIES))
 
 
@@ -91,10 +192,37 @@ def family_of(model: nn.Module) -> Family:
 
     Raises:
         ValueError: there is none; the message names those there are.
+        ImportError: the family cannot be imported, as with a diffusers that it does not fit.
+        TypeError: what is registered for it is no ``Family`` of it.
     """
     for base in type(model).__mro__:
         if base.__name__ in _FAMILIES:
-            return _FAMILIES[base.__name__]
+            return _registered(base.__name__)
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others")
+
+
+def _registered(model: str) -> Family:
+    found = _FAMILIES[model]
+    if isinstance(found, str):
+        place, found = found, imported(found, model)
+        if not isinstance(found, Family) or found.model != model:
+            named = f"a Family of {found.model}" if isinstance(found, Family) else type(found).__name__
+            raise TypeError(f"{place} must be the Family of {model} that is registered, got {named}")
+        _FAMILIES[model] = found
+    return found
+
+
+def imported(place: str, model: str) -> Any:
+    """What lies at ``"module:NAME"``.
+
+    Raises:
+        ImportError: nothing, or it needs what the installed diffusers does not have; names family, model and version.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"SSTA's family {name} for {model} cannot be loaded from {module} with diffusers {diffusers.__version__}, "
+                          f"other families can: {error}") from error

@@ -1,92 +1,25 @@
-"""SSTAProcessor: what stands in a stock attention processor's place; ModelContext: what the processors of one model share."""
+"""SSTAProcessor: what stands in a stock attention processor's place."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
-from torch import Tensor, nn
+from torch import Tensor
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_attention, tile_layout
-from ssta.kernels import block_sparse_attention, resolve_impl
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
+from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
-from ssta.selection import select_tiles
 
-from .progress import Progress, read
+from .context import ModelContext
+from .progress import is_fake
 from .report import LayerRun, Stopwatch
-from .schedule import Schedule
-from .streams import Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, joined
 
-if TYPE_CHECKING:
-    from .family import Family
-
-# Exact attention as lists of blocks: dense runs attend to everything. The tile is the one the kernels are fastest with.
-_EXACT = SSTAConfig(tile_thw=(6, 8, 8), pad_type="none")
-
-
-class ModelContext:
-    """What the processors of one model share: configuration, schedule, and the canvas and step of the forward in progress.
-
-    The canvas and the step stay until the next forward begins, because gradient checkpointing recomputes attention after the forward
-    has returned. So with checkpointing, a forward's backward must come before a forward of another canvas or step.
-    """
-
-    def __init__(self, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
-        self.family = family
-        self.config = config
-        self.schedule = schedule
-        self.impl = impl
-        self.thw: tuple[int, int, int] | None = None
-        self.dense_step = False
-        self.stopwatch = Stopwatch()
-        # How many steps of this generation were seen, and were dense; where nothing counts steps, forwards.
-        self.steps = 0
-        self.dense_steps = 0
-        self._progress = progress
-        self._generation: Tensor | None = None
-        self._index = -1
-
-    def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
-        arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-        self.thw = self.family.canvas(model, arguments)
-        if self.schedule.follows_steps or not torch.compiler.is_compiling():
-            self._follow(arguments)
-
-    def finish(self, model: nn.Module, args: tuple, output: object) -> None:
-        """Forward hook of the transformer."""
-        if not torch.compiler.is_compiling():
-            self.stopwatch.stop()
-
-    # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
-    @torch.compiler.disable
-    def _follow(self, arguments: dict) -> None:
-        step, schedule, noise, dense, again = self._progress.step(), self.schedule, None, False, False
-        if step is None:
-            if schedule.dense_above is not None:
-                if "timestep" not in arguments:
-                    raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
-                noise = read(self.family.noise(arguments["timestep"]))
-        else:
-            index, dense = step[0], schedule.is_dense_step(*step)
-            if schedule.dense_above is not None:
-                noise = self.family.noise(self._progress.timestep(index))
-            # New timesteps, or back to the beginning: another generation.
-            generation = self._progress.timesteps
-            if generation is not self._generation or index < self._index:
-                self.steps = self.dense_steps = 0
-                self._generation, self._index = generation, -1
-            # Guidance may take several forwards in a step.
-            again, self._index = index == self._index, index
-        self.dense_step = dense or noise is not None and noise > schedule.dense_above
-        if not again:
-            self.steps += 1
-            self.dense_steps += self.dense_step
-        self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
+# Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
+_LAYOUTS_KEPT = 16
 
 
 class SSTAProcessor:
@@ -100,6 +33,8 @@ class SSTAProcessor:
     # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
     _attention_backend = None
     _parallel_config = None
+    # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
+    norms: Norms = TORCH_NORMS
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -115,11 +50,37 @@ class SSTAProcessor:
             ValueError: it does not have ``video_tokens`` tokens, or there was no forward of the whole model.
         """
         thw = self.context.thw
-        if thw is None:
-            raise ValueError("SSTA learns the canvas from a forward of the whole model, got a call of the attention without one before")
         if math.prod(thw) != video_tokens:
             raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
         return thw
+
+    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+        """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
+
+        Args:
+            tokens: of the whole sequence.
+            before: how many of them stand before the video and are dense; None = all that are not video.
+            after: the same after the video.
+
+        Raises:
+            ValueError: the rest is not the canvas, or there was no forward of the whole model.
+        """
+        thw, layouts, compiling = self.context.thw, self.context.layouts, torch.compiler.is_compiling()
+        key = thw, tokens, before, after
+        if not compiling and key in layouts:
+            return layouts[key]
+        others = (before or 0) + (after or 0)
+        if before is None or after is None:
+            others = max(tokens - math.prod(thw), others)
+            before, after = (others - after, after) if before is None else (before, others - before)
+        grid = VideoGrid(*self.canvas(tokens - others))
+        runs = [DenseRun(length) if length else None for length in (before, after)]
+        layout = TokenLayout(tuple(segment for segment in (runs[0], grid, runs[1]) if segment is not None))
+        if not compiling:
+            if len(layouts) >= _LAYOUTS_KEPT:
+                layouts.clear()
+            layouts[key] = layout
+        return layout
 
     @property
     def dense(self) -> bool:
@@ -129,7 +90,7 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
                across_heads: bool = False) -> tuple[Input, Input, Input]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, tiles=not self.dense)
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
 
     def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
@@ -169,7 +130,7 @@ class SSTAProcessor:
         impl = self.context.impl
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
-        ran = resolve_impl(impl, out.device, out.dtype, out.shape[-1], blocks.max_q_length)
+        ran = choose_route(impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
         return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
@@ -181,18 +142,8 @@ class SSTAProcessor:
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             return out, f"dense, {name}", None, None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        runs = TokenLayout(tuple(DenseRun(segment.length) for segment in layout.segments))
-        mask = None
-        if text_mask is not None:
-            valid = [text_mask.new_ones(len(text_mask), segment.length) for segment in layout.segments]
-            of_text = iter(text_mask.split([run.length for run in layout.dense], dim=1))
-            mask = torch.cat([next(of_text) if isinstance(segment, DenseRun) else ones
-                              for segment, ones in zip(layout.segments, valid)], dim=1)
-        tiles = tile_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
-        blocks = select_tiles(q, k, tiles, _EXACT, mask)
-        out = block_sparse_attention(q, k, v, blocks, impl=self.context.impl)
-        ran = resolve_impl(self.context.impl, out.device, out.dtype, out.shape[-1], tiles.max_tile_length)
-        return out.transpose(1, 2), f"dense, {ran}", None, None
+        out, _, route = dense_attention(q, k, v, layout, text_mask, impl=self.context.impl)
+        return out.transpose(1, 2), "dense" if route is None else f"dense, {route.name}", None, None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
@@ -205,15 +156,17 @@ class SSTAProcessor:
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False
-        return resolve_impl(self.context.impl, query.device, query.dtype, query.shape[-1]) == "hopper"
+        return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
     def last_run(self, layer: str) -> LayerRun | None:
-        """What ran last, under the name ``layer``; None if nothing did. Synchronises the device."""
+        """What ran last, under the name ``layer``; None if nothing did, or only on fake tensors. Synchronises the device."""
         if self._last is None:
             return None
         *facts, tiles, counts = self._last
+        if counts is not None and is_fake(counts):
+            return None
         density = 1.0 if counts is None else float(counts.double().mean()) / tiles
-        steps = self.context.steps or None
+        steps = self.context.steps
         dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole

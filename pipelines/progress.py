@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Generation:
+    """One run through a scheduler's timesteps.
+
+    Attributes:
+        timesteps: the scheduler's, all of them.
+        first: where among them the generation began; later than 0 where it started from a video and a strength.
+        place: where it is now.
+    """
+
+    def __init__(self, timesteps: Tensor, first: int) -> None:
+        self.timesteps = timesteps
+        self.first = self.place = first
+
+
+class Step(NamedTuple):
+    """A step of a generation: ``index`` of ``count``, which are the steps that run, and the generation."""
+
+    index: int
+    count: int
+    generation: Generation
 
 
 class Progress:
@@ -24,6 +47,8 @@ class Progress:
         self._scheduler = scheduler if pipeline is None or scheduler is not None else getattr(pipeline, "scheduler", None)
         # The timesteps read last, and the tensor they were read from.
         self._read: tuple[Tensor, list[float]] | None = None
+        self._generation: Generation | None = None
+        self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> Progress:
         # A copied pipeline counts for its own models; a model copied alone stays with the pipeline it came from.
@@ -49,44 +74,69 @@ class Progress:
         begun = getattr(self.scheduler, "num_inference_steps", 0) is not None
         return timesteps if begun and isinstance(timesteps, Tensor) else None
 
-    def step(self) -> tuple[int, int] | None:
-        """(index, count) of the step in progress; None where nothing counts."""
-        scheduler, timesteps = self.scheduler, self.timesteps
-        if timesteps is None:
+    def step(self, timestep: Any = None) -> Step | None:
+        """The step of a forward that was called with ``timestep``; None where nothing counts, or no longer, as in training.
+
+        A generation begins with new timesteps, or where the place in them goes back. Its first step is the one that the scheduler was told
+        to begin with or, where nobody told it, the first that a forward came from, of any transformer that shares this Progress.
+        """
+        timesteps = self.timesteps
+        found = None if timesteps is None else self._find(timestep, timesteps)
+        if found is None or found[0] >= found[1]:
             return None
-        pipeline = self._pipeline and self._pipeline()
-        current = getattr(pipeline, "_current_timestep", None)
-        if isinstance(current, Tensor):
-            place = _place(current, timesteps)
+        place, count = found
+        with self._lock:
+            generation = self._generation
+            if generation is None or generation.timesteps is not timesteps or place < generation.place:
+                begin = getattr(self.scheduler, "begin_index", None)
+                generation = self._generation = Generation(timesteps, place if begin is None else min(begin, place))
+            generation.place = place
+        return Step(place - generation.first, count - generation.first, generation)
+
+    def _find(self, timestep: Any, timesteps: Tensor) -> tuple[int, int] | None:
+        """(place, count) among the timesteps, those before a generation's first included."""
+        # Most pipelines give the model `t.expand(batch)`, ...
+        if isinstance(timestep, Tensor) and timestep.dim() <= 1 and (timestep.numel() == 1 or timestep.stride(0) == 0):
+            place = _place(timestep, timesteps)
             if place is not None:
-                return place
-        if not hasattr(scheduler, "step_index"):
+                return place, len(timesteps)
+        # ... others change its dtype, or have one for each token, but say which it is.
+        current = getattr(self._pipeline and self._pipeline(), "_current_timestep", None)
+        if isinstance(current, Tensor):
+            place = _place(current, timesteps) if current.dim() == 0 else None
+            found = _row(current) if place is None else (place, len(timesteps))
+            if found is not None:
+                return found
+        if not hasattr(self.scheduler, "step_index"):
             return None
         # Schedulers look for their index when they first step.
-        index = scheduler.step_index
+        index = self.scheduler.step_index
         if index is None:
-            index = getattr(scheduler, "begin_index", None) or 0
+            index = getattr(self.scheduler, "begin_index", None) or 0
         return index, len(timesteps)
 
-    def timestep(self, index: int) -> float:
-        """The scheduler's timestep of step ``index``. All of them are read from the device once in a generation."""
-        timesteps = self.timesteps
-        if self._read is None or self._read[0] is not timesteps:
-            _refuse_capture(timesteps)
-            self._read = timesteps, timesteps.tolist()
-        values = self._read[1]
-        return values[min(index, len(values) - 1)]
+    def timestep(self, step: Step) -> float:
+        """The scheduler's timestep of ``step``. All of them are read from the device once in a generation."""
+        timesteps, known = step.generation.timesteps, self._read
+        if known is None or known[0] is not timesteps:
+            _refuse(timesteps)
+            known = self._read = timesteps, timesteps.tolist()
+        return known[1][min(step.generation.first + step.index, len(known[1]) - 1)]
 
 
-def _place(current: Tensor, timesteps: Tensor) -> tuple[int, int] | None:
-    """Pipelines walk through a tensor of timesteps, so the current one is a view, and where it lies says which one it is."""
-    if current.dim() == 0:
-        if current.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
-            return None
-        return (current.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0), len(timesteps)
-    # Diffusion forcing walks through a matrix whose rows hold a timestep for every frame.
+def _place(current: Tensor, timesteps: Tensor) -> int | None:
+    """Pipelines iterate over a tensor of timesteps, so the current one is a view, and where it lies says which one it is."""
+    if is_fake(current) or current.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    return (current.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+
+
+def _row(current: Tensor) -> tuple[int, int] | None:
+    """Diffusion forcing iterates over a matrix whose rows hold a timestep for every frame: (row, how many)."""
+    if current.dim() != 1 or current.numel() == 0:
+        return None
     rows, rest = divmod(current.untyped_storage().nbytes() // current.element_size(), current.numel())
-    if current.dim() != 1 or rest or rows < 2 or current.storage_offset() % current.numel():
+    if rest or rows < 2 or current.storage_offset() % current.numel():
         return None
     return current.storage_offset() // current.numel(), rows
 
@@ -95,14 +145,22 @@ def read(value: Tensor | float) -> float:
     """The greatest entry of what may be a tensor. Waits for the device where it lies on one.
 
     Raises:
-        ValueError: inside the capture of a CUDA graph, where nothing can be read.
+        ValueError: nothing can be read: inside the capture of a CUDA graph, or of a fake or meta tensor.
     """
     if not isinstance(value, Tensor):
         return float(value)
-    _refuse_capture(value)
+    _refuse(value)
     return float(value.max())
 
 
-def _refuse_capture(values: Tensor) -> None:
+def _refuse(values: Tensor) -> None:
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("schedule must not read timesteps while a CUDA graph is captured, got one with dense_above")
+    if values.is_meta or is_fake(values):
+        raise ValueError(f"schedule must not read timesteps that hold no values, got one with dense_above and a {type(values).__name__} on "
+                         f"{values.device}; apply SSTA with Schedule()")
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether ``x`` is a tensor subclass of tracing (FakeTensor, FunctionalTensor), which holds no values."""
+    return type(x) is not Tensor and hasattr(x, "fake_mode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,7 +49,13 @@ class RunReport(list):
         self.models = models
 
     def mean_density(self) -> float:
-        """Attended share of the tile pairs, the mean over layers and over the steps that were seen, dense ones included."""
+        """Attended share of the tile pairs, the mean over layers and over the steps that were seen, dense ones included.
+
+        Raises:
+            ValueError: no layer has run with SSTA yet.
+        """
+        if not self:
+            raise ValueError("mean_density must come after a forward with SSTA, got a report of no layers")
         shares = [(run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps if run.steps else run.density for run in self]
         return sum(shares) / len(shares)
 
@@ -74,43 +81,57 @@ def _cells(run: LayerRun) -> tuple[str, ...]:
             "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}", "-" if run.time_share is None else f"{run.time_share:.1%}")
 
 
-class Stopwatch:
-    """Times what was done between ``start`` and ``stop`` on a device, and only waits for it when asked."""
+class _Lap:
+    """One thread's start and stop on a device."""
 
     def __init__(self) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._times = [0.0, 0.0]
-        self._device: torch.device | None = None
-        self._complete = False
+        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.times = [0.0, 0.0]
+        # None while nothing is timed.
+        self.device: torch.device | None = None
+
+    def note(self, which: int) -> None:
+        if self.device.type == "cuda":
+            self.events[which].record(torch.cuda.current_stream(self.device))
+        else:
+            self.times[which] = time.perf_counter()
+
+
+class Stopwatch:
+    """Times what was done between ``start`` and ``stop`` on a device, each thread for itself, and only waits for it when asked."""
+
+    def __init__(self) -> None:
+        self._threads = threading.local()
+        self._last: _Lap | None = None
 
     def __reduce__(self) -> tuple:
         return Stopwatch, ()
 
     def start(self, device: torch.device) -> None:
         """Does nothing while a CUDA graph is captured, whose replays pass no Python."""
-        self._complete = False
-        self._device = None if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else device
-        if self._device is not None and device.type == "cuda" and self._events is None:
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._note(0)
+        lap = getattr(self._threads, "lap", None)
+        if lap is None:
+            lap = self._threads.lap = _Lap()
+        self._last = None
+        lap.device = None if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else device
+        if lap.device is None:
+            return
+        if device.type == "cuda" and lap.events is None:
+            lap.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        lap.note(0)
 
     def stop(self) -> None:
-        self._note(1)
-        self._complete = self._device is not None
+        lap = getattr(self._threads, "lap", None)
+        if lap is not None and lap.device is not None:
+            lap.note(1)
+            self._last = lap
 
     def seconds(self) -> float | None:
-        """None if it was not started and stopped. Waits for the device."""
-        if not self._complete:
+        """Of what was stopped last; None if nothing was since a start. Waits for the device."""
+        lap = self._last
+        if lap is None or lap.device is None:
             return None
-        if self._device.type != "cuda":
-            return self._times[1] - self._times[0]
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3
-
-    def _note(self, which: int) -> None:
-        if self._device is None:
-            return
-        if self._device.type == "cuda":
-            self._events[which].record(torch.cuda.current_stream(self._device))
-        else:
-            self._times[which] = time.perf_counter()
+        if lap.device.type != "cuda":
+            return lap.times[1] - lap.times[0]
+        lap.events[1].synchronize()
+        return lap.events[0].elapsed_time(lap.events[1]) / 1e3

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from ssta import SSTAConfig
-from ssta.checks import require_number
+from ssta.checks import require_int, require_number
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,20 @@ class Schedule:
 
     Args:
         dense_steps: the first fraction of the denoising steps, in [0, 1], rounded up to whole steps: 0.15 is 8 steps of 50 and 1 of 4.
-            Below 1 the last step stays sparse, so a model of a single step does too. A generation that enters the scheduler's steps
-            half-way, as video-to-video does, has those behind it. Needs a scheduler that counts the steps.
+            Below 1 the last step stays sparse, so a model of a single step does too. The steps are those that run: where a generation
+            starts in the middle of the scheduler's, as video-to-video with a strength of 0.5 does, 0.15 is 4 of its 25. Schedulers
+            that call the model twice a step, as Heun's does, have two steps there. Needs a scheduler that counts the steps; a forward
+            whose step cannot be found is not dense by this rule, and warns once.
         dense_above: noise level in [0, 1] above which steps are dense: the timestep over the number of training timesteps, which is sigma
             for flow matching. None = no such rule.
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
-            ``SSTAHandle.report`` (negative ones count from the end), or their dotted names.
+            ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
         layer_configs: ``{layer: SSTAConfig}``, or pairs of these, for layers that need a configuration of their own.
 
     Raises:
         TypeError: a value of the wrong kind.
-        ValueError: a value out of range, or a layer that is both dense and configured.
+        ValueError: a value out of range, or a layer that is named twice or both dense and configured. Where one and the same layer goes by
+            several names (0, -1 or "blocks.0.attn1"), ``apply_ssta`` finds out.
     """
 
     dense_steps: float = 0.0
@@ -42,21 +46,23 @@ class Schedule:
             raise ValueError(f"dense_steps must lie in [0, 1], a fraction of the steps, got {self.dense_steps}")
         if self.dense_above is not None and not 0 <= require_number("dense_above", self.dense_above) <= 1:
             raise ValueError(f"dense_above must lie in [0, 1], a noise level, got {self.dense_above}")
-        if isinstance(self.dense_layers, str) or not isinstance(self.dense_layers, Sequence):
+        if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
-        configs = self.layer_configs
-        configs = tuple(configs.items()) if isinstance(configs, Mapping) else configs
-        if not isinstance(configs, Sequence) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in configs):
+        dense = _layers("dense_layers", self.dense_layers)
+        pairs = self.layer_configs
+        pairs = tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs
+        if (isinstance(pairs, (str, bytes, bytearray)) or not isinstance(pairs, Sequence)
+                or any(isinstance(pair, (str, bytes, bytearray)) or not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs)):
             raise TypeError(f"layer_configs must map layers to SSTAConfigs, got {self.layer_configs!r}")
-        for name, layers in (("dense_layers", self.dense_layers), ("layer_configs", [layer for layer, _ in configs])):
-            for layer in layers:
-                if isinstance(layer, bool) or not isinstance(layer, (int, str)):
-                    raise TypeError(f"{name} must name layers by position or by name, got {layer!r} ({type(layer).__name__})")
-        for layer, config in configs:
+        configured = _layers("layer_configs", [layer for layer, _ in pairs])
+        for layer, config in pairs:
             if not isinstance(config, SSTAConfig):
                 raise TypeError(f"layer_configs[{layer!r}] must be an SSTAConfig, got {type(config).__name__}")
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        object.__setattr__(self, "layer_configs", tuple((layer, config) for layer, config in configs))
+        for layer in dense:
+            if layer in configured:
+                raise ValueError(f"dense_layers must not name a layer of layer_configs, got {layer!r} in both")
+        object.__setattr__(self, "dense_layers", dense)
+        object.__setattr__(self, "layer_configs", tuple((layer, config) for layer, (_, config) in zip(configured, pairs)))
 
     @classmethod
     def warm_up(cls) -> Schedule:
@@ -73,7 +79,15 @@ class Schedule:
         return self.dense_steps > 0 or self.dense_above is not None
 
     def is_dense_step(self, index: int, count: int) -> bool:
-        """Whether ``dense_steps`` covers step ``index`` of ``count``."""
+        """Whether ``dense_steps`` covers step ``index`` of the ``count`` that run.
+
+        Raises:
+            TypeError: not ints.
+            ValueError: not 0 <= index < count.
+        """
+        index, count = require_int("index", index, 0), require_int("count", count, 1)
+        if index >= count:
+            raise ValueError(f"index must lie in [0, {count}), the steps there are, got {index}")
         # 0.07 * 100 is a little more than 7.
         covered = math.ceil(self.dense_steps * count - 1e-9)
         return index < (covered if self.dense_steps == 1 else min(covered, count - 1))
@@ -82,18 +96,33 @@ class Schedule:
         """What each of the layers ``names`` uses: its configuration, ``config`` where it has none of its own, None where it is dense.
 
         Raises:
-            ValueError: a layer that there is not, or one that is both dense and configured.
+            ValueError: a layer that there is not, one that is named twice, or one that is both dense and configured.
         """
         chosen: list[SSTAConfig | None] = [config] * len(names)
-        for layer, own in self.layer_configs:
-            chosen[_position("layer_configs", layer, names)] = own
-        configured = {_position("layer_configs", layer, names) for layer, _ in self.layer_configs}
-        for layer in self.dense_layers:
-            position = _position("dense_layers", layer, names)
-            if position in configured:
-                raise ValueError(f"dense_layers must not name a layer of layer_configs, got {layer!r}, which is {names[position]}")
-            chosen[position] = None
+        named: dict[int, tuple[str, int | str]] = {}
+        for argument, layers in (("layer_configs", self.layer_configs), ("dense_layers", [(layer, None) for layer in self.dense_layers])):
+            for layer, own in layers:
+                position = _position(argument, layer, names)
+                other, by = named.setdefault(position, (argument, layer))
+                if other != argument:
+                    raise ValueError(f"dense_layers must not name a layer of layer_configs, got {layer!r}, which is {names[position]}")
+                if by != layer:
+                    raise ValueError(f"{argument} must name a layer once, got {by!r} and {layer!r}, which are both {names[position]}")
+                chosen[position] = own
         return chosen
+
+
+def _layers(argument: str, layers: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Positions as plain ints and names, each once."""
+    checked: list[int | str] = []
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, (str, Integral)):
+            raise TypeError(f"{argument} must name layers by position or by name, got {layer!r} ({type(layer).__name__})")
+        layer = layer if isinstance(layer, str) else int(layer)
+        if layer in checked:
+            raise ValueError(f"{argument} must name a layer once, got {layer!r} twice")
+        checked.append(layer)
+    return tuple(checked)
 
 
 def _position(argument: str, layer: int | str, names: Sequence[str]) -> int:

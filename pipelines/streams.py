@@ -1,31 +1,24 @@
 """From projections to attention: q, k and v of one or more streams of tokens, normed, turned by RoPE, joined and tiled, in one pass.
 
-The families that come this way differ in what a mean square is taken over, in the roundings of their norms, and in what RoPE turns:
-
-    family                      norm                            over            RoPE
-    HunyuanVideo (all), Motif   diffusers' RMSNorm              a head          the video, the same in every head
-    Mochi                       diffusers' MochiRMSNorm         a head          the video, angles of each head's own
-    Wan, VACE, SkyReels V2      torch's RMSNorm                 all heads       everything, the same in every head
-    LTX-Video                   torch's RMSNorm                 all heads       everything, angles of each head's own
+The families that come this way differ in what a mean square is taken over (a head or all of them), in the class of their norms and its
+roundings (which each family says, see ``Norms``), and in what RoPE turns and whether the angles are each head's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from diffusers.models import normalization as diffusers_norms
 from torch import Tensor, nn
 
-from ssta.kernels import Unfinished, kernels_run
-from ssta.kernels.operators import watched
-from ssta.kernels.prologue.deferred import token_scales
-from ssta.kernels.prologue.projection import Projection, RMSNorm
+from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_scales, watched
 
 from .rope import turn_pairs
 
-_NORMS = (nn.RMSNorm, diffusers_norms.RMSNorm, diffusers_norms.MochiRMSNorm)
+# Classes of RMSNorm that the kernel computes as they do -> whether they round to the weight's dtype before they multiply by the weight.
+Norms = Mapping[type[nn.Module], bool]
+TORCH_NORMS: Norms = {nn.RMSNorm: False}
 
 
 class Stream(NamedTuple):
@@ -44,29 +37,31 @@ class Stream(NamedTuple):
 
 
 def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
-           tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Unfinished, Unfinished, Unfinished]:
+           norms: Norms = TORCH_NORMS, tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Deferred, Deferred, Deferred]:
     """q, k and v ``[B, S, H, D]``, each of its streams one after the other.
 
-    One kernel makes each of them where nothing needs a gradient and the norms are the table's, unchanged: it computes as they do, but for
-    the order in which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
+    One kernel makes each of them where nothing needs a gradient and the modules are of the classes ``norms``, unchanged: it computes as
+    they do, but for the order in which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
 
     Args:
         queries, keys, values: streams with the same B, H, D, dtype and device.
         heads: H.
         across_heads: whether the norms take all heads of a token at once.
-        tiles: they go to ``ssta_attention``, which takes them unfinished where the kernel runs, to run it while it makes tiles.
+        norms: classes of RMSNorm that the kernel may stand in for; another norm is left to its module.
+        tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
-    if not all(_by_kernel(stream, heads, across_heads) for stream in (*queries, *keys, *values)):
+    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in (*queries, *keys, *values)):
         return tuple(_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
-    unfinished = (Unfinished(tuple(_projection(stream, heads, across_heads) for stream in streams)) for streams in (queries, keys, values))
-    return tuple(unfinished) if tiles else tuple(x.finish().transpose(1, 2) for x in unfinished)
+    deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams))
+                for streams in (queries, keys, values))
+    return tuple(deferred) if tiles else tuple(x.materialize().transpose(1, 2) for x in deferred)
 
 
-def _projection(stream: Stream, heads: int, across_heads: bool) -> Projection:
+def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm, x = stream.norm, stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
         weight, scales = (norm.weight.view(heads, -1), token_scales(x, norm.eps)) if across_heads else (norm.weight, None)
-        norm = RMSNorm(weight, norm.eps, type(norm) is diffusers_norms.RMSNorm, scales)
+        norm = RMSNorm(weight, norm.eps, norms[type(norm)], scales)
     angles = None
     if stream.angles is not None:
         angles = tuple(of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)
@@ -74,11 +69,11 @@ def _projection(stream: Stream, heads: int, across_heads: bool) -> Projection:
 
 
 def _by_modules(streams: Sequence[Stream], heads: int, across_heads: bool) -> Tensor:
-    parts = [_finished(stream, heads, across_heads) for stream in streams]
+    parts = [_normed_and_turned(stream, heads, across_heads) for stream in streams]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _finished(stream: Stream, heads: int, across_heads: bool) -> Tensor:
+def _normed_and_turned(stream: Stream, heads: int, across_heads: bool) -> Tensor:
     x, norm = stream.projected, stream.norm
     if norm is not None and across_heads:
         x = norm(x)
@@ -91,7 +86,7 @@ def _finished(stream: Stream, heads: int, across_heads: bool) -> Tensor:
     return turn_pairs(x, *(of[..., ::step] for of in stream.angles))
 
 
-def _by_kernel(stream: Stream, heads: int, across_heads: bool) -> bool:
+def _by_kernel(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> bool:
     """Whether the kernel runs here, does what the stream's modules do, and nobody wants a gradient."""
     x, norm, angles = stream
     if torch.compiler.is_compiling() or not kernels_run(x) or torch.is_autocast_enabled(x.device.type):
@@ -99,7 +94,7 @@ def _by_kernel(stream: Stream, heads: int, across_heads: bool) -> bool:
     tensors = [x, *(angles or ())]
     if norm is not None:
         channels = x.shape[-1] if across_heads else x.shape[-1] // heads
-        if not _is_plain(norm) or norm.weight.shape != (channels,) or norm.weight.dtype != x.dtype:
+        if type(norm) not in norms or not _is_plain(norm) or norm.weight.shape != (channels,) or norm.weight.dtype != x.dtype:
             return False
         tensors.append(norm.weight)
     if any(of.dtype != torch.float32 for of in angles or ()) or any(tensor.device != x.device for tensor in tensors):
@@ -108,6 +103,6 @@ def _by_kernel(stream: Stream, heads: int, across_heads: bool) -> bool:
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Whether it is one of the table's norms with a weight, and nobody has changed what calling it does, as offloading and hooks do."""
+    """Whether it has a weight and no bias, and nobody has changed what calling it does, as offloading and hooks do."""
     changed = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
-    return type(norm) in _NORMS and not changed and norm.weight is not None and norm.eps is not None and getattr(norm, "bias", None) is None
+    return not changed and norm.weight is not None and norm.eps is not None and getattr(norm, "bias", None) is None

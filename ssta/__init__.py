@@ -4,16 +4,18 @@ from importlib import import_module
 
 from .attention import ssta_3d_attention, ssta_attention
 from .config import SSTAConfig
+from .dense import dense_attention
 from .layout import TileLayout, tile_layout
 from .sequence import DenseRun, TokenLayout, VideoGrid
+from .text import TextMask
 
 __version__ = "0.1.0"
 
 # What only a person's curiosity needs is loaded when first asked for.
 _LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_density": "plot", "plot_selection": "plot"}
 
-__all__ = ["DenseRun", "SSTAConfig", "TileLayout", "TokenLayout", "VideoGrid", "explain", "plot_block_mask", "plot_density",
-           "plot_selection", "ssta_3d_attention", "ssta_attention", "tile_layout"]
+__all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain", "plot_block_mask",
+           "plot_density", "plot_selection", "ssta_3d_attention", "ssta_attention", "tile_layout"]
 
 
 def __getattr__(name: str):

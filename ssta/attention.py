@@ -1,25 +1,57 @@
-"""ssta_3d_attention and ssta_attention: tile, select, attend, untile."""
+"""ssta_3d_attention and ssta_attention: tile, select, attend, combine, untile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .kernels import BlockLists, Unfinished, attend_in_place, autocast_inputs, resolve_impl, resolve_scale
-from .layout import Input, tile_layout
-from .selection import check_text_mask, select_tiles
+from .kernels import (
+    BlockLists,
+    Deferred,
+    attend_owned,
+    autocast_inputs,
+    choose_route,
+    require_bool,
+    require_impl,
+    require_strided,
+    resolve_scale,
+)
+from .layout import Input, checked_layout
+from .memo import remember_plain
+from .selection import Selection, select_tiles
 from .sequence import TokenLayout
+from .text import TextMask
+
+if TYPE_CHECKING:
+    from .kernels import Route
+
+
+class LayerResult(NamedTuple):
+    """What a layer of attention gives.
+
+    Attributes:
+        out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
+        selection: what was attended to, over the layout's tiles in tiled order.
+        route: which kernels ran, and why no faster ones; None while torch.compile traces, because the graph chooses when it runs.
+    """
+
+    out: Tensor
+    selection: Selection
+    route: Route | None
 
 
 def ssta_3d_attention(
-    query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int = 64, tile_thw: tuple[int, int, int] = (6, 8, 8),
-    kernel_thw: tuple[int, int, int] = (3, 3, 3), text_len: int = 0, sparse_type: str = "ssta", threshold: float = 0.0, *,
-    lambda_: float = 0.7, sampling_type: str | Callable[[Tensor, Tensor], Tensor] = "similarity", pad_type: str = "none",
-    text_mask: Tensor | None = None, mask_share_within_head: bool = False, adaptive_pool: tuple[int, int, int] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int = SSTAConfig.topk,
+    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
+    sparse_type: str = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
+    sampling_type: str | Callable[[Tensor, Tensor], Tensor] = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
+    text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
+    adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool,
     scale: float | None = None, deterministic: bool = True, impl: str = "auto",
 ) -> Tensor:
     """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
@@ -47,30 +79,65 @@ def ssta_3d_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type=sparse_type, threshold=threshold, lambda_=lambda_,
-                        sampling_type=sampling_type, pad_type=pad_type, mask_share_within_head=mask_share_within_head,
-                        adaptive_pool=adaptive_pool)
+    values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool)
+    # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
+    plain = type(sampling_type) is str and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
+    config = _config(*values) if plain else SSTAConfig(*values)
     layout = TokenLayout.video_text(thw, text_len)
-    check_lengths(query, layout, thw, text_len)
-    return ssta_attention(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
+    check_lengths(query, layout)
+    return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
+
+
+def _ints(triple: object) -> bool:
+    return type(triple) is tuple and len(triple) == 3 and type(triple[0]) is type(triple[1]) is type(triple[2]) is int
+
+
+@remember_plain
+def _config(*values: object) -> SSTAConfig:
+    return SSTAConfig(*values)
+
+
+@overload
+def ssta_attention(
+    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
+    text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    return_blocks: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def ssta_attention(
+    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
+    text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    return_blocks: Literal[True],
+) -> tuple[Tensor, BlockLists]: ...
+
+
+@overload
+def ssta_attention(
+    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
+    text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    return_blocks: bool,
+) -> Tensor | tuple[Tensor, BlockLists]: ...
 
 
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
-    text_mask: Tensor | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     return_blocks: bool = False,
 ) -> Tensor | tuple[Tensor, BlockLists]:
     """Selective and sliding tile attention over any sequence of video grids and dense runs.
 
     Args:
         query: ``[B, H, S, D]``, S = ``layout.length``; any strides. Under autocast all three are cast to its dtype. All three may also be
-            ``kernels.Unfinished``, whose projections must end where segments of the layout do: they are finished while they are tiled.
+            ``kernels.Deferred``, whose projections must end where segments of the layout do: they are materialised while they are tiled.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         layout: what the sequence consists of. Windows stay inside their video grid; the budget chooses among the tiles of all grids.
         config: what is attended to. Its variants are resolved by the grid with the most frames.
         text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
-            each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``.
+            each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``. Layers that share one may share
+            its ``TextMask``, which is checked once.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
@@ -83,69 +150,94 @@ def ssta_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    if not isinstance(query, Unfinished):
+    require_bool("return_blocks", return_blocks)
+    out, selection, _ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
+                                   impl=impl)
+    return (out, selection.blocks) if return_blocks else out
+
+
+def ssta_layer(
+    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
+    text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    keep_scores: bool = False,
+) -> LayerResult:
+    """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
+
+    Args:
+        keep_scores: the selection keeps what its blocks follow from too, which stays in memory while attention runs.
+    """
+    if not isinstance(query, Deferred):
         query, key, value = autocast_inputs(query=query, key=key, value=value)
-    check_inputs(query, key, value, layout, config, text_mask)
-    if layout.video:
-        config = config.for_canvas(max([grid.thw for grid in layout.video]))
-    tiles = tile_layout(layout, config.tile_thw, config.pad_type, query.device)
-    scale = resolve_scale(scale, query.shape[-1])
-    # A compiled graph asks the GPU when it runs.
-    if not torch.compiler.is_compiling():
-        impl = resolve_impl(impl, query.device, query.dtype, query.shape[-1], tiles.max_tile_length)
-    q, k, v, means = tiles.tile_qkv(query, key, value)
-    blocks = select_tiles(q, k, tiles, config, text_mask, means)
-    del means
-    # The tiled copies are this call's own: the result may take the place of q, and k and v need not outlive the kernel. Beside the
-    # inputs there are then never more than the three copies.
-    tiled_out = attend_in_place(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl)
-    del q, k, v
-    out = tiles.untile(tiled_out)
-    return (out, blocks) if return_blocks else out
+    check_inputs(query, key, value, layout, config)
+    if text_mask is not None:
+        text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device)
+    if layout.longest_video is not None:
+        config = config.for_canvas(layout.longest_video)
+    scale = resolve_scale(scale, query.shape[3])
+    # Before any work is done; a compiled graph asks the GPU when it runs.
+    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
+        choose_route(impl, query.device, query.dtype, query.shape[3])
+    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
+    tiled = tiles.tile_qkv(query, key, value)
+    selection = select_tiles(tiled, config, text_mask, keep_scores=keep_scores)
+    out, lse, route = attend_owned(tiled.release_q(), tiled.k, tiled.v, selection.blocks, scale=scale, deterministic=deterministic,
+                                   impl=impl)
+    # The tiled copies are this call's own: out may have taken the place of q, and k and v need not outlive the kernel. Beside the inputs
+    # there are then never more than the three copies.
+    del tiled, lse
+    return LayerResult(tiles.untile(out), selection, route)
 
 
-def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | None) -> None:
+def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig) -> None:
+    """That they fit one another; a layer's first step after autocast."""
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
+    _check_tensor("query", query)
+    deferred, dtype, device, (batch, heads, _, dim) = isinstance(query, Deferred), query.dtype, query.device, query.shape
     for name, x in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, x)
-        if isinstance(x, Unfinished) != isinstance(query, Unfinished):
+        if x is not query:
+            _check_tensor(name, x)
+        shape = x.shape
+        if isinstance(x, Deferred) != deferred:
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        if isinstance(x, Unfinished) and not set(accumulate(x.lengths)) <= set(accumulate(segment.length for segment in layout.segments)):
+        if deferred and not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in layout.segments])):
             raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {layout.segments}")
-        if x.shape[2] != layout.length:
-            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {x.shape[2]} in shape {tuple(x.shape)}")
-        if x.shape[0] != query.shape[0] or x.shape[3] != query.shape[3]:
-            raise ValueError(f"{name} must have query's batch {query.shape[0]} and head_dim {query.shape[3]}, got shape {tuple(x.shape)}")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
-        if x.device != query.device:
-            raise ValueError(f"{name} must be on query's device {query.device}, got {x.device}")
-    if key.shape != value.shape:
-        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"query's heads must be a multiple of key's {key.shape[1]}, got {query.shape[1]}")
-    if text_mask is not None:
-        check_text_mask(text_mask, query.shape[0], layout.dense_length, query.device)
+        if shape[2] != layout.length:
+            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}")
+        if shape[0] != batch or shape[3] != dim:
+            raise ValueError(f"{name} must have query's batch {batch} and head_dim {dim}, got shape {tuple(shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have query's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on query's device {device}, got {x.device}")
+    if key.shape != shape:
+        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(shape)}")
+    if heads == 0:
+        raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
+    if shape[1] == 0 or heads % shape[1]:
+        raise ValueError(f"query's heads must be a multiple of key's {shape[1]}, got {heads}")
 
 
 def _check_tensor(name: str, x: Input) -> None:
-    if not isinstance(x, (Tensor, Unfinished)):
+    if not isinstance(x, (Tensor, Deferred)):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if isinstance(x, Tensor):
+        require_strided(name, x)
     if len(x.shape) != 4:
         raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 
-def check_lengths(query: Tensor, layout: TokenLayout, thw: tuple[int, int, int], text_len: int) -> None:
-    """That thw and text_len say how long the sequence is, in these two names."""
+def check_lengths(query: Tensor, layout: TokenLayout) -> None:
+    """That thw and text_len, of which ``layout`` was made, say how long the sequence is, in these two names."""
     _check_tensor("query", query)
-    length = query.shape[2]
+    length, text_len = query.shape[2], layout.dense_length
+    if layout.length == length:
+        return
     if text_len > length:
         raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}")
-    if layout.length != length:
-        raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
-                         f"got {tuple(thw)} = {layout.video_length}")
+    raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
+                     f"got {layout.video[0].thw} = {layout.video_length}")

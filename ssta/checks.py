@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from inspect import signature
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .kernels import require_int
+
+# Beyond it no index of a token fits into 32 bits.
+LARGEST = 2**31 - 1
 
 
-def require_int(name: str, value: int, least: int) -> int:
-    """``value``, an int of at least ``least``. A bool is not an int.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
-
-
-def require_triple(name: str, value: Iterable[int]) -> tuple[int, int, int]:
-    """``value`` as a tuple of three ints of at least 1: (t, h, w).
+def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
+    """``value`` as a tuple of three ints from 1 to 2**31 - 1: (t, h, w). Arrays and integers of numpy's count too.
 
     Raises:
-        TypeError: not a tuple or list, or an entry that is not an int.
-        ValueError: not three entries, or one below 1.
+        TypeError: not a tuple, list or array, or an entry that is not an int.
+        ValueError: not three entries, or one out of range.
     """
-    if not isinstance(value, (tuple, list)):
+    if type(value) is tuple and len(value) == 3:
+        t, h, w = value
+        if type(t) is type(h) is type(w) is int and 0 < t <= LARGEST and 0 < h <= LARGEST and 0 < w <= LARGEST:
+            return value
+    entries = value.tolist() if hasattr(value, "__array__") and not isinstance(value, Tensor) else value
+    if not isinstance(entries, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of three ints (t, h, w), got {value!r} ({type(value).__name__})")
-    if len(value) != 3:
-        raise ValueError(f"{name} must have three entries (t, h, w), got {len(value)}: {tuple(value)}")
-    return tuple(require_int(f"{name}[{axis}]", entry, 1) for axis, entry in enumerate(value))
+    if len(entries) != 3:
+        raise ValueError(f"{name} must have three entries (t, h, w), got {len(entries)}: {tuple(entries)}")
+    t, h, w = (require_int(f"{name}[{axis}]", entry, 1) for axis, entry in enumerate(entries))
+    if max(t, h, w) > LARGEST:
+        raise ValueError(f"{name} must have entries of at most {LARGEST}, got {(t, h, w)}")
+    return t, h, w
+
+
+def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
+    """``require_triple`` of a tile's sides, together at most 2**31 - 1 tokens.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    tile = require_triple(name, value)
+    if prod(tile) > LARGEST:
+        raise ValueError(f"{name} must make tiles of at most {LARGEST} tokens, got {tile}")
+    return tile
 
 
 def require_number(name: str, value: float) -> float:
-    """``value``, an int or a float.
+    """``value``, an int or a float; numpy's numbers as Python's.
 
     Raises:
         TypeError: neither.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) in (int, float):
+        return value
+    numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return value
+    return float(value)
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> str:
@@ -56,3 +75,43 @@ def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = 
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}{also}, got {value!r}")
     return value
+
+
+def require_function(name: str, function: Callable, *arguments: str) -> Callable:
+    """``function``, which can be called with as many arguments as ``arguments`` names; what does not tell its own is believed.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if torch.compiler.is_compiling():
+        return function
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):
+        return function
+    try:
+        parameters.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a function of ({', '.join(arguments)}), got one of {parameters}: {error}") from None
+    return function
+
+
+def require_device(name: str, device: torch.device | str) -> torch.device:
+    """``device`` as one that exists, a GPU with its number.
+
+    Raises:
+        TypeError: neither a device, a string nor an int.
+        ValueError: a device that torch does not know or that is not there.
+    """
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"{name} must be a torch.device, a string or a GPU's number, got {device!r} ({type(device).__name__})")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{name} must be a device that torch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{name} must be a GPU that torch sees ({torch.cuda.device_count() if torch.cuda.is_available() else 0} of them), "
+                         f"got {device!r}")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

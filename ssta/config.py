@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from math import prod
 
 from torch import Tensor
 
-from .checks import require_choice, require_int, require_number, require_triple
+from .checks import require_choice, require_function, require_int, require_number, require_tile, require_triple
+from .kernels import require_bool
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 SAMPLING_TYPES = ("similarity", "importance")
 PAD_TYPES = ("none", "zero", "repeat")
+# Each is a mean of its own for every tile.
+MOST_CELLS = 4096
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,14 @@ class SSTAConfig:
         kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most).
         sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both.
-        threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance.
+        threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
+            whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
         sampling_type: "similarity", "importance", or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
             ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]``, higher is better.
         pad_type: "none" computes on real tokens only; "zero" and "repeat" pad partial tiles as published checkpoints did.
         mask_share_within_head: descriptors are averaged over the heads: one pattern for all of them.
-        adaptive_pool: cells (t, h, w) of a tile's descriptor; None = (2, 2, 2) with a threshold, else one mean.
+        adaptive_pool: cells (t, h, w) of a tile's descriptor, at most 4,096; None = (2, 2, 2) with a threshold, else one mean.
         budget: a function ``f(scores) -> keep`` from float32 ``[B, H, N, N]`` to bool of the same shape, in place of ``topk``
             and ``threshold``.
         variants: ``(max_frames, {field: value, ...})`` in ascending order. ``for_canvas`` applies the first one whose
@@ -52,57 +57,69 @@ class SSTAConfig:
     adaptive_pool: tuple[int, int, int] | None = None
     budget: Callable[[Tensor], Tensor] | None = None
     variants: tuple[tuple[int, Mapping[str, object]], ...] = ()
+    # What for_canvas gives up to so many frames, and beyond them all.
+    _resolved: tuple[tuple[int, SSTAConfig], ...] = field(init=False, repr=False, compare=False)
+    _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._settle("tile_thw", require_triple("tile_thw", self.tile_thw))
+        self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
         self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
-        require_int("topk", self.topk, 1)
+        self._settle("topk", require_int("topk", self.topk, 1))
         require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)
         self._settle("sparse_type", "block_attn" if self.sparse_type == "moba" else self.sparse_type)
-        if not 0 <= require_number("threshold", self.threshold) < 1:
-            raise ValueError(f"threshold must lie in [0, 1), got {self.threshold}")
-        if not 0 <= require_number("lambda_", self.lambda_) <= 1:
-            raise ValueError(f"lambda_ must lie in [0, 1], got {self.lambda_}")
-        if not callable(self.sampling_type):
+        for name, below in (("threshold", True), ("lambda_", False)):
+            value = require_number(name, getattr(self, name))
+            if not 0 <= value <= 1 or below and value == 1:
+                raise ValueError(f"{name} must lie in [0, 1{')' if below else ']'}, got {value}")
+            self._settle(name, value)
+        if callable(self.sampling_type):
+            require_function("sampling_type", self.sampling_type, "q_descriptors", "k_descriptors")
+        else:
             require_choice("sampling_type", self.sampling_type, SAMPLING_TYPES, " or a function of (q_descriptors, k_descriptors)")
         if self.threshold > 0 and self.sampling_type == "importance":
             raise ValueError(f"threshold must be 0 with sampling_type 'importance', whose scores are no logits, got {self.threshold}")
         require_choice("pad_type", self.pad_type, PAD_TYPES)
-        if not isinstance(self.mask_share_within_head, bool):
-            raise TypeError(f"mask_share_within_head must be a bool, got {self.mask_share_within_head!r} "
-                            f"({type(self.mask_share_within_head).__name__})")
+        require_bool("mask_share_within_head", self.mask_share_within_head)
         if self.adaptive_pool is not None:
             self._settle("adaptive_pool", require_triple("adaptive_pool", self.adaptive_pool))
-        if self.budget is not None and not callable(self.budget):
-            raise TypeError(f"budget must be None or a function of the scores, got {self.budget!r}")
-        if self.budget is not None and self.threshold > 0:
-            raise ValueError(f"threshold must be 0 with a budget of your own, which replaces it, got {self.threshold}")
+            if prod(self.adaptive_pool) > MOST_CELLS:
+                raise ValueError(f"adaptive_pool must have at most {MOST_CELLS} cells, got {self.adaptive_pool}")
+        if self.budget is not None:
+            if not callable(self.budget):
+                raise TypeError(f"budget must be None or a function of the scores, got {self.budget!r}")
+            require_function("budget", self.budget, "scores")
+            if self.threshold > 0:
+                raise ValueError(f"threshold must be 0 with a budget of your own, which replaces it, got {self.threshold}")
         if not isinstance(self.variants, (tuple, list)):
             raise TypeError(f"variants must be a tuple of (max_frames, overrides), got {self.variants!r}")
-        self._settle("variants", tuple(self._check_variant(i, variant) for i, variant in enumerate(self.variants)))
+        checked = [self._check_variant(i, variant) for i, variant in enumerate(self.variants)]
+        self._settle("variants", tuple([(frames, overrides) for frames, overrides, _ in checked]))
+        self._settle("_resolved", tuple([(frames, varied) for frames, _, varied in checked]))
+        self._settle("_beyond", replace(self, variants=()) if checked else None)
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_variant(self, i: int, variant: tuple) -> tuple[int, tuple[tuple[str, object], ...]]:
-        """The variant with its overrides as sorted pairs, which can be hashed."""
+    def _check_variant(self, i: int, variant: tuple) -> tuple[int, tuple[tuple[str, object], ...], SSTAConfig]:
+        """The variant with its overrides as sorted pairs, which can be hashed, and the configuration that it stands for."""
         if not isinstance(variant, (tuple, list)) or len(variant) != 2:
             raise TypeError(f"variants[{i}] must be (max_frames, overrides), got {variant!r}")
-        max_frames, overrides = variant
-        if not isinstance(overrides, (dict, tuple, list)):
+        frames, overrides = variant
+        frames = require_int(f"variants[{i}] max_frames", frames, 1)
+        if i and frames <= self.variants[i - 1][0]:
+            raise ValueError(f"variants must ascend in max_frames, got {frames} after {self.variants[i - 1][0]}")
+        pairs = list(overrides.items()) if isinstance(overrides, Mapping) else overrides
+        if not isinstance(pairs, (tuple, list)) or not all(
+                isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
             raise TypeError(f"variants[{i}] overrides must map fields of SSTAConfig to values, got {overrides!r}")
-        require_int(f"variants[{i}] max_frames", max_frames, 1)
-        if i and max_frames <= self.variants[i - 1][0]:
-            raise ValueError(f"variants must ascend in max_frames, got {max_frames} after {self.variants[i - 1][0]}")
-        overrides = dict(overrides)
-        unknown = sorted(set(overrides) - {field.name for field in fields(self) if field.name != "variants"})
+        unknown = sorted({name for name, _ in pairs} - {of.name for of in fields(self) if of.init and of.name != "variants"})
         if unknown:
             raise ValueError(f"variants[{i}] must override fields of SSTAConfig other than variants, got {unknown}")
         try:
-            varied = replace(self, variants=(), **overrides)
+            varied = replace(self, variants=(), **dict(pairs))
         except (TypeError, ValueError) as error:
             raise type(error)(f"variants[{i}]: {error}") from None
-        return max_frames, tuple((name, getattr(varied, name)) for name in sorted(overrides))
+        return frames, tuple((name, getattr(varied, name)) for name in sorted(dict(pairs))), varied
 
     @property
     def pool_cells(self) -> tuple[int, int, int] | None:
@@ -118,10 +135,10 @@ class SSTAConfig:
             TypeError, ValueError: ``thw`` is not three positive ints.
         """
         frames = require_triple("thw", thw)[0]
-        for max_frames, overrides in self.variants:
+        for max_frames, varied in self._resolved:
             if frames <= max_frames:
-                return replace(self, variants=(), **dict(overrides))
-        return replace(self, variants=()) if self.variants else self
+                return varied
+        return self if self._beyond is None else self._beyond
 
     @classmethod
     def hunyuan_video_15(cls) -> SSTAConfig:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .checks import require_choice, require_triple
+from .checks import require_choice, require_device, require_tile
 from .config import PAD_TYPES
-from .kernels import Unfinished, gather_blocks, kernels_run, take_tokens
+from .kernels import Deferred, gather_blocks, kernels_run, require_strided, take_tokens
 from .memo import remember
 from .sequence import DenseRun, TokenLayout, VideoGrid
+from .tiled import TiledQKV
 
-# What tiles are made of: tokens that are ready, or that are finished on the way into the tiles.
-Input = Tensor | Unfinished
+# Padding beyond both is no plan but a mistake: slots for each token, and slots at all.
+MOST_PADDING = 64
+MOST_PADDED = 1 << 20
+
+# What tiles are made of: tokens that are ready, or that are materialised on the way into the tiles.
+Input = Tensor | Deferred
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class TiledSegment:
     """How one segment is cut. A dense run counts as a grid of one row: (1, 1, length), with tiles (1, 1, tokens of a tile).
 
     Args:
+        kind: "video" or "dense".
         first_token: where the segment starts in the sequence.
         first_slot: where it starts in tiled order.
         extent: its tokens along (t, h, w).
@@ -31,6 +37,7 @@ class TiledSegment:
         padded: the extent after padding; equal to ``extent`` where nothing is padded.
     """
 
+    kind: str
     first_token: int
     first_slot: int
     extent: tuple[int, int, int]
@@ -57,7 +64,7 @@ class TiledSegment:
         return prod([min(n, size) for n, size in zip(self.padded, self.tile)])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TileLayout:
     """A sequence of S tokens cut into N video tiles and, after them, M dense tiles, which together have P slots.
 
@@ -79,6 +86,14 @@ class TileLayout:
         lengths: int32 ``[N + M]``. The slots of each tile.
         row_major: int64 ``[P]``. The slot of each position of the padded segments, taken t-major, then h, then w, segment after
             segment, video first.
+
+    Attributes:
+        num_video_tiles, num_dense_tiles, num_tiles: N, M and N + M.
+        num_slots: P, the tokens including padding.
+        tile_length: slots of every tile, None where tiles differ.
+        max_tile_length: slots of the longest tile.
+        tile_grids: tiles along (t, h, w) of each video grid.
+        device: where the tensors are.
     """
 
     tokens: TokenLayout
@@ -92,81 +107,75 @@ class TileLayout:
     offsets: Tensor
     lengths: Tensor
     row_major: Tensor
+    num_video_tiles: int = field(init=False)
+    num_dense_tiles: int = field(init=False)
+    num_tiles: int = field(init=False)
+    num_slots: int = field(init=False)
+    tile_length: int | None = field(init=False)
+    max_tile_length: int = field(init=False)
+    tile_grids: tuple[tuple[int, int, int], ...] = field(init=False)
+    device: torch.device = field(init=False)
 
-    @property
-    def num_video_tiles(self) -> int:
-        """N."""
-        return sum(segment.num_tiles for segment in self.video)
-
-    @property
-    def num_dense_tiles(self) -> int:
-        """M."""
-        return sum(segment.num_tiles for segment in self.dense)
-
-    @property
-    def num_tiles(self) -> int:
-        """N + M."""
-        return self.num_video_tiles + self.num_dense_tiles
-
-    @property
-    def num_slots(self) -> int:
-        """P, the tokens including padding."""
-        return sum(segment.num_slots for segment in (*self.video, *self.dense))
-
-    @property
-    def tile_length(self) -> int | None:
-        """Slots of every tile, None where tiles differ."""
+    def __post_init__(self) -> None:
         segments = (*self.video, *self.dense)
-        whole = all(n % size == 0 for segment in segments for n, size in zip(segment.padded, segment.tile))
-        return prod(self.tile_thw) if whole else None
+        video, dense = (sum([segment.num_tiles for segment in part]) for part in (self.video, self.dense))
+        whole = all([n % size == 0 for segment in segments for n, size in zip(segment.padded, segment.tile)])
+        for name, value in (
+            ("num_video_tiles", video), ("num_dense_tiles", dense), ("num_tiles", video + dense),
+            ("num_slots", sum([segment.num_slots for segment in segments])), ("tile_length", prod(self.tile_thw) if whole else None),
+            ("max_tile_length", max([segment.longest_tile for segment in segments])),
+            ("tile_grids", tuple([segment.tiles for segment in self.video])), ("device", self.source.device),
+        ):
+            object.__setattr__(self, name, value)
 
-    @property
-    def max_tile_length(self) -> int:
-        """Slots of the longest tile."""
-        return max([segment.longest_tile for segment in (*self.video, *self.dense)])
-
-    @property
-    def tile_grids(self) -> tuple[tuple[int, int, int], ...]:
-        """Tiles along (t, h, w) of each video grid."""
-        return tuple(segment.tiles for segment in self.video)
-
-    @property
-    def device(self) -> torch.device:
-        return self.source.device
+    def __repr__(self) -> str:
+        tile = " x ".join(map(str, self.tile_thw))
+        lengths = f"{self.max_tile_length} slots each" if self.tile_length else f"at most {self.max_tile_length} slots each"
+        return (f"TileLayout of {str(self.tokens).removeprefix('TokenLayout of ')}\n"
+                f"  cut into {self.num_video_tiles} video tiles of {tile} and {self.num_dense_tiles} dense tiles, {lengths}\n"
+                f"  padding {self.padding!r}: {self.num_slots:,} slots, on {self.device}")
 
     def tile(self, x: Tensor) -> Tensor:
-        """``[B, H, S, D]`` in the sequence's order -> ``[B, H, P, D]`` in tiled order, in x's memory order, differentiable."""
+        """``[B, H, S, D]`` of any dtype in the sequence's order -> ``[B, H, P, D]`` in tiled order, in x's memory order; differentiable."""
         self._check("tile", x, self.tokens.length)
-        return _Tile.apply(x, self)
+        return self._tile(x)
 
-    def tile_qkv(self, q: Input, k: Input, v: Input) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """``tile`` of q ``[B, Hq, S, D]`` and of k and v ``[B, Hkv, S, D]``; and the means of q's and of k's video tiles.
+    def tile_qkv(self, q: Input, k: Input, v: Input) -> TiledQKV:
+        """``tile`` of q ``[B, Hq, S, D]`` and of k and v ``[B, Hkv, S, D]``.
 
-        On a GPU one kernel reads every token once and writes both. The means, float32 ``[B, H, N, D]``, are those of
-        ``scoring.descriptors``; None where plain torch runs, to which they would be a pass of their own. What is unfinished, all three or
-        none, is finished on the way; its projections end where segments do.
+        On a GPU one kernel reads every token once and writes the tiles' means too. What is deferred, all three or none, is materialised
+        on the way; its projections end where segments do.
         """
         for x in (q, k, v):
-            self._check("tile_qkv", x, self.tokens.length)
-        if isinstance(q, Unfinished):
-            (q, q_means), (k, k_means), (v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
+            if len(x.shape) != 4 or x.shape[2] != self.tokens.length:
+                self._check("tile_qkv", x, self.tokens.length)
+        if isinstance(q, Deferred):
+            (q, q_mean), (k, k_mean), (v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
                 (q, k, v), (self.num_video_tiles, self.num_video_tiles, 0)))
-            return q, k, v, (q_means, k_means)
+            return TiledQKV(self, q, k, v, q_mean, k_mean)
         if not kernels_run(q):
-            return self.tile(q), self.tile(k), self.tile(v), None
-        q, k, v, *means = _TileQKV.apply(q, k, v, self)
-        return q, k, v, tuple(means)
+            return TiledQKV(self, self._tile(q), self._tile(k), self._tile(v))
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return TiledQKV(self, *_TileQKV.apply(q, k, v, self))
+        return TiledQKV(self, *gather_blocks(q, k, v, self.source, self.offsets, self.num_video_tiles))
 
     def untile(self, x: Tensor) -> Tensor:
         """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order, no padding, in x's memory order; differentiable."""
         self._check("untile", x, self.num_slots)
-        return _Untile.apply(x, self)
+        return _Untile.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else take_tokens(x, self.inverse)
+
+    def _tile(self, x: Tensor) -> Tensor:
+        return _Tile.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else take_tokens(x, self.source)
 
     def _check(self, wanted_by: str, x: Input, length: int) -> None:
-        if not isinstance(x, (Tensor, Unfinished)):
+        if not isinstance(x, (Tensor, Deferred)):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        if isinstance(x, Tensor):
+            require_strided("x", x)
         if len(x.shape) != 4 or x.shape[2] != length:
             raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")
+        if x.device != self.device:
+            raise ValueError(f"x must be on the layout's device {self.device}, got {x.device}")
 
     # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.
 
@@ -181,7 +190,7 @@ class TileLayout:
 
     def _fold(self, x: Tensor, segment: TiledSegment) -> Tensor:
         """One segment's part of ``_collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
-        if self.padding == "zero" and segment in self.video:
+        if self.padding == "zero" and segment.kind == "video":
             return take_tokens(x, self.inverse[segment.first_token:segment.first_token + prod(segment.extent)])
         positions = self.row_major[segment.first_slot:segment.first_slot + segment.num_slots]
         cube = take_tokens(x, positions).unflatten(2, segment.padded)
@@ -238,18 +247,23 @@ def tile_layout(
         tokens: the sequence.
         tile_thw: tokens of a video tile along (t, h, w).
         padding: "none", "zero" or "repeat"; see ``TileLayout``.
+        device: where its tensors are.
 
     Raises:
-        TypeError: tokens is no TokenLayout, or tile_thw not three ints.
-        ValueError: an entry of tile_thw below 1, or an unknown padding.
+        TypeError: tokens is no TokenLayout, tile_thw not three ints, or device none.
+        ValueError: an entry of tile_thw below 1, an unknown padding, a device that is not there, or so large a tile that almost everything
+            would be padding: more than 64 slots a token, and more than 2 ** 20 of them.
     """
     if not isinstance(tokens, TokenLayout):
         raise TypeError(f"tokens must be a TokenLayout, got {type(tokens).__name__}")
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    return checked_layout(tokens, require_tile("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES),
+                          require_device("device", device))
+
+
+def checked_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
+    """``tile_layout`` of arguments that were checked before, such as those of an SSTAConfig."""
     make = _compiled_layout if torch.compiler.is_compiling() else _tile_layout
-    return make(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES), device)
+    return make(tokens, tile_thw, padding, device)
 
 
 def _compiled_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
@@ -285,7 +299,7 @@ def _tile_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: s
     video, dense = _cut(tokens, tile_thw, padding)
     slots, sources, inverses, lengths = [], [], [], []
     for segment in (*video, *dense):
-        slot, token, tile_lengths = _index(segment, padding == "zero" and segment in video, device)
+        slot, token, tile_lengths = _index(segment, padding == "zero" and segment.kind == "video", device)
         slots.append(slot.flatten())
         sources.append(token.flatten())
         t, h, w = segment.extent
@@ -305,16 +319,19 @@ def _cut(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> t
     for segment in tokens.segments:
         starts.append(start)
         start += segment.length
-    cut, slot = ([], []), 0
-    for kind, segment_type in enumerate((VideoGrid, DenseRun)):
+    video, dense, slot = [], [], 0
+    for kind, found, segment_type in (("video", video, VideoGrid), ("dense", dense, DenseRun)):
         for segment, start in zip(tokens.segments, starts):
             if not isinstance(segment, segment_type):
                 continue
-            extent, tile = (segment.thw, tile_thw) if kind == 0 else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
+            extent, tile = (segment.thw, tile_thw) if kind == "video" else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
             padded = extent if padding == "none" else tuple(-(-n // size) * size for n, size in zip(extent, tile))
-            cut[kind].append(TiledSegment(start, slot, extent, tile, padded))
+            found.append(TiledSegment(kind, start, slot, extent, tile, padded))
             slot += prod(padded)
-    return tuple(cut[0]), tuple(cut[1])
+    if padding != "none" and slot > max(MOST_PADDING * tokens.length, MOST_PADDED):
+        raise ValueError(f"tile_thw must not be so large that padding {padding!r} makes more than {MOST_PADDING} slots of a token, "
+                         f"got {tile_thw}, which makes {slot:,} of {tokens.length:,} tokens")
+    return tuple(video), tuple(dense)
 
 
 def _in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 
 import torch
+
+# How many modes that see every operator are active. Private: where a torch lacks it, a tensor is made and looked at instead.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
 def remember(capacity: int) -> Callable:
@@ -25,16 +28,18 @@ def remember(capacity: int) -> Callable:
 
         @wraps(make)
         def remembered(*key):
-            if torch.compiler.is_compiling() or _is_fake():
+            if traced():
                 return make(*key)
-            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            capturing = captured()
             with lock:
-                result = held_by_graphs[key] if key in held_by_graphs else kept.get(key)
+                result = kept.get(key)
+                if result is not None:
+                    kept.move_to_end(key)
+                elif held_by_graphs:
+                    result = held_by_graphs.get(key)
                 if result is not None:
                     if capturing:
                         held_by_graphs[key] = result
-                    elif key in kept:
-                        kept.move_to_end(key)
                     return result
             # A tensor made in inference mode could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
@@ -52,6 +57,32 @@ def remember(capacity: int) -> Callable:
     return decorate
 
 
-def _is_fake() -> bool:
-    """Whether tensors made now would be of a dispatch mode's own kind (FakeTensor, say) instead of plain ones."""
-    return type(torch.empty(0)) is not torch.Tensor
+def remember_plain(make: Callable) -> Callable:
+    """Decorates ``make(*key)``, a pure function from plain values to an immutable object without tensors; 64 results are kept.
+
+    Values that are equal but of other types, such as 1 and True, are different keys; what cannot be hashed is made anew.
+    """
+    kept = lru_cache(maxsize=64, typed=True)(make)
+
+    @wraps(make)
+    def remembered(*key):
+        if torch.compiler.is_compiling():
+            return make(*key)
+        try:
+            return kept(*key)
+        except TypeError:
+            return make(*key)
+
+    return remembered
+
+
+def traced() -> bool:
+    """Whether tensors made now belong to a graph that torch.compile traces, or are of a mode's own kind (FakeTensor, say)."""
+    if torch.compiler.is_compiling():
+        return True
+    return (_modes is None or _modes() > 0) and type(torch.empty(0)) is not torch.Tensor
+
+
+def captured() -> bool:
+    """Whether a CUDA graph records what the device does now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

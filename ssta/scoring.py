@@ -81,6 +81,8 @@ def score_tiles(q_descriptors: Tensor, k_descriptors: Tensor, scorer: Callable[[
         raise TypeError(f"sampling_type's scores must be a floating-point tensor, got {getattr(scores, 'dtype', type(scores).__name__)}")
     if tuple(scores.shape) != expected:
         raise ValueError(f"sampling_type's scores must have shape {expected}, got {tuple(scores.shape)}")
+    if scores.device != q.device:
+        raise ValueError(f"sampling_type's scores must be on the descriptors' device {q.device}, got {scores.device}")
     return scores.float().masked_fill(scores.isnan() | ~k_finite[..., None, :], -torch.inf)
 
 

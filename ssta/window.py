@@ -32,6 +32,7 @@ def near(tile_grids: Sequence[tuple[int, int, int]], kernel_thw: tuple[int, int,
 
 
 def _near_along(n: int, k: int, device: torch.device | str) -> Tensor:
-    tile, reach = torch.arange(n, device=device), k // 2
+    # Farther than the last tile there is nothing.
+    tile, reach = torch.arange(n, device=device), min(k // 2, n)
     centre = tile.clamp(min=reach).clamp(max=n - 1 - reach)
     return (centre[:, None] - tile).abs() <= reach

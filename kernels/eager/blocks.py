@@ -1,4 +1,4 @@
-"""Block-sparse attention in plain torch: bring the listed keys of a few query blocks together, attend, move on.
+"""Block-sparse attention in plain torch (impl="torch"): bring the listed keys of a few query blocks together, attend, move on.
 
 Time grows with the selected blocks, and memory with those of a few query blocks. It runs wherever torch runs: the default on a CPU
 and for float32 and float64. On a GPU a list costs its whole capacity, because its count stays on the device.
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockLists
-from .steps import compute_dtype, steps
+from .steps import compute_dtype, softmax, steps
 
 
-def gather_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them."""
     # One row past the end takes what unused slots write.
     out = q.new_zeros(*q.shape[:2], q.shape[2] + 1, q.shape[3])
@@ -22,12 +22,7 @@ def gather_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
         scores = (step.q @ step.k.mT).mul_(scale)
         if step.visible is not None:
             scores.masked_fill_(~step.visible, float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        top = torch.where(top == float("-inf"), 0.0, top)
-        weights = scores.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        empty = total == 0
-        total = total.masked_fill(empty, 1.0)
+        weights, total, row_lse = softmax(scores)
         if causal:
             # Zero times a NaN is NaN: a value that is not finite may reach just the rows that see it.
             bad = ~step.v.isfinite()
@@ -36,11 +31,11 @@ def gather_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
         else:
             part = weights @ step.v
         step.write(out, (part / total).to(q.dtype))
-        step.write(lse, (total.log() + top).masked_fill(empty, float("-inf")).squeeze(-1))
+        step.write(lse, row_lse)
     return torch.empty_like(q).copy_(out[:, :, :-1]), lse[:, :, :-1].contiguous()
 
 
-def gather_backward(
+def torch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
     flipped: BlockLists | None, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +56,10 @@ def gather_backward(
         step.add_to_keys(dv, weights.mT @ step_dout)
         dscores = (step_dout @ step.v.mT).sub_(step.read(delta)[..., None]).mul_(weights).mul_(scale)
         query, key = step.q, step.k
-        if causal:
+        if step.visible is not None:
             # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
             dscores.masked_fill_(~step.visible, 0.0)
+        if causal:
             query, key = (x.masked_fill(~x.isfinite(), 0.0) for x in (query, key))
         step.write(dq, dscores @ key)
         step.add_to_keys(dk, dscores.mT @ query)

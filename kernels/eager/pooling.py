@@ -8,7 +8,7 @@ from torch import Tensor
 from .steps import GATHER_ELEMENTS, compute_dtype
 
 
-def gather_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block: Tensor) -> Tensor:
+def torch_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block: Tensor) -> Tensor:
     """Per token [Hq, L, ceil(L / block_size)] in q's dtype, of q [L, Hq, D] and k [L, Hkv, D]; ``by_block`` [Hq, N, N] takes the maxima
     per query block."""
     length, heads, _ = q.shape

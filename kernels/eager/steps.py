@@ -1,4 +1,4 @@
-"""What the gather implementation walks over: some query blocks at a time, with the keys that they attend to beside them.
+"""What the plain torch implementation iterates over: some query blocks at a time, with the keys that they attend to beside them.
 
 On a CPU a step is one query block of one head with exactly its keys, which keeps the scores in the cache. On other devices, where
 reading lengths and counts would wait for the device, a step is several blocks of all heads, padded to the longest list that fits.
@@ -88,6 +88,18 @@ def steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, their sums [..., 1], lse [...]) of scores [..., n], over which the weights are written; a row of -inf alone has weights
+    of 0, a sum of 1 and an lse of -inf."""
+    row_max = scores.amax(-1, keepdim=True)
+    row_max = torch.where(row_max == float("-inf"), 0.0, row_max)
+    weights = scores.sub_(row_max).exp_()
+    row_sum = weights.sum(-1, keepdim=True)
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    return weights, row_sum, (row_sum.log() + row_max).masked_fill(empty, float("-inf")).squeeze(-1)
 
 
 def _exact_steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> Iterator[ExactStep]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..token_lists import KeyLists, TokenLists
-from .steps import GATHER_ELEMENTS, compute_dtype
+from .steps import GATHER_ELEMENTS, compute_dtype, softmax
 
 
-def gather_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float) -> tuple[Tensor, Tensor]:
+def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``token_attention`` describes them."""
     dtype, group = compute_dtype(q), q.shape[1] // k.shape[1]
     out = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -20,18 +20,13 @@ def gather_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, sc
         keys, values = _gather(k, rows, seen), _gather(v, rows, seen)
         scores = (_grouped(q[some], group).to(dtype) @ keys.mT) * scale
         scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        top = torch.where(top == float("-inf"), 0.0, top)
-        weights = torch.exp(scores - top)
-        total = weights.sum(-1, keepdim=True)
-        empty = total == 0
-        total = total.masked_fill(empty, 1.0)
+        weights, total, row_lse = softmax(scores)
         out[some] = (weights @ values / total).flatten(1, 2).to(q.dtype)
-        lse[some] = (total.log() + top).masked_fill(empty, float("-inf")).flatten(1)
+        lse[some] = row_lse.flatten(1)
     return out, lse
 
 
-def gather_tokens_backward(
+def torch_tokens_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists,
     inverse: KeyLists | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
+from .arguments import Bounds, ChunkLists
 from .primitives import block_bounds, load_rows
 from .quick_launch import QuickLaunch, fit
 
@@ -34,6 +35,10 @@ class Chunks(NamedTuple):
     sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
     full: Tensor     # int32 [B|1, H|1, rows]
     partial: Tensor  # int32 [B|1, H|1, rows]
+
+    def read_by(self, heads: int) -> ChunkLists:
+        """As a kernel of ``heads`` heads takes them."""
+        return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
 
 
 class Queue(NamedTuple):
@@ -67,6 +72,12 @@ class Partition(NamedTuple):
     def strides(self, heads: int) -> tuple[int, int, int]:
         return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
 
+    def bounds(self, heads: int) -> Bounds:
+        """As a kernel of ``heads`` heads takes them."""
+        if self.uniform:
+            return Bounds(None, None, 0, 0, 1, self.length, self.tokens)
+        return Bounds(self.starts, self.sizes, *shared_strides(self.starts, heads), self.length, self.tokens)
+
     @property
     def geometry(self) -> Geometry:
         return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
@@ -88,7 +99,7 @@ def q_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the query tokens are partitioned."""
     uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
-    return Partition(*bounds, uniform, blocks.max_q_length, tokens, blocks.num_q_blocks)
+    return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks)
 
 
 def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
@@ -96,7 +107,12 @@ def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
     number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
-    return Partition(*bounds, uniform, blocks.max_kv_length, tokens, number)
+    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number)
+
+
+def _longest(bound: int, uniform: bool, tokens: int) -> int:
+    """Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32."""
+    return bound if uniform else min(bound, max(tokens, 1))
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.

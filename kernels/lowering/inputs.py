@@ -23,6 +23,6 @@ def tma_ok(x: Tensor) -> bool:
 
 def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     """For loading [rows, dim_pad] of x [B, H, tokens, dim] through TMA; None where x is not ``tma_ok`` or the GPU has no TMA."""
-    if not (tma_ok(x) and device_limits(x.device).copy_engine):
+    if not (tma_ok(x) and device_limits(x.device).tma):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])

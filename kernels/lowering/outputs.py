@@ -7,28 +7,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import view
 from .chunks import Partition
+from .primitives import of_head
 
 # Rows that a program clears at once.
 ROWS = 32
 
 
 @triton.jit
-def _clear_kernel(out, lse, starts, sizes, out_batch, out_head, out_row, bound_batch, bound_head, bound_group, heads, tokens,
-                  ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _clear_kernel(out, lse, bounds, heads, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     # The gap before block ``place``; the last place is the end of the sequence.
     place, number = tl.program_id(0), tl.num_programs(0) - 1
     head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head + place
-    first = tl.load(starts + bound - 1, mask=place > 0, other=0) + tl.maximum(tl.load(sizes + bound - 1, mask=place > 0, other=0), 0)
-    last = tl.minimum(tl.load(starts + bound, mask=place < number, other=tokens), tokens)
-    out += batch * out_batch + head * out_head
-    lse += (batch * heads + head) * tokens
+    at = batch * bounds.batch + (head // bounds.group) * bounds.head + place
+    first = tl.load(bounds.starts + at - 1, mask=place > 0, other=0)
+    first += tl.maximum(tl.load(bounds.sizes + at - 1, mask=place > 0, other=0), 0)
+    last = tl.minimum(tl.load(bounds.starts + at, mask=place < number, other=bounds.tokens), bounds.tokens)
+    out_head = of_head(out, batch, head)
+    lse += (batch * heads + head) * bounds.tokens
     lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     for row in range(first, last, ROWS):
         inside = row + lines < last
-        tl.store(out + (row + lines).to(tl.int64)[:, None] * out_row + dims[None, :], tl.zeros([ROWS, DIM_PAD], out.dtype.element_ty),
-                 mask=inside[:, None] & (dims < DIM)[None, :])
+        tl.store(out_head + (row + lines).to(tl.int64)[:, None] * out.row + dims[None, :],
+                 tl.zeros([ROWS, DIM_PAD], out_head.dtype.element_ty), mask=inside[:, None] & (dims < DIM)[None, :])
         tl.store(lse + row + lines, tl.full([ROWS], float("-inf"), tl.float32), mask=inside)
 
 
@@ -43,6 +45,5 @@ def empty_outputs(q: Tensor, rows: Partition, in_place: bool = False) -> tuple[T
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if not rows.uniform and batch * heads:
         _clear_kernel[(rows.number + 1, batch * heads)](
-            out, lse, rows.starts, rows.sizes, *out.stride()[:3], *rows.strides(heads), heads, tokens,
-            ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim))
+            view(out), lse, rows.bounds(heads), heads, ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim))
     return out, lse

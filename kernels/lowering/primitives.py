@@ -20,27 +20,27 @@ def block_bounds(starts, sizes, at, block, length, tokens, UNIFORM: tl.constexpr
 
 
 @triton.jit
-def own_rows(place, starts, sizes, bound_batch, bound_head, bound_group, heads, length, tokens,
-             ROWS: tl.constexpr, PARTS: tl.constexpr, UNIFORM: tl.constexpr):
+def own_rows(place, bounds, heads, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """(batch, head, block, first row, rows from there to the block's end) of a program that owns the ``place % PARTS``-th ROWS rows of
     block ``place // PARTS``; no rows, or fewer than none, where the block is too short to have them."""
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     block, before = place // PARTS, place % PARTS * ROWS
-    at = batch * bound_batch + head // bound_group * bound_head
-    row, rows = block_bounds(starts, sizes, at, block, length, tokens, UNIFORM)
+    at = batch * bounds.batch + head // bounds.group * bounds.head
+    row, rows = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens,
+                             bounds.starts is None)
     return batch, head, block, row + before, rows - before
 
 
 @triton.jit
-def of_head(x, batch, head, batch_stride, head_stride):
-    """Where a head of x [B, H, ...] begins."""
-    return x + batch * batch_stride + tl.cast(head, tl.int64) * head_stride
+def of_head(x, batch, head):
+    """Where a head of a ``View`` begins."""
+    return x.ptr + batch * x.batch + tl.cast(head, tl.int64) * x.head
 
 
 @triton.jit
-def row_of_lists(batch, head, block, list_batch, list_head, list_group):
-    """Which row of lists [B|1, H|1, rows] is a block's; the strides are those of ``shared_strides``."""
-    return batch * list_batch + tl.cast(head // list_group, tl.int64) * list_head + block
+def row_of_lists(lists, batch, head, block):
+    """Which row of ``Lists`` or ``ChunkLists`` is a block's."""
+    return batch * lists.batch + tl.cast(head // lists.group, tl.int64) * lists.head + block
 
 
 @triton.jit
@@ -111,6 +111,19 @@ def finish_softmax(acc, row_max, row_sum):
     empty = row_sum == 0
     divisor = tl.where(empty, 1.0, row_sum)
     return acc / divisor[:, None], tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)
+
+
+@triton.jit
+def part_weights(lse, lse_max):
+    """What a part counts for in a merge of partial results, of which ``lse_max`` is the largest lse; 0 where it has nothing."""
+    return tl.exp(lse - tl.where(lse_max == float("-inf"), 0.0, lse_max))
+
+
+@triton.jit
+def merged_lse(lse_max, total):
+    """(what the parts' weighted sum is divided by, lse) of merged parts, ``total`` the sum of their weights."""
+    divisor = tl.where(total == 0, 1.0, total)
+    return divisor, tl.where(total == 0, float("-inf"), lse_max + tl.log(divisor))
 
 
 @triton.jit

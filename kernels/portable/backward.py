@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.chunks import chunk_lists, kv_partition, q_partition, shared_strides
+from ..lowering.arguments import view
+from ..lowering.chunks import chunk_lists, kv_partition, q_partition
 from ..lowering.inputs import descriptor, strided
 from ..lowering.primitives import (
     LOG2E,
@@ -27,7 +28,6 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from ..routing import GATHERED_BELOW
 from .config import LaunchConfig, dkv_config, dq_config
 from .gathered import gathered_dq
 
@@ -35,21 +35,20 @@ DELTA_ROWS = 64
 
 
 @triton.jit
-def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_row, do_batch, do_head, do_row,
-                  dlse_batch, dlse_head, dlse_row, heads, q_len,
-                  HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2."""
+def _delta_kernel(out, dout, dlse, lse, delta, lse2, heads, q_len,
+                  M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """delta, and lse in base 2; dlse None where no gradient arrives through lse."""
     row = tl.program_id(0) * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    o = load_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, q_len - row, M, DIM, DIM_PAD, True)
-    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, q_len - row, M, DIM, DIM_PAD, True)
+    o = load_rows(of_head(out, batch, head), row, out.row, q_len - row, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head), row, dout.row, q_len - row, M, DIM, DIM_PAD, True)
     offsets = row + tl.arange(0, M)
     mask = offsets < q_len
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = (batch * heads + head) * q_len + offsets
     row_lse = tl.load(lse + at, mask=mask, other=0.0)
-    if HAS_DLSE:
-        row_dlse = tl.load(dlse + batch * dlse_batch + head * dlse_head + offsets.to(tl.int64) * dlse_row, mask=mask, other=0.0)
+    if dlse is not None:
+        row_dlse = tl.load(of_head(dlse, batch, head) + offsets.to(tl.int64) * dlse.row, mask=mask, other=0.0)
         # An empty row has no gradient, whatever arrives for its lse of -inf.
         row_delta -= tl.where(row_lse == float("-inf"), 0.0, row_dlse)
     tl.store(delta + at, row_delta, mask=mask)
@@ -57,14 +56,14 @@ def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_batch, out_head, out_ro
 
 
 @triton.jit
-def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, start, size, query, k_stride, v_stride, shift, scale_log2,
+def _dq_step(dq, q, do, lse2, delta, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, start, size, query, shift, scale_log2,
              M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
     if PARTIAL:
-        keys = load_rows(k, start, k_stride, size, N, DIM, DIM_PAD, True)
-        values = load_rows(v, start, v_stride, size, N, DIM, DIM_PAD, True)
+        keys = load_rows(k, start, k_row, size, N, DIM, DIM_PAD, True)
+        values = load_rows(v, start, v_row, size, N, DIM, DIM_PAD, True)
     else:
-        keys = load_chunk(k_chunks, k, batch, kv_head, start, k_stride, N, DIM, DIM_PAD)
-        values = load_chunk(v_chunks, v, batch, kv_head, start, v_stride, N, DIM, DIM_PAD)
+        keys = load_chunk(k_tiles, k, batch, kv_head, start, k_row, N, DIM, DIM_PAD)
+        values = load_chunk(v_tiles, v, batch, kv_head, start, v_row, N, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(keys))
     weights = tl.exp2(scores * scale_log2 - lse2[:, None])
     if PARTIAL:
@@ -80,59 +79,51 @@ def _dq_step(dq, q, do, lse2, delta, k, v, k_chunks, v_chunks, batch, kv_head, s
 
 
 @triton.jit
-def _dq_kernel(q, k, v, dout, k_chunks, v_chunks, dq, lse2, delta, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_full,
-               chunks_partial, q_batch, q_head, q_row,
-               k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row, dq_batch, dq_head, dq_row,
-               bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
-               heads, group, q_len, block_length, shift, scale_log2, scale,
-               UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-               DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    batch, head, block, row, rows = own_rows(tl.program_id(0), q_starts, q_sizes, bound_batch, bound_head, bound_group, heads,
-                                             block_length, q_len, M, PARTS, UNIFORM)
+def _dq_kernel(q, k, v, dout, k_tiles, v_tiles, dq, lse2, delta, bounds, chunks, heads, group, shift, scale_log2, scale,
+               PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+    batch, head, block, row, rows = own_rows(tl.program_id(0), bounds, heads, M, PARTS)
     if rows <= 0:
         return
     kv_head = head // group
-    k = of_head(k, batch, kv_head, k_batch, k_head)
-    v = of_head(v, batch, kv_head, v_batch, v_head)
-    chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-    n_full, n_partial = tl.load(chunks_full + chunk_row), tl.load(chunks_partial + chunk_row)
-    chunk_starts += chunk_row * width
-    chunk_sizes += chunk_row * width
+    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
+    chunk_row = row_of_lists(chunks, batch, head, block)
+    n_full, n_partial = tl.load(chunks.full + chunk_row), tl.load(chunks.partial + chunk_row)
+    starts, sizes = chunks.starts + chunk_row * chunks.width, chunks.sizes + chunk_row * chunks.width
 
-    queries = load_rows(of_head(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
-    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
     offsets = tl.arange(0, M)
-    at = (batch * heads + head) * q_len + row + offsets
+    at = (batch * heads + head) * bounds.tokens + row + offsets
     row_lse2 = tl.load(lse2 + at, mask=offsets < rows, other=float("inf"))
     row_delta = tl.load(delta + at, mask=offsets < rows, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     for i in range(n_full):
-        start = tl.load(chunk_starts + i)
-        acc = _dq_step(acc, queries, do, row_lse2, row_delta, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, N,
-                       row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
-    for i in range(width - n_partial, width):
-        start, size = tl.load(chunk_starts + i), tl.load(chunk_sizes + i)
-        acc = _dq_step(acc, queries, do, row_lse2, row_delta, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, size,
-                       row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
-    store_rows(of_head(dq, batch, head, dq_batch, dq_head), row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
+        start = tl.load(starts + i)
+        acc = _dq_step(acc, queries, do, row_lse2, row_delta, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
+                       start, N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
+    for i in range(chunks.width - n_partial, chunks.width):
+        start, size = tl.load(starts + i), tl.load(sizes + i)
+        acc = _dq_step(acc, queries, do, row_lse2, row_delta, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
+                       start, size, row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
+    store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
 
 
 @triton.jit
-def _dkv_step(dk, dv, keys, values, q, dout, q_chunks, do_chunks, batch, head, lse2, delta, start, size,
-              key, q_stride, do_stride, shift, scale_log2,
+def _dkv_step(dk, dv, keys, values, q, dout, q_row, do_row, q_tiles, do_tiles, batch, head, lse2, delta, start, size,
+              key, shift, scale_log2,
               M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
     """Adds one chunk of M queries; scores stand transposed, [N keys, M queries], so that dV and dK accumulate without a transpose."""
     offsets = tl.arange(0, M)
     if PARTIAL:
-        queries = load_rows(q, start, q_stride, size, M, DIM, DIM_PAD, True)
+        queries = load_rows(q, start, q_row, size, M, DIM, DIM_PAD, True)
     else:
-        queries = load_chunk(q_chunks, q, batch, head, start, q_stride, M, DIM, DIM_PAD)
+        queries = load_chunk(q_tiles, q, batch, head, start, q_row, M, DIM, DIM_PAD)
     scores = tl.dot(keys, tl.trans(queries))
     # Both products before the exponentials: 9 % faster on an H200 than P dO between them.
     if PARTIAL:
-        do = load_rows(dout, start, do_stride, size, M, DIM, DIM_PAD, True)
+        do = load_rows(dout, start, do_row, size, M, DIM, DIM_PAD, True)
     else:
-        do = load_chunk(do_chunks, dout, batch, head, start, do_stride, M, DIM, DIM_PAD)
+        do = load_chunk(do_tiles, dout, batch, head, start, do_row, M, DIM, DIM_PAD)
     dweights = tl.dot(values, tl.trans(do))
     if PARTIAL:
         row_lse2 = tl.load(lse2 + start + offsets, mask=offsets < size, other=float("inf"))
@@ -156,50 +147,43 @@ def _dkv_step(dk, dv, keys, values, q, dout, q_chunks, do_chunks, batch, head, l
 
 
 @triton.jit
-def _dkv_kernel(q, k, v, dout, q_chunks, do_chunks, dk, dv, lse2, delta, kv_starts, kv_sizes,
-                chunk_starts, chunk_sizes, chunks_full, chunks_partial,
-                q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row,
-                dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-                bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
-                kv_heads, group, q_len, kv_len, block_length, shift, scale_log2, scale,
-                UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    batch, kv_head, block, row, rows = own_rows(tl.program_id(0), kv_starts, kv_sizes, bound_batch, bound_head, bound_group, kv_heads,
-                                                block_length, kv_len, N, PARTS, UNIFORM)
+def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, dk, dv, kv_heads, group, q_len, shift, scale_log2, scale,
+                PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+    batch, kv_head, block, row, rows = own_rows(tl.program_id(0), bounds, kv_heads, N, PARTS)
     if rows <= 0:
         return
-    keys = load_rows(of_head(k, batch, kv_head, k_batch, k_head), row, k_row, rows, N, DIM, DIM_PAD, True)
-    values = load_rows(of_head(v, batch, kv_head, v_batch, v_head), row, v_row, rows, N, DIM, DIM_PAD, True)
+    keys = load_rows(of_head(k, batch, kv_head), row, k.row, rows, N, DIM, DIM_PAD, True)
+    values = load_rows(of_head(v, batch, kv_head), row, v.row, rows, N, DIM, DIM_PAD, True)
     dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
     dv_acc = tl.zeros([N, DIM_PAD], tl.float32)
     # The query heads that share this key/value head, in order.
     for head in range(kv_head * group, kv_head * group + group):
-        head_q = of_head(q, batch, head, q_batch, q_head)
-        head_do = of_head(dout, batch, head, do_batch, do_head)
+        q_head, do_head = of_head(q, batch, head), of_head(dout, batch, head)
         rows_before = (batch * kv_heads * group + head) * q_len
         head_lse2, head_delta = lse2 + rows_before, delta + rows_before
-        chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-        n_full, n_partial = tl.load(chunks_full + chunk_row), tl.load(chunks_partial + chunk_row)
-        head_starts, head_sizes = chunk_starts + chunk_row * width, chunk_sizes + chunk_row * width
+        chunk_row = row_of_lists(chunks, batch, head, block)
+        n_full, n_partial = tl.load(chunks.full + chunk_row), tl.load(chunks.partial + chunk_row)
+        starts, sizes = chunks.starts + chunk_row * chunks.width, chunks.sizes + chunk_row * chunks.width
         for i in range(n_full):
-            start = tl.load(head_starts + i)
-            dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, head_q, head_do, q_chunks, do_chunks, batch.to(tl.int32), head,
-                                       head_lse2, head_delta, start, M, row, q_row, do_row, shift, scale_log2,
+            start = tl.load(starts + i)
+            dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, q_head, do_head, q.row, dout.row, q_tiles, do_tiles,
+                                       batch.to(tl.int32), head, head_lse2, head_delta, start, M, row, shift, scale_log2,
                                        M, N, DIM, DIM_PAD, False, CAUSAL)
-        for i in range(width - n_partial, width):
-            start, size = tl.load(head_starts + i), tl.load(head_sizes + i)
-            dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, head_q, head_do, q_chunks, do_chunks, batch.to(tl.int32), head,
-                                       head_lse2, head_delta, start, size, row, q_row, do_row, shift, scale_log2,
+        for i in range(chunks.width - n_partial, chunks.width):
+            start, size = tl.load(starts + i), tl.load(sizes + i)
+            dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, q_head, do_head, q.row, dout.row, q_tiles, do_tiles,
+                                       batch.to(tl.int32), head, head_lse2, head_delta, start, size, row, shift, scale_log2,
                                        M, N, DIM, DIM_PAD, True, CAUSAL)
-    store_rows(of_head(dk, batch, kv_head, dk_batch, dk_head), row, dk_row, rows, dk_acc * scale, N, DIM, DIM_PAD)
-    store_rows(of_head(dv, batch, kv_head, dv_batch, dv_head), row, dv_row, rows, dv_acc, N, DIM, DIM_PAD)
+    store_rows(of_head(dk, batch, kv_head), row, dk.row, rows, dk_acc * scale, N, DIM, DIM_PAD)
+    store_rows(of_head(dv, batch, kv_head), row, dv.row, rows, dv_acc, N, DIM, DIM_PAD)
 
 
 def triton_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, flipped: BlockLists,
-    scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
+    scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None, gathered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table."""
+    """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table; ``gathered``: the keys of
+    dQ come one by one, from blocks too short for tiles."""
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -217,33 +201,27 @@ def triton_backward(
     shift = kv_len - q_len if causal else None
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    q_view, k_view, v_view, do_view = map(view, (q, k, v, dout))
     _delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        out, dout, lse if dlse is None else dlse, lse, delta, lse2,
-        *out.stride()[:3], *dout.stride()[:3], *(lse if dlse is None else dlse).stride(), heads, q_len,
-        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad)
+        view(out), do_view, None if dlse is None else view(dlse), lse, delta, lse2, heads, q_len,
+        M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad)
 
-    if blocks.max_kv_length < GATHERED_BELOW:
+    if gathered:
         gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal, configs and for_dq)
     else:
         chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)
         parts = triton.cdiv(q_blocks.length, for_dq.block_m)
+        k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))
         _dq_kernel[(q_blocks.number * parts, batch * heads)](
-            q, k, v, dout, *(descriptor(x, for_dq.block_n, dim_pad) for x in (k, v)), dq,
-            lse2, delta, q_blocks.starts, q_blocks.sizes, *chunks,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-            *q_blocks.strides(heads), *shared_strides(chunks.full, heads), chunks.starts.shape[-1],
-            heads, heads // kv_heads, q_len, q_blocks.length, kv_len - q_len, scale * LOG2E, scale,
-            UNIFORM=q_blocks.uniform, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
+            q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks.read_by(heads),
+            heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
             **shape, num_warps=for_dq.num_warps, num_stages=for_dq.num_stages)
 
     chunks = chunk_lists(flipped, kv_blocks, q_blocks, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
+    q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
-        q, k, v, dout, *(descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout)), dk, dv,
-        lse2, delta, kv_blocks.starts, kv_blocks.sizes, *chunks,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-        *kv_blocks.strides(kv_heads), *shared_strides(chunks.full, heads), chunks.starts.shape[-1],
-        kv_heads, heads // kv_heads, q_len, kv_len, kv_blocks.length, kv_len - q_len, scale * LOG2E, scale,
-        UNIFORM=kv_blocks.uniform, PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n,
-        **shape, num_warps=for_dkv.num_warps, num_stages=for_dkv.num_stages)
+        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks.read_by(heads), kv_blocks.bounds(kv_heads),
+        view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
+        PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, num_warps=for_dkv.num_warps, num_stages=for_dkv.num_stages)
     return dq, dk, dv

@@ -131,7 +131,7 @@ class Part:
 def compacted_forward(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, where ``brings_together`` says so.
+    """(out, lse) as ``block_sparse_attention`` describes them, where routing says so.
 
     ``attend`` is the forward of an implementation that reads tiles. The copies take COMPACTED_BYTES, or those of one list if that is more.
     """

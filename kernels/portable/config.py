@@ -32,7 +32,7 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
     token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
     """
-    best = LaunchConfig(128, 64, 4, 2) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
+    best = LaunchConfig(128, 64, 4, 2) if limits.tma else LaunchConfig(128, 128, 8, 3)
     if q_block <= 32 and limits.five_stages(head_dim):
         best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
@@ -46,7 +46,7 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
     Key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept): 128 x 64 with 8 warps in five stages, 2.7 ms
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
-    best = LaunchConfig(64, 64, 4, 3) if limits.copy_engine else LaunchConfig(128, 128, 8, 3)
+    best = LaunchConfig(64, 64, 4, 3) if limits.tma else LaunchConfig(128, 128, 8, 3)
     if kv_block <= 64 and q_block >= 128 and limits.five_stages(head_dim):
         best = LaunchConfig(128, 64, 8, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=2)
@@ -59,7 +59,7 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     Without: 64 by 128 with 8 warps 24.7 ms, 64 by 64 with 4 warps 26.2, 32 by 128 34.5.
     Key blocks of 64, as for dQ: two stages take 2.2 ms less than three, 8 warps 38 more, 32 queries by 64 keys 10 more.
     """
-    best = LaunchConfig(64, 64, 4, 2 if kv_block <= 64 else 3) if limits.copy_engine else LaunchConfig(128, 64, 8, 3)
+    best = LaunchConfig(64, 64, 4, 2 if kv_block <= 64 else 3) if limits.tma else LaunchConfig(128, 64, 8, 3)
     fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
@@ -100,7 +100,7 @@ def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimit
     """
     m = max(16, 1 << (group - 1).bit_length())
     wide = _padded(head_dim) + _padded(v_head_dim) > 256
-    if tiles and limits.copy_engine and m <= 32 and not wide:
+    if tiles and limits.tma and m <= 32 and not wide:
         return LaunchConfig(m, 32, 2, 5)
     return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.chunks import chunk_lists, kv_partition, q_partition, shared_strides
+from ..lowering.arguments import view
+from ..lowering.chunks import chunk_lists, kv_partition, q_partition
 from ..lowering.inputs import descriptor, strided
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import (
@@ -24,20 +25,18 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from ..routing import GATHERED_BELOW
 from .config import LaunchConfig, forward_config
-from .gathered import gathered_forward
 
 
 @triton.jit
-def _attend(state, q, k, v, k_chunks, v_chunks, batch, kv_head, start, size, query, k_stride, v_stride, shift, scale_log2,
+def _attend(state, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, start, size, query, shift, scale_log2,
             M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
     """Attends to one chunk of keys; returns the new (acc, row_max, row_sum)."""
     acc, row_max, row_sum = state
     if PARTIAL:
-        keys = load_rows(k, start, k_stride, size, N, DIM, DIM_PAD, True)
+        keys = load_rows(k, start, k_row, size, N, DIM, DIM_PAD, True)
     else:
-        keys = load_chunk(k_chunks, k, batch, kv_head, start, k_stride, N, DIM, DIM_PAD)
+        keys = load_chunk(k_tiles, k, batch, kv_head, start, k_row, N, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(keys))
     if PARTIAL:
         visible = visible_keys(query, start, size, shift, M, N, CAUSAL)
@@ -45,9 +44,9 @@ def _attend(state, q, k, v, k_chunks, v_chunks, batch, kv_head, start, size, que
     weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
     acc = acc * alpha[:, None]
     if PARTIAL:
-        values = load_rows(v, start, v_stride, size, N, DIM, DIM_PAD, True)
+        values = load_rows(v, start, v_row, size, N, DIM, DIM_PAD, True)
     else:
-        values = load_chunk(v_chunks, v, batch, kv_head, start, v_stride, N, DIM, DIM_PAD)
+        values = load_chunk(v_tiles, v, batch, kv_head, start, v_row, N, DIM, DIM_PAD)
     if PARTIAL and CAUSAL:
         # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
         bad = (values != values) | (tl.abs(values) == float("inf"))
@@ -59,44 +58,38 @@ def _attend(state, q, k, v, k_chunks, v_chunks, batch, kv_head, start, size, que
 
 
 @triton.jit
-def _forward_kernel(q, k, v, k_chunks, v_chunks, out, lse, q_starts, q_sizes, chunk_starts, chunk_sizes, chunks_full, chunks_partial,
-                    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-                    bound_batch, bound_head, bound_group, list_batch, list_head, list_group, width,
-                    heads, group, q_len, block_length, shift, scale_log2,
-                    UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                    DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, group, shift, scale_log2,
+                    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
     # From the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head, block, row, rows = own_rows(place, q_starts, q_sizes, bound_batch, bound_head, bound_group, heads, block_length, q_len,
-                                             M, PARTS, UNIFORM)
+    batch, head, block, row, rows = own_rows(place, bounds, heads, M, PARTS)
     if rows <= 0:
         return
-    q = of_head(q, batch, head, q_batch, q_head)
     kv_head = head // group
-    k = of_head(k, batch, kv_head, k_batch, k_head)
-    v = of_head(v, batch, kv_head, v_batch, v_head)
-    chunk_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-    n_full, n_partial = tl.load(chunks_full + chunk_row), tl.load(chunks_partial + chunk_row)
-    chunk_starts += chunk_row * width
-    chunk_sizes += chunk_row * width
+    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
+    chunk_row = row_of_lists(chunks, batch, head, block)
+    n_full, n_partial = tl.load(chunks.full + chunk_row), tl.load(chunks.partial + chunk_row)
+    starts, sizes = chunks.starts + chunk_row * chunks.width, chunks.sizes + chunk_row * chunks.width
 
-    queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     for i in range(n_full):
-        start = tl.load(chunk_starts + i)
-        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start, N,
-                                  row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
-    for i in range(width - n_partial, width):
-        start, size = tl.load(chunk_starts + i), tl.load(chunk_sizes + i)
-        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k, v, k_chunks, v_chunks, batch.to(tl.int32), kv_head, start,
-                                  size, row, k_row, v_row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL)
+        start = tl.load(starts + i)
+        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles,
+                                        batch.to(tl.int32), kv_head, start, N, row, shift, scale_log2,
+                                        M, N, DIM, DIM_PAD, False, CAUSAL)
+    for i in range(chunks.width - n_partial, chunks.width):
+        start, size = tl.load(starts + i), tl.load(sizes + i)
+        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles,
+                                        batch.to(tl.int32), kv_head, start, size, row, shift, scale_log2,
+                                        M, N, DIM, DIM_PAD, True, CAUSAL)
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
-    store_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, rows, acc, M, DIM, DIM_PAD)
+    store_rows(of_head(out, batch, head), row, out.row, rows, acc, M, DIM, DIM_PAD)
     offsets = tl.arange(0, M)
-    tl.store(lse + (batch * heads + head) * q_len + row + offsets, row_lse, mask=offsets < rows)
+    tl.store(lse + (batch * heads + head) * bounds.tokens + row + offsets, row_lse, mask=offsets < rows)
 
 
 def triton_forward(
@@ -107,8 +100,6 @@ def triton_forward(
 
     ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
     """
-    if blocks.max_kv_length < GATHERED_BELOW:
-        return gathered_forward(q, k, v, blocks, scale, causal, config=config)
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
@@ -120,12 +111,9 @@ def triton_forward(
     chunks = chunk_lists(blocks, rows, kv_partition(blocks, kv_len), config.block_n, kv_len - q_len if causal else None)
     parts = triton.cdiv(rows.length, config.block_m)
     dim_pad = max(triton.next_power_of_2(dim), 16)
-    through_engine = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
+    k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
     _forward_kernel[(rows.number * parts, batch * heads)](
-        q, k, v, *through_engine, out, lse, rows.starts, rows.sizes, *chunks,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        *rows.strides(heads), *shared_strides(chunks.full, heads), chunks.starts.shape[-1],
-        heads, heads // k.shape[1], q_len, rows.length, kv_len - q_len, scale * LOG2E,
-        UNIFORM=rows.uniform, PARTS=parts, M=config.block_m, N=config.block_n,
+        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks.read_by(heads),
+        heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
     return out, lse

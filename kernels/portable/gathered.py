@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
+from ..lowering.arguments import Lists, view
 from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
 from ..lowering.inputs import strided
 from ..lowering.outputs import empty_outputs
@@ -45,15 +46,28 @@ class Within(NamedTuple):
     packed: int = 1                    # consecutive rows of a query block that are one token, seen by several heads
 
 
+class _Limits(NamedTuple):
+    """``Within`` as the kernel takes it; the strides of ``order`` and ``total`` are those of the lists."""
+
+    mask: Tensor | None
+    first_entry: Tensor | None
+    rows: int           # of an entry of the mask
+    columns: int
+    order: Tensor | None
+    total: Tensor | None
+    packed: int
+
+
 @triton.jit
-def _slots(indices, kv_starts, kv_sizes, item_at, first, count, items, length, tokens, N: tl.constexpr, UNIFORM: tl.constexpr):
+def _slots(ids, kv_bounds, bound_at, first, count, items, N: tl.constexpr):
     """(entry in the list, token in its block, token in the sequence, whether there is such a key) of N slots from ``first`` on."""
     slot = first + tl.arange(0, N)
-    entry, token = slot // length, slot % length
-    item = tl.load(indices + entry, mask=entry < count, other=-1)
+    entry, token = slot // kv_bounds.length, slot % kv_bounds.length
+    item = tl.load(ids + entry, mask=entry < count, other=-1)
     # Ids out of range count as absent.
     known = (item >= 0) & (item < items)
-    start, size = block_bounds(kv_starts, kv_sizes, item_at, tl.where(known, item, 0), length, tokens, UNIFORM)
+    start, size = block_bounds(kv_bounds.starts, kv_bounds.sizes, bound_at, tl.where(known, item, 0), kv_bounds.length, kv_bounds.tokens,
+                               kv_bounds.starts is None)
     return entry, token, start + token, known & (token < size)
 
 
@@ -65,60 +79,52 @@ def _gather_rows(base, rows, stride, there, DIM: tl.constexpr, DIM_PAD: tl.const
 
 
 @triton.jit
-def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_starts, kv_sizes, mask, first_entry, order, total_keys,
-                    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-                    bound_batch, bound_head, bound_group, item_batch, item_head, item_group, list_batch, list_head, list_group,
-                    heads, group, q_len, block_length, items, length, kv_len, capacity, shift, scale_log2, cap_scale, soft_cap, packed,
-                    mask_rows, mask_columns,
-                    Q_UNIFORM: tl.constexpr, KV_UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                    DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-                    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr):
+def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, group, shift, scale_log2, cap_scale, soft_cap,
+                    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+                    CAUSAL: tl.constexpr, CAPPED: tl.constexpr):
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head, block, row, rows = own_rows(place, q_starts, q_sizes, bound_batch, bound_head, bound_group, heads, block_length, q_len,
-                                             M, PARTS, Q_UNIFORM)
+    batch, head, block, row, rows = own_rows(place, bounds, heads, M, PARTS)
     if rows <= 0:
         return
-    q = of_head(q, batch, head, q_batch, q_head)
     kv_head = head // group
-    k = of_head(k, batch, kv_head, k_batch, k_head)
-    v = of_head(v, batch, kv_head, v_batch, v_head)
-    list_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-    item_at = batch * item_batch + head // item_group * item_head
-    count = tl.minimum(tl.load(counts + list_row), capacity)
-    indices += list_row * capacity
+    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
+    list_row = row_of_lists(lists, batch, head, block)
+    bound_at = batch * kv_bounds.batch + head // kv_bounds.group * kv_bounds.head
+    count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
+    ids = lists.indices + list_row * lists.capacity
     in_tile = tl.arange(0, M)
     rows_before = place % PARTS * M
-    token_of_row = (rows_before + in_tile) // packed
-    if MASKED:
-        mask += tl.load(first_entry + block).to(tl.int64) * mask_rows * mask_columns
-    if ORDERED:
-        order += list_row * capacity
-        last_seen = tl.load(total_keys + list_row) - (rows_before + rows) // packed + token_of_row
+    token_of_row = (rows_before + in_tile) // limits.packed
+    if limits.mask is not None:
+        mask = limits.mask + tl.load(limits.first_entry + block).to(tl.int64) * limits.rows * limits.columns
+    if limits.order is not None:
+        order = limits.order + list_row * lists.capacity
+        last_seen = tl.load(limits.total + list_row) - (rows_before + rows) // limits.packed + token_of_row
 
-    queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    for first in range(0, count * length, N):
-        entry, token, key, there = _slots(indices, kv_starts, kv_sizes, item_at, first, count, items, length, kv_len, N, KV_UNIFORM)
-        keys = _gather_rows(k, key, k_row, there, DIM, DIM_PAD)
+    for first in range(0, count * kv_bounds.length, N):
+        entry, token, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
+        keys = _gather_rows(k_head, key, k.row, there, DIM, DIM_PAD)
         scores = tl.dot(queries, tl.trans(keys))
         if CAPPED:
             scores = soft_cap * tanh(scores * cap_scale)
         visible = there[None, :] & (in_tile >= 0)[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)
-        if ORDERED:
+        if limits.order is not None:
             before = tl.load(order + entry, mask=there, other=0)
             visible = visible & ((before + token)[None, :] <= last_seen[:, None])
-        if MASKED:
-            at = (entry * mask_rows * mask_columns + token)[None, :] + (token_of_row * mask_columns)[:, None]
+        if limits.mask is not None:
+            at = (entry * limits.rows * limits.columns + token)[None, :] + (token_of_row * limits.columns)[:, None]
             visible = visible & (tl.load(mask + at, mask=visible & (in_tile < rows)[:, None], other=0) != 0)
         scores = tl.where(visible, scores, float("-inf"))
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         acc = acc * alpha[:, None]
-        values = _gather_rows(v, key, v_row, there, DIM, DIM_PAD)
-        if CAUSAL or ORDERED or MASKED:
+        values = _gather_rows(v_head, key, v.row, there, DIM, DIM_PAD)
+        if CAUSAL or limits.order is not None or limits.mask is not None:
             # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
             bad = ((values != values) | (tl.abs(values) == float("inf"))).to(values.dtype)
             if tl.max(tl.max(bad, 1), 0) > 0:
@@ -127,40 +133,34 @@ def _forward_kernel(q, k, v, out, lse, counts, indices, q_starts, q_sizes, kv_st
         acc = tl.dot(weights.to(values.dtype), values, acc)
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
-    store_rows(of_head(out, batch, head, out_batch, out_head), row, out_row, rows, acc, M, DIM, DIM_PAD)
-    tl.store(lse + (batch * heads + head) * q_len + row + in_tile, row_lse, mask=in_tile < rows)
+    store_rows(of_head(out, batch, head), row, out.row, rows, acc, M, DIM, DIM_PAD)
+    tl.store(lse + (batch * heads + head) * bounds.tokens + row + in_tile, row_lse, mask=in_tile < rows)
 
 
 @triton.jit
-def _dq_kernel(q, k, v, dout, dq, lse2, delta, counts, indices, q_starts, q_sizes, kv_starts, kv_sizes,
-               q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row, dq_batch, dq_head, dq_row,
-               bound_batch, bound_head, bound_group, item_batch, item_head, item_group, list_batch, list_head, list_group,
-               heads, group, q_len, block_length, items, length, kv_len, capacity, shift, scale_log2, scale,
-               Q_UNIFORM: tl.constexpr, KV_UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-               DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    batch, head, block, row, rows = own_rows(tl.program_id(0), q_starts, q_sizes, bound_batch, bound_head, bound_group, heads,
-                                             block_length, q_len, M, PARTS, Q_UNIFORM)
+def _dq_kernel(q, k, v, dout, dq, lse2, delta, lists, bounds, kv_bounds, heads, group, shift, scale_log2, scale,
+               PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+    batch, head, block, row, rows = own_rows(tl.program_id(0), bounds, heads, M, PARTS)
     if rows <= 0:
         return
     kv_head = head // group
-    k = of_head(k, batch, kv_head, k_batch, k_head)
-    v = of_head(v, batch, kv_head, v_batch, v_head)
-    list_row = row_of_lists(batch, head, block, list_batch, list_head, list_group)
-    item_at = batch * item_batch + head // item_group * item_head
-    count = tl.minimum(tl.load(counts + list_row), capacity)
-    indices += list_row * capacity
+    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
+    list_row = row_of_lists(lists, batch, head, block)
+    bound_at = batch * kv_bounds.batch + head // kv_bounds.group * kv_bounds.head
+    count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
+    ids = lists.indices + list_row * lists.capacity
 
-    queries = load_rows(of_head(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
-    do = load_rows(of_head(dout, batch, head, do_batch, do_head), row, do_row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
     in_tile = tl.arange(0, M)
-    at = (batch * heads + head) * q_len + row + in_tile
+    at = (batch * heads + head) * bounds.tokens + row + in_tile
     row_lse2 = tl.load(lse2 + at, mask=in_tile < rows, other=float("inf"))
     row_delta = tl.load(delta + at, mask=in_tile < rows, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    for first in range(0, count * length, N):
-        _, _, key, there = _slots(indices, kv_starts, kv_sizes, item_at, first, count, items, length, kv_len, N, KV_UNIFORM)
-        keys = _gather_rows(k, key, k_row, there, DIM, DIM_PAD)
-        values = _gather_rows(v, key, v_row, there, DIM, DIM_PAD)
+    for first in range(0, count * kv_bounds.length, N):
+        _, _, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
+        keys = _gather_rows(k_head, key, k.row, there, DIM, DIM_PAD)
+        values = _gather_rows(v_head, key, v.row, there, DIM, DIM_PAD)
         visible = there[None, :] & (in_tile >= 0)[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)
@@ -171,7 +171,7 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, counts, indices, q_starts, q_size
             dscores = tl.where(visible, dscores, 0.0)
             keys = finite_or_zero(keys)
         acc = tl.dot(dscores.to(keys.dtype), keys, acc)
-    store_rows(of_head(dq, batch, head, dq_batch, dq_head), row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
+    store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
 
 
 def gathered_forward(
@@ -191,18 +191,16 @@ def gathered_forward(
     limited = causal or within.mask is not None or within.order is not None
     config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1,
                                        ordered=within.order is not None)
-    lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
-    mask = lists[0] if within.mask is None else within.mask.contiguous().view(torch.uint8)
-    order, total = (lists[1], lists[0]) if within.order is None else (within.order.contiguous(), within.total.contiguous())
+    parts = triton.cdiv(rows.length, config.block_m)
+    mask = None if within.mask is None else within.mask.contiguous().view(torch.uint8)
+    order, total = (None, None) if within.order is None else (within.order.contiguous(), within.total.contiguous())
+    limits = _Limits(mask, within.first_entry, *((1, 1) if mask is None else mask.shape[1:]), order, total, within.packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
-        q, k, v, out, lse, *lists, mask, lists[0] if within.first_entry is None else within.first_entry, order, total,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *strides,
-        heads, heads // kv_heads, q_len, rows.length, items.number, items.length, kv_len, blocks.capacity, kv_len - q_len,
-        LOG2E if within.soft_cap else scale * LOG2E, scale / within.soft_cap if within.soft_cap else 0.0, within.soft_cap, within.packed,
-        *((1, 1) if within.mask is None else within.mask.shape[1:]),
-        Q_UNIFORM=rows.uniform, KV_UNIFORM=items.uniform, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, CAPPED=bool(within.soft_cap),
-        MASKED=within.mask is not None, ORDERED=within.order is not None, num_warps=config.num_warps, num_stages=config.num_stages)
+        view(q), view(k), view(v), view(out), lse, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads), limits,
+        heads, heads // kv_heads, kv_len - q_len, LOG2E if within.soft_cap else scale * LOG2E,
+        scale / within.soft_cap if within.soft_cap else 0.0, within.soft_cap,
+        PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
+        CAUSAL=causal, CAPPED=bool(within.soft_cap), num_warps=config.num_warps, num_stages=config.num_stages)
     return out, lse
 
 
@@ -213,20 +211,13 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
     kv_len = k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     config = config or gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
-    lists, strides, parts = _walk(blocks, rows, items, heads, config.block_m)
+    parts = triton.cdiv(rows.length, config.block_m)
     _dq_kernel[(rows.number * parts, batch * heads)](
-        q, k, v, dout, dq, lse2, delta, *lists,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *strides,
-        heads, heads // k.shape[1], q_len, rows.length, items.number, items.length, kv_len, blocks.capacity, kv_len - q_len,
-        scale * LOG2E, scale,
-        Q_UNIFORM=rows.uniform, KV_UNIFORM=items.uniform, PARTS=parts, M=config.block_m, N=config.block_n,
+        *map(view, (q, k, v, dout, dq)), lse2, delta, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads),
+        heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-def _walk(
-    blocks: BlockLists, rows: Partition, items: Partition, heads: int, block_m: int,
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], int]:
-    """(lists and bounds, their strides for the kernels, programs a query block)."""
-    counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
-    lists = (counts, indices, rows.starts, rows.sizes, items.starts, items.sizes)
-    return lists, (*rows.strides(heads), *items.strides(heads), *shared_strides(counts, heads)), triton.cdiv(rows.length, block_m)
+def _lists(blocks: BlockLists, items: Partition, heads: int) -> Lists:
+    counts = blocks.counts.contiguous()
+    return Lists(counts, blocks.indices.contiguous(), *shared_strides(counts, heads), blocks.capacity, items.number)

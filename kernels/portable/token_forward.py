@@ -79,7 +79,7 @@ def load_tile(tiles, base, head, row, stride, N: tl.constexpr, DIM: tl.constexpr
 
 def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     """For loading [rows, dim_pad] of x [tokens, H, dim] through Hopper's copy engine; None where x is not tma_ok or the GPU is older."""
-    if not (tma_ok(x[None]) and device_limits(x.device).copy_engine):
+    if not (tma_ok(x[None]) and device_limits(x.device).tma):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
 

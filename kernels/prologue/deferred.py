@@ -12,8 +12,8 @@ from .reorder import new_tokens
 
 
 @dataclass(frozen=True)
-class Unfinished:
-    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``finish`` makes of it, and has no gradient.
+class Deferred:
+    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``materialize`` makes of it, and has no gradient.
 
     Args:
         projections: at least one, alike in all but their number of tokens.
@@ -39,7 +39,7 @@ class Unfinished:
     def device(self) -> torch.device:
         return self._first.device
 
-    def finish(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """``[B, H, S, D]`` in the projections' memory order."""
         from .norm_rope_kernel import finish
 

@@ -120,7 +120,7 @@ def _scale_kernel(x, scales, x_batch, x_head, x_row, heads, tokens, eps, ROWS: t
 def finish(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
     """Writes what ``projection`` stands for to ``out``, whose last stride is 1.
 
-    ``order``: source, offsets and means of ``Unfinished.gather``, and the number of the projection's first token. ``out`` is then all of
+    ``order``: source, offsets and means of ``Deferred.gather``, and the number of the projection's first token. ``out`` is then all of
     the new order, of which only the blocks with this projection's tokens are written, and so are the means.
     """
     x, norm = projection.x, projection.norm

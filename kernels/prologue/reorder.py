@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from ..operators import kernels_run, operator
+from ..operators import kernels_run, operator, refuse_forward_mode
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -17,12 +21,16 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
         x: ``[B, H, S, D]``, any strides.
         index: int64 ``[P]``, -1 or a token below S, which is not checked.
 
+    Raises:
+        ValueError: x has a forward-mode tangent, which the kernel would lose.
+
     Returns:
         ``[B, H, P, D]`` in x's memory order: where x's heads lie closer together than its tokens, as projections leave them, so do those
         of the result.
     """
     if not kernels_run(x) or torch.is_grad_enabled() and x.requires_grad:
         return _take_in_torch(x, index)
+    refuse_forward_mode(x=x)
     return _take(x, index)
 
 
@@ -40,7 +48,14 @@ def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tens
         ``[B, Hq, mean_blocks, D]`` and ``[B, Hkv, mean_blocks, D]``, summed in float32 and rounded to q's dtype, over all places of a
         block, zeros among them. Not differentiable by itself.
     """
+    refuse_forward_mode(q=q, k=k, v=v)
     return _gather(q, k, v, source, offsets, mean_blocks)
+
+
+@lru_cache
+def _kernels() -> ModuleType:
+    """Loaded when first asked for, because triton is; an import in place of it would take half a microsecond of every call."""
+    return import_module(".reorder_kernel", __package__)
 
 
 def new_tokens(x: Tensor, tokens: int) -> Tensor:
@@ -60,10 +75,8 @@ def _take_in_torch(x: Tensor, index: Tensor) -> Tensor:
 
 @operator("take_tokens", lambda x, index: new_tokens(x, len(index)))
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    from .reorder_kernel import take
-
     out = new_tokens(x, len(index))
-    take(x, index, out)
+    _kernels().take(x, index, out)
     return out
 
 
@@ -76,8 +89,6 @@ def _new_outputs(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tenso
 def _gather(
     q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from .reorder_kernel import gather
-
     outputs = _new_outputs(q, k, v, source, offsets, mean_blocks)
-    gather(q, k, v, source, offsets, *outputs)
+    _kernels().gather(q, k, v, source, offsets, *outputs)
     return outputs

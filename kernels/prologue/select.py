@@ -1,6 +1,10 @@
-"""Which blocks to attend to by their descriptors: score_blocks compares them, pick_blocks makes lists of the best and of fixed ones."""
+"""Which blocks to attend to by their descriptors: score_blocks compares them, select_blocks lists the best and the forced ones."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -23,65 +27,79 @@ def score_blocks(q: Tensor, k: Tensor, lambda_: float | None = None) -> Tensor:
     return _score(q.contiguous(), k.contiguous(), float(lambda_ or 0), lambda_ is not None)
 
 
-def pick_blocks(always: Tensor, scores: Tensor | None, limit: int | Tensor = 0, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Lists of the blocks that are always kept, united with the best-scored ones: (counts, indices) of BlockLists, ids ascending.
+def select_blocks(
+    forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor = 0, active: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Lists of the blocks that are forced, united with the best-scored ones: (counts, indices) of BlockLists, ids ascending.
 
     Args:
-        always: bool ``[T, T]``; True keeps the block for all batch elements and heads.
-        scores: float32 ``[B, H, N, N]`` of the first N of T blocks; None = no more than ``always``, with H = 1.
-        limit: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``. Of
+        forced: bool ``[T, T]``; True keeps the block for all batch elements and heads.
+        scores: float32 ``[B, H, N, N]`` of the first N of T blocks; None = no more than ``forced``, with H = 1.
+        k_per_row: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``. Of
             equal scores the first is better; NaN counts as -inf.
-        used: bool ``[B, T]``. A block that is not used attends only to itself, and no other to it. With scores None it is
+        active: bool ``[B, T]``. A block that is not active attends only to itself, and no other to it. With scores None it is
             required.
 
     Runs by Triton's kernel on a GPU, else in plain torch; the result is the same.
     """
-    limits = limit if isinstance(limit, Tensor) else None
-    if kernels_run(always):
-        scores, used, limits = (None if x is None else x.contiguous() for x in (scores, used, limits))
-        return _pick(always.contiguous(), scores, used, limits, 0 if limits is not None else limit)
-    return _pick_in_torch(always, scores, used, limit)
+    per_row, k = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
+    if kernels_run(forced):
+        scores, active, per_row = (None if x is None else x.contiguous() for x in (scores, active, per_row))
+        return _select(forced.contiguous(), scores, active, per_row, k)
+    return _select_in_torch(forced, scores, active, k_per_row)
 
 
-def best_blocks(scores: Tensor, limit: int | Tensor) -> Tensor:
-    """True at the ``limit`` best of each row of ``scores [..., N]``, as ``pick_blocks`` takes them: bool of their shape."""
+def topk_blocks(scores: Tensor, k_per_row: int | Tensor) -> Tensor:
+    """True at the ``k_per_row`` best of each row of ``scores [..., N]``, as ``select_blocks`` takes them: bool of their shape."""
     order = scores.masked_fill(scores.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(scores.shape[-1], device=scores.device)
-    taken = rank < (limit[..., None] if isinstance(limit, Tensor) else limit)
+    taken = rank < (k_per_row[..., None] if isinstance(k_per_row, Tensor) else k_per_row)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, taken.expand(scores.shape))
 
 
-def _pick_in_torch(always: Tensor, scores: Tensor | None, used: Tensor | None, limit: int | Tensor) -> tuple[Tensor, Tensor]:
-    keep = always[None, None]
-    if scores is not None:
-        rest = len(always) - scores.shape[-1]
-        keep = keep | torch.nn.functional.pad(best_blocks(scores, limit), (0, rest, 0, rest))
-    if used is not None:
-        both = used[:, None, :, None] & used[:, None, None, :]
-        alone = torch.eye(len(always), dtype=torch.bool, device=always.device) & ~used[:, None, :, None]
-        keep = keep & both | alone
-    lists = BlockLists.from_mask(keep, 1, 1)
+def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``select_blocks`` with the blocks themselves in place of scores; in plain torch, and without waiting for the device.
+
+    Args:
+        forced, active: as there.
+        keep: bool ``[B, H, N, N]``, the kept ones of the first N blocks; None = no more than ``forced``.
+    """
+    kept = forced[None, None]
+    if keep is not None:
+        rest = len(forced) - keep.shape[-1]
+        kept = kept | torch.nn.functional.pad(keep, (0, rest, 0, rest))
+    if active is not None:
+        both = active[:, None, :, None] & active[:, None, None, :]
+        alone = torch.eye(len(forced), dtype=torch.bool, device=forced.device) & ~active[:, None, :, None]
+        kept = kept & both | alone
+    lists = BlockLists.from_mask(kept, 1, 1)
     return lists.counts, lists.indices
+
+
+def _select_in_torch(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: int | Tensor) -> tuple[Tensor, Tensor]:
+    return keep_blocks(forced, None if scores is None else topk_blocks(scores, k_per_row), active)
+
+
+@lru_cache
+def _kernels() -> ModuleType:
+    """Loaded when first asked for, because triton is; an import in place of it would take half a microsecond of every call."""
+    return import_module(".select_kernel", __package__)
 
 
 @operator("score_blocks", lambda q, k, lambda_, cosine: q.new_empty(*q.shape[:3], k.shape[2]))
 def _score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
-    from .select_kernel import score
-
-    return score(q, k, lambda_, cosine)
+    return _kernels().score(q, k, lambda_, cosine)
 
 
-def _new_lists(always: Tensor, scores: Tensor | None, used: Tensor | None, limits: Tensor | None, limit: int) -> tuple[Tensor, Tensor]:
-    blocks = len(always)
-    batch, heads = (1 if used is None else used.shape[0], 1) if scores is None else scores.shape[:2]
-    new = [always.new_empty(batch, heads, blocks, *shape, dtype=torch.int32) for shape in ((), (blocks,))]
+def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    blocks = len(forced)
+    batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
+    new = [forced.new_empty(batch, heads, blocks, *shape, dtype=torch.int32) for shape in ((), (blocks,))]
     return new[0], new[1]
 
 
-@operator("pick_blocks", _new_lists)
-def _pick(always: Tensor, scores: Tensor | None, used: Tensor | None, limits: Tensor | None, limit: int) -> tuple[Tensor, Tensor]:
-    from .select_kernel import pick
-
-    counts, indices = _new_lists(always, scores, used, limits, limit)
-    pick(always, scores, used, limits, limit, counts, indices)
+@operator("select_blocks", _new_lists)
+def _select(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    counts, indices = _new_lists(forced, scores, active, per_row, k)
+    _kernels().pick(forced, scores, active, per_row, k, counts, indices)
     return counts, indices

@@ -140,7 +140,7 @@ def _pick_kernel(always, scores, used, limits, counts, indices, limit, heads, bl
 
 
 def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
-    """The scores that ``kernels.pick.score_blocks`` describes."""
+    """The scores that ``kernels.prologue.select.score_blocks`` describes."""
     batch, heads, rows, width = q.shape
     kv_heads = k.shape[1]
     scores = torch.empty(batch, heads, rows, rows, dtype=torch.float32, device=q.device)
@@ -159,7 +159,7 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
 
 def pick(always: Tensor, scores: Tensor | None, used: Tensor | None, limits: Tensor | None, limit: int,
          counts: Tensor, indices: Tensor) -> None:
-    """Writes what ``kernels.pick.pick_blocks`` returns."""
+    """Writes what ``kernels.prologue.select.select_blocks`` returns."""
     batch, heads, blocks = counts.shape
     width = triton.next_power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]

@@ -1,1 +1,18 @@
-"""The models that SSTA knows, one file a family."""
+"""The models that SSTA knows, one file a family; each is imported when a model of its first comes."""
+
+# Class name in diffusers -> where its family is.
+PLACES = {
+    "CogVideoXTransformer3DModel": "ssta.pipelines.families.cogvideox:COGVIDEOX",
+    "ConsisIDTransformer3DModel": "ssta.pipelines.families.cogvideox:CONSISID",
+    "HunyuanVideo15Transformer3DModel": "ssta.pipelines.families.hunyuan_video_15:HUNYUAN_VIDEO_15",
+    "HunyuanVideoTransformer3DModel": "ssta.pipelines.families.hunyuan_video:HUNYUAN_VIDEO",
+    "Kandinsky5Transformer3DModel": "ssta.pipelines.families.kandinsky5:KANDINSKY5",
+    "LTX2VideoTransformer3DModel": "ssta.pipelines.families.ltx2:LTX2",
+    "LTXVideoTransformer3DModel": "ssta.pipelines.families.ltx:LTX_VIDEO",
+    "MiniMaxH3Transformer3DModel": "ssta.pipelines.families.minimax_h3:MINIMAX_H3",
+    "MochiTransformer3DModel": "ssta.pipelines.families.mochi:MOCHI",
+    "MotifVideoTransformer3DModel": "ssta.pipelines.families.motif_video:MOTIF_VIDEO",
+    "SkyReelsV2Transformer3DModel": "ssta.pipelines.families.skyreels_v2:SKYREELS_V2",
+    "WanTransformer3DModel": "ssta.pipelines.families.wan:WAN",
+    "WanVACETransformer3DModel": "ssta.pipelines.families.wan:WAN_VACE",
+}

@@ -8,10 +8,8 @@ import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from torch import Tensor, nn
 
-from ssta import DenseRun, TokenLayout, VideoGrid
-
 from ..canvas import from_bfchw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..rope import turn_pairs
 
@@ -31,8 +29,7 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         text_len = encoder_hidden_states.shape[1]
-        grid = VideoGrid(*self.canvas(hidden_states.shape[1]))
-        layout = TokenLayout((DenseRun(text_len), grid) if text_len else (grid,))
+        layout = self.around(text_len + hidden_states.shape[1], before=text_len)
         query, key, value = (x.unflatten(2, (attn.heads, -1))
                              for x in self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1)))
         if attn.norm_q is not None:
@@ -59,13 +56,9 @@ class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
         return attn.to_qkv(x).chunk(3, dim=-1)
 
 
-_REPLACEMENTS = {CogVideoXAttnProcessor2_0: CogVideoXSSTAProcessor, FusedCogVideoXAttnProcessor2_0: FusedCogVideoXSSTAProcessor}
-
-
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        replacement = _REPLACEMENTS.get(type(block.attn1.processor), CogVideoXSSTAProcessor)
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+    return stack_sites(model, "transformer_blocks", "attn1", (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0),
+                       (CogVideoXSSTAProcessor, FusedCogVideoXSSTAProcessor))
 
 
 COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw)

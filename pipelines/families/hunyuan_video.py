@@ -8,14 +8,13 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import nn
 
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from .joint import JointSSTAProcessor
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     for blocks in ("transformer_blocks", "single_transformer_blocks"):
-        for index, block in enumerate(getattr(model, blocks)):
-            yield Site(f"{blocks}.{index}.attn", block.attn, HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
+        yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
 
 
 HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", _sites, from_bcfhw)

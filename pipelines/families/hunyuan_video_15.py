@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: joint attention over [video | conditions], valid conditions first, in every block; trained with SSTA."""
+"""HunyuanVideo 1.5: joint attention over [video | conditions], valid conditions first, in every block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from torch import nn
 from ssta import SSTAConfig
 
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..schedule import Schedule
 from .joint import JointSSTAProcessor
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn", block.attn, HunyuanVideo15AttnProcessor2_0, JointSSTAProcessor)
+    return stack_sites(model, "transformer_blocks", "attn", HunyuanVideo15AttnProcessor2_0, JointSSTAProcessor)
 
 
-HUNYUAN_VIDEO_15 = Family("HunyuanVideo15Transformer3DModel", _sites, from_bcfhw, SSTAConfig.hunyuan_video_15, Schedule)
+def _trained() -> tuple[SSTAConfig, Schedule]:
+    """As the published sparse checkpoint (720p, distilled) was trained: nothing is dense.
+
+    A model's configuration does not say how its weights were trained, so this is for the user to choose.
+    """
+    return SSTAConfig.hunyuan_video_15(), Schedule()
+
+
+HUNYUAN_VIDEO_15 = Family("HunyuanVideo15Transformer3DModel", _sites, from_bcfhw, SSTAConfig.hunyuan_video_15,
+                          presets={"hunyuan_video_15_sparse": _trained})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
-
-from ssta import TokenLayout
 
 from ..processor import SSTAProcessor
 from ..streams import Stream
@@ -18,6 +17,8 @@ class JointSSTAProcessor(SSTAProcessor):
     RoPE turns the video alone.
     """
 
+    norms = {**SSTAProcessor.norms, RMSNorm: True}
+
     def __call__(
         self,
         attn: nn.Module,
@@ -29,7 +30,8 @@ class JointSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
         ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
-        thw = self.canvas(video_len)
+        conditions = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        layout = self.around(video_len + conditions, after=conditions)
         angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
         both = hidden_states
         if encoder_hidden_states is not None and attn.add_q_proj is None:
@@ -45,13 +47,11 @@ class JointSSTAProcessor(SSTAProcessor):
             queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
             keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
             values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
-        conditions = sum(stream.projected.shape[1] for stream in queries[1:])
         query, key, value = self.joined(queries, keys, values, heads=attn.heads)
         del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = attention_mask[:, 0, 0, video_len:]
-        layout = self.layout(thw, conditions)
         out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
@@ -62,7 +62,3 @@ class JointSSTAProcessor(SSTAProcessor):
         if getattr(attn, "to_add_out", None) is not None:
             conditions = attn.to_add_out(conditions)
         return video, conditions
-
-    def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
-        """What the sequence consists of: the canvas, and ``conditions`` tokens after it."""
-        return TokenLayout.video_text(thw, conditions)

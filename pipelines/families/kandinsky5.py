@@ -8,10 +8,8 @@ import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-
 from ..canvas import from_bfhwc
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 
 
@@ -29,13 +27,13 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, t*h*w, C]``, rotary_emb ``[B, t*h*w, 1, D / 2, 2, 2]``."""
         if sparse_params is not None:
             raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
-        thw = self.canvas(hidden_states.shape[1])
+        layout = self.around(hidden_states.shape[1])
         query, key, value = (linear(hidden_states).unflatten(-1, (attn.num_heads, -1))
                              for linear in (attn.to_query, attn.to_key, attn.to_value))
         query, key = attn.query_norm(query.float()).type_as(query), attn.key_norm(key.float()).type_as(key)
         if rotary_emb is not None:
             query, key = _turned(query, rotary_emb), _turned(key, rotary_emb)
-        return attn.out_layer(self.attend(query, key, value, TokenLayout.video_text(thw)).flatten(-2, -1))
+        return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
 def _turned(x: Tensor, rotary_emb: Tensor) -> Tensor:
@@ -47,9 +45,7 @@ def _turned(x: Tensor, rotary_emb: Tensor) -> Tensor:
 def _sites(model: nn.Module) -> Iterator[Site]:
     if model.config.attention_type != "regular":
         raise ValueError(f"model must have attention_type 'regular', got {model.config.attention_type!r}, which is sparse itself")
-    for index, block in enumerate(model.visual_transformer_blocks):
-        name = f"visual_transformer_blocks.{index}.self_attention"
-        yield Site(name, block.self_attention, Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
+    return stack_sites(model, "visual_transformer_blocks", "self_attention", Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
 
 
 KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc)

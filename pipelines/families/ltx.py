@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
-
 from ..canvas import from_numbers
-from ..family import Family, Site
+from ..family import Family, Site, small_tiles, stack_sites
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -35,26 +32,12 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
             [Stream(attn.to_v(hidden_states))], heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, self.layout(hidden_states.shape[1]))
+        out = self.attend(query, key, value, self.around(hidden_states.shape[1], before=None))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
-
-    def layout(self, tokens: int) -> TokenLayout:
-        """[conditions | video]; the conditions attend to everything, and everything attends to them."""
-        conditions = tokens - prod(self.context.thw or ())
-        if conditions <= 0:
-            return TokenLayout.video_text(self.canvas(tokens))
-        return TokenLayout((DenseRun(conditions), VideoGrid(*self.context.thw)))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
-
-
-def small_tiles() -> SSTAConfig:
-    """No settings are published. The VAE compresses so much that 121 frames of 1216 x 704 are 16 x 22 x 38 tokens, of which tiles of 384
-    would make 45; tiles of 128 make 120, and Hopper's kernel still runs at full speed."""
-    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(3, 3, 3), topk=24)
+    return stack_sites(model, "transformer_blocks", "attn1", LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
 
 
 LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers, small_tiles)

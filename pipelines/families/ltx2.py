@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 import torch
 from diffusers.models.transformers.transformer_ltx2 import (
@@ -14,12 +13,9 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-
 from ..canvas import from_numbers
-from ..family import Family, Site
+from ..family import Family, Site, small_tiles, stack_sites
 from ..processor import SSTAProcessor
-from .ltx import small_tiles
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
@@ -49,11 +45,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         if rotary_emb is not None:
             query, key = (_ROPE[attn.rope_type](x, rotary_emb) for x in (query, key))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        return self.attend(query, key, value, self._layout(query.shape[1])).flatten(2, 3).to(query.dtype)
-
-    def _layout(self, tokens: int) -> TokenLayout:
-        keyframes = tokens - prod(self.context.thw or ())
-        return TokenLayout.video_text(self.context.thw if keyframes > 0 else self.canvas(tokens), max(keyframes, 0))
+        return self.attend(query, key, value, self.around(query.shape[1], after=None)).flatten(2, 3).to(query.dtype)
 
     def _project_out(self, attn: nn.Module, hidden_states: Tensor, out: Tensor) -> Tensor:
         if attn.to_gate_logits is not None:
@@ -90,13 +82,9 @@ class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
         return self._project_out(attn, hidden_states, out)
 
 
-_REPLACEMENTS = {LTX2AudioVideoAttnProcessor: LTX2SSTAProcessor, LTX2PerturbedAttnProcessor: LTX2PerturbedSSTAProcessor}
-
-
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        replacement = _REPLACEMENTS.get(type(block.attn1.processor), LTX2SSTAProcessor)
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, tuple(_REPLACEMENTS), replacement)
+    return stack_sites(model, "transformer_blocks", "attn1", (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor),
+                       (LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
 
 
 LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, small_tiles)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from torch import Tensor, nn
 
-from ssta import DenseRun, TokenLayout, VideoGrid
-
 from ..canvas import from_coordinates
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 
 
@@ -38,14 +35,8 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         query, key = attn.norm_q(query), attn.norm_k(key)
         if rotary_emb is not None:
             query, key = _turned(query, *rotary_emb), _turned(key, *rotary_emb)
-        out = self.attend(query, key, value, self._layout(query.shape[1]))
+        out = self.attend(query, key, value, self.around(query.shape[1], before=None))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
-
-    def _layout(self, tokens: int) -> TokenLayout:
-        others = tokens - prod(self.context.thw or ())
-        if others <= 0:
-            return TokenLayout.video_text(self.canvas(tokens))
-        return TokenLayout((DenseRun(others), VideoGrid(*self.context.thw)))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,8 +48,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn", block.attn, MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
+    return stack_sites(model, "transformer_blocks", "attn", MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
 
 
 def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:

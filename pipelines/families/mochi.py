@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
+from diffusers.models.normalization import MochiRMSNorm
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -18,6 +17,8 @@ from ..streams import Stream
 class MochiSSTAProcessor(SSTAProcessor):
     """Attends as ``MochiAttnProcessor2_0`` does, to selected tiles only, for the whole batch at once and without waiting for the device to
     say which text is valid. Rows of invalid text are zero before their projection, as there."""
+
+    norms = {**SSTAProcessor.norms, MochiRMSNorm: False}
 
     def __call__(
         self,
@@ -29,9 +30,9 @@ class MochiSSTAProcessor(SSTAProcessor):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` with the valid text first."""
         video_len = hidden_states.shape[1]
-        layout = TokenLayout.video_text(self.canvas(video_len), encoder_hidden_states.shape[1])
         # The angles are learned, ``[S, H, D / 2]``.
         angles, text = image_rotary_emb, encoder_hidden_states
+        layout = self.around(video_len + text.shape[1], after=text.shape[1])
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
             [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
@@ -43,8 +44,7 @@ class MochiSSTAProcessor(SSTAProcessor):
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn1", block.attn1, MochiAttnProcessor2_0, MochiSSTAProcessor)
+    return stack_sites(model, "transformer_blocks", "attn1", MochiAttnProcessor2_0, MochiSSTAProcessor)
 
 
 def _noise(timestep: Tensor | float) -> Tensor | float:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
 from torch import nn
 
-from ssta import TokenLayout, VideoGrid
+from ssta import TokenLayout
 
 from ..canvas import from_bcfhw
-from ..family import Family, Site
+from ..family import Family, Site, stack_sites
 from .joint import JointSSTAProcessor
 
 
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
     """What stands in the conditions' place is a second video of the same canvas."""
 
-    def layout(self, thw: tuple[int, int, int], conditions: int) -> TokenLayout:
-        self.canvas(conditions)
-        return TokenLayout((VideoGrid(*thw), VideoGrid(*thw)))
+    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+        grid = super().around(tokens - after).segments[0]
+        self.canvas(after)
+        return TokenLayout((grid, grid))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    for index, block in enumerate(model.transformer_blocks):
-        yield Site(f"transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, JointSSTAProcessor)
     encoding = len(model.single_transformer_blocks) - model.num_decoder_layers
-    for index, block in enumerate(model.single_transformer_blocks):
-        replacement = JointSSTAProcessor if index < encoding else MotifVideoDecoderSSTAProcessor
-        yield Site(f"single_transformer_blocks.{index}.attn", block.attn, MotifVideoAttnProcessor2_0, replacement)
+    yield from stack_sites(model, "transformer_blocks", "attn", MotifVideoAttnProcessor2_0, JointSSTAProcessor)
+    singles = model, "single_transformer_blocks", "attn", MotifVideoAttnProcessor2_0
+    yield from islice(stack_sites(*singles, JointSSTAProcessor), encoding)
+    yield from islice(stack_sites(*singles, MotifVideoDecoderSSTAProcessor), encoding, None)
 
 
 MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw)

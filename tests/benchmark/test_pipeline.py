@@ -1,17 +1,13 @@
 """bench_pipeline.py: steps are measured through the models' own forwards, checked first, and reckoned up from the blocks that are built."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARK)
     import bench_pipeline
 
     monkeypatch.setattr(bench_pipeline, "RESULTS", tmp_path)
@@ -19,6 +15,7 @@ def bench(monkeypatch, tmp_path):
     return bench_pipeline
 
 
+@pytest.mark.slow
 def test_steps_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "pipeline_mine"])
     with (tmp_path / "pipeline_mine.csv").open(newline="") as file:

@@ -1,7 +1,6 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,8 @@ from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.portable.config import dkv_config
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
 
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
-
-
+@pytest.mark.slow
 def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     """On tiny shapes; in the interpreter where there is no GPU."""
     import tune
@@ -43,7 +36,7 @@ def test_a_configuration_that_is_wrong_or_does_not_fit_gets_no_time(monkeypatch)
 
     problem = shapes.Problem(64, 1, 16, 32)
     setting = tune.Setting(problem, shapes.kept(problem, 1), torch.device("cpu"), torch.float32)
-    good = block_sparse_attention(setting.q, setting.k, setting.v, setting.blocks, impl="gather")
+    good = block_sparse_attention(setting.q, setting.k, setting.v, setting.blocks, impl="torch")
 
     def out_of_memory():
         raise RuntimeError("out of resource: shared memory")
@@ -75,7 +68,7 @@ def test_dkv_is_written_as_its_line_in_the_launch_table():
     import tune
 
     # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without a copy engine.
-    config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, copy_engine=False))
+    config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, tma=False))
     assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
     assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"
 

@@ -27,6 +27,7 @@ def clip(monkeypatch):
     return clip
 
 
+@pytest.mark.slow
 def test_the_demo_end_to_end(demo, tmp_path, capsys):
     result = demo.main(["--canvas", "4x16x20", "--output", str(tmp_path), "--seed", "3"])
     assert json.loads((tmp_path / "report.json").read_text()) == result
@@ -96,7 +97,7 @@ def test_sparse_layers_may_get_q_k_and_v_unfinished(demo, tmp_path, monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", ["small", "720p"])
 def test_the_demo_on_a_gpu(demo, tmp_path, size):
-    """There sparse layers get q, k and v unfinished."""
+    """There sparse layers get q, k and v deferred."""
     result = demo.main(["--size", size, "--canvas", "4x16x20", "--output", str(tmp_path)])
     _, every, sparse = result["runs"]
     assert every["relative_difference"] < 2e-2 and 0 < sparse["relative_difference"] < 0.5

@@ -9,7 +9,7 @@ from token_oracle import assert_as_exact_as_torch, dense
 from ssta.kernels.interfaces import parallel_nsa, parallel_nsa_compression, parallel_nsa_topk, selected_attention
 from ssta.kernels.interfaces.native_sparse_attention import compressed
 
-IMPLEMENTATIONS = [pytest.param("cpu", "gather", id="gather"), pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = [pytest.param("cpu", "torch", id="torch"), pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu)]
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 everywhere = pytest.mark.parametrize("device, impl", IMPLEMENTATIONS)
 # (batch, ends of the sequences' keys, how many last tokens of each are queries), blocks of 4.
@@ -56,6 +56,7 @@ def visible_blocks(name, places, blocks):
 
 @pytest.mark.parametrize("device, impl", IMPLEMENTATIONS + INTERPRETED)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_attention_to_blocks(device, impl, name, monkeypatch):
     monkeypatch.setattr(compressed, "MEANS_AT_ONCE", 2)
     q, k, v, cu_seqlens, places = case(name, device)
@@ -95,6 +96,7 @@ INTERPRETED_CASES = [(*case.values, name, 5) for case in INTERPRETED for name in
 
 
 @pytest.mark.parametrize("device, impl, name, count", INTERPRETED_CASES)
+@pytest.mark.slow
 def test_selection_interpreted(device, impl, name, count, monkeypatch):
     test_selection(device, impl, name, count, monkeypatch)
 
@@ -104,7 +106,7 @@ def test_selection_interpreted(device, impl, name, count, monkeypatch):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_selection(device, impl, name, count, monkeypatch):
     monkeypatch.setattr(compressed, "CHOICE_ELEMENTS", 4 * 11 * 7)  # seven or fourteen tokens at a time
-    q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "gather" else torch.float16)
+    q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "torch" else torch.float16)
     k, v = means(k, name), means(v, name)
     arguments = dict(TK=LAYOUTS[name][1][-1], block_size=SIZE, scale=0.5, cu_seqlens=cu_seqlens, impl=impl)
     truth = choice(q, k, name, places, count, 0.5)
@@ -157,7 +159,7 @@ def test_the_gated_branch_of_the_whole(device, impl, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_whole_selects_by_itself(device, impl, gated, name):
     """What parallel_nsa selects is what the loops select, and what it then does is selected attention."""
-    q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "gather" else torch.float16)
+    q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "torch" else torch.float16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     g_cmp, g_slc, g_swa = torch.rand(3, *q.shape[:3], device=device, dtype=q.dtype).unbind()
     indices = choice(q.detach(), means(k.detach(), name), name, places, 5, 0.25)[:, :, :, :4].to(device)
@@ -167,7 +169,7 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
     told = parallel_nsa(q, k, v, **gates, block_indices=indices, **options)
     # Means in float16 may order two near blocks otherwise; in float32 they do not here.
     same = (alone == told).flatten(2).all(-1)
-    assert same.all() if impl == "gather" else same.float().mean() > 0.8
+    assert same.all() if impl == "torch" else same.float().mean() > 0.8
     if not gated:
         assert torch.equal(told, selected_attention(q, k, v, indices, **options) * g_slc[..., None])
     assert all(x.isfinite().all() for x in torch.autograd.grad(alone.sum(), (q, k, v)))
@@ -176,11 +178,11 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
 def test_a_chosen_implementation_runs_the_selection_too(monkeypatch):
     from ssta.kernels.interfaces.native_sparse_attention import compressed
 
-    asked, resolve = [], compressed.resolve_token_impl
-    monkeypatch.setattr(compressed, "resolve_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
+    asked, resolve = [], compressed.choose_token_impl
+    monkeypatch.setattr(compressed, "choose_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
     q, k, v = (torch.randn(1, 20, heads, 8) for heads in (2, 1, 1))
-    parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="gather")
-    assert asked and set(asked) == {"gather"}
+    parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="torch")
+    assert asked and set(asked) == {"torch"}
 
 
 def test_sixteen_blocks_unless_told_otherwise():
@@ -194,7 +196,7 @@ def test_sixteen_blocks_unless_told_otherwise():
 def test_gpu_sizes(heads, kv_heads, dim):
     """The kernel against plain torch on the same inputs, of any groups and head dimensions; near blocks may change places."""
     q, k = (torch.randn(2, n, h, dim, device="cuda", dtype=torch.bfloat16) for n, h in ((900, heads), (57, kv_heads)))
-    chosen, plain = (parallel_nsa_topk(q, k, 900, None, 9, 16, impl=impl) for impl in ("triton", "gather"))
+    chosen, plain = (parallel_nsa_topk(q, k, 900, None, 9, 16, impl=impl) for impl in ("triton", "torch"))
     assert torch.equal(chosen[..., :3], plain[..., :3])
     assert (chosen.sort(-1).values == plain.sort(-1).values).all(-1).float().mean() > 0.98
 

@@ -5,11 +5,12 @@ import torch
 from cases import INTERPRETED, inputs
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 
-from ssta.kernels import BlockLists, block_sparse_attention, resolve_impl
+from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.reference import reference_attention
 
 
-@pytest.mark.parametrize("impl", ["reference", "gather", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("impl", ["reference", "torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.slow
 def test_compiles_without_a_break(impl):
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16))
     mask = torch.rand(2, 3, 3) < 0.6
@@ -58,15 +59,15 @@ def test_whoever_watches_sees_the_operator():
 
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
-    from ssta.kernels.attention import _flatten, _forward
+    from ssta.kernels.op import attention_operator, flatten
 
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
     blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
-    torch.library.opcheck(_forward, (q, k, v, *_flatten(blocks), None, None, 0.25, False, True, "gather"))
+    torch.library.opcheck(attention_operator, (q, k, v, *flatten(blocks), None, None, 0.25, False, True, "torch"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["triton", "hopper", "gather"])
+@pytest.mark.parametrize("impl", ["triton", "hopper", "torch"])
 def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
     q, k, v = (x.requires_grad_() for x in inputs(2, 4, 2, 700, 900, 64, "cuda"))
     mask = torch.rand(2, 4, 6, 8, device="cuda") < 0.5
@@ -106,21 +107,6 @@ def test_gpu_compiles_without_a_break():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_auto_follows_device_dtype_and_shape(capability, monkeypatch):
-    monkeypatch.setattr("ssta.kernels.attention._is_hopper", lambda device: device.type == "cuda" and capability == (9, 0))
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    best = "hopper" if capability == (9, 0) else "triton"
-    assert resolve_impl("auto", cpu, torch.bfloat16, 128) == "gather"
-    assert resolve_impl("auto", gpu, torch.bfloat16, 128) == best
-    assert resolve_impl("auto", gpu, torch.float16, 64, 384) == best
-    assert resolve_impl("auto", gpu, torch.float16, 64, 64) == "triton", "short query blocks"
-    assert resolve_impl("auto", gpu, torch.float16, 64, 384, kv_block=1) == "triton", "short key blocks are gathered"
-    assert resolve_impl("auto", gpu, torch.float16, 80) == "triton"
-    assert resolve_impl("auto", gpu, torch.float32, 128) == "gather"
-    assert resolve_impl("auto", gpu, torch.float16, 512) == "gather"
-
-
 def full_lists(*shape):
     return BlockLists.from_mask(torch.ones(shape, dtype=torch.bool), 16, 16)
 
@@ -148,7 +134,7 @@ def _call(dtype=torch.float32, **changes):
     (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
-    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'gather', 'triton', 'hopper', got 'cuda'"),
+    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'cuda'"),
     (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got torch.float32 and 16"),
     (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
 ])

@@ -26,10 +26,14 @@ def lists(shape, items, q_block, kv_block, device):
 @pytest.fixture
 def everything_together(monkeypatch):
     monkeypatch.setattr(routing, "COMPACTED_ROWS", 1)
+    routing._decide.cache_clear()
+    yield
+    routing._decide.cache_clear()
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
+@pytest.mark.slow
 def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_together):
     from ssta.kernels.portable import compacted
 
@@ -78,7 +82,8 @@ def test_which_lists_are_brought_together():
     def asked(q_block=64, kv_block=1, list_heads=2, heads=16, causal=False, backward=False, **fields):
         blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
-        return routing.brings_together(blocks, heads, 2, causal, backward)
+        problem = routing.Problem("cuda", (9, 0), False, torch.float16, 64, heads, 2, causal, routing.PatternFacts.of(blocks))
+        return problem.compacts(backward)
 
     assert asked() and asked(list_heads=1) and asked(kv_block=15), "512 rows share a list"
     assert not asked(q_block=63) and not asked(list_heads=16), "rows are too few for the copies to pay"

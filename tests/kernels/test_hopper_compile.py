@@ -8,6 +8,8 @@ import compile_hopper
 import pytest
 from compile_hopper import configurations, reloads
 
+pytestmark = pytest.mark.slow
+
 
 class Compiler:
     """compile_hopper.py in a process of its own, in which Triton's interpreter is off; the tests of a worker share its imports."""

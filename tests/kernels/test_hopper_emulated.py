@@ -12,11 +12,12 @@ from oracles import attention_with_gradients
 
 import ssta.kernels
 from ssta.kernels import BlockLists, notices
-from ssta.kernels.attention import _with_kv_blocks
 from ssta.kernels.hopper import spin_timeouts
+from ssta.kernels.op import with_kv_blocks
 from ssta.kernels.reference import reference_attention
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which lowers the lists here, is off")]
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
 
 
 def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
-    blocks = _with_kv_blocks(blocks, k.shape[2])
+    blocks = with_kv_blocks(blocks, k.shape[2])
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
     grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=causal)
@@ -178,11 +179,11 @@ def test_keys_that_are_brought_together(late):
     kept[0, 1, 0] = False
     blocks = BlockLists.from_mask(kept, 64, 1)
     q, k, v = inputs(1, 4, 2, 150, 220, 64)
-    out, lse = compacted_forward(partial(run, "hopper_forward", late=late), q, k, v, blocks, 0.125, False)
+    out, lse = compacted_forward(partial(run, "forward", late=late), q, k, v, blocks, 0.125, False)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
     exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
-    grads = compacted_backward(partial(run, "hopper_backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
+    grads = compacted_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     for got, right in zip((out, *grads), (exact[0], *exact[2:])):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)

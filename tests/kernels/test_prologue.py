@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import BlockLists, best_blocks, gather_blocks, kernels_run, pick_blocks, score_blocks, take_tokens
+from ssta.kernels import BlockLists, gather_blocks, kernels_run, score_blocks, select_blocks, take_tokens, topk_blocks
 from ssta.kernels.prologue.reorder import _take_in_torch, new_tokens
-from ssta.kernels.prologue.select import _pick_in_torch
+from ssta.kernels.prologue.select import _select_in_torch
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,32 +90,33 @@ def test_scores_are_those_of_the_definition(heads, kv_heads, blocks, width, lamb
 
 @settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(0, 2), st.booleans(), st.integers(0, 1000))
-def test_picked_blocks_are_the_best_and_those_always_kept(scored, dense, masked, seed):
+@pytest.mark.slow
+def test_selected_blocks_are_the_best_and_the_forced(scored, dense, masked, seed):
     """Scores with many ties, among them infinities, NaN and both zeros."""
     from ssta.kernels.prologue.select_kernel import pick
 
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.5, torch.inf, torch.nan])
     scores = values[torch.randint(0, 7, (1, 2, scored, scored), generator=generator)].to(DEVICE)
-    always = torch.rand(scored + dense, scored + dense, generator=generator).to(DEVICE) < 0.3
-    used = torch.rand(1, scored + dense, generator=generator).to(DEVICE) < 0.7 if masked else None
-    limits = torch.randint(0, scored + 1, (1, 2, scored), generator=generator, dtype=torch.int32).to(DEVICE)
-    for given_scores, limit in ((scores, seed % (scored + 3)), (scores, limits), (None, 0)):
+    forced = torch.rand(scored + dense, scored + dense, generator=generator).to(DEVICE) < 0.3
+    active = torch.rand(1, scored + dense, generator=generator).to(DEVICE) < 0.7 if masked else None
+    per_row = torch.randint(0, scored + 1, (1, 2, scored), generator=generator, dtype=torch.int32).to(DEVICE)
+    for given_scores, k_per_row in ((scores, seed % (scored + 3)), (scores, per_row), (None, 0)):
         heads = (1, 2) if given_scores is not None else (1, 1)
         indices = torch.full((*heads, scored + dense, scored + dense), -7, dtype=torch.int32, device=DEVICE)
         counts = indices[..., 0].clone()
-        many = isinstance(limit, torch.Tensor)
-        pick(always, given_scores, used, limit if many else None, 0 if many else limit, counts, indices)
-        expected = _pick_in_torch(always, given_scores, used, limit)
+        many = isinstance(k_per_row, torch.Tensor)
+        pick(forced, given_scores, active, k_per_row if many else None, 0 if many else k_per_row, counts, indices)
+        expected = _select_in_torch(forced, given_scores, active, k_per_row)
         assert torch.equal(counts, expected[0])
         filled = torch.arange(scored + dense, device=DEVICE) < counts[..., None]
         assert torch.equal(indices[filled], expected[1][filled]) and (indices[~filled] == -7).all()
 
 
-def test_best_blocks_rank_nan_below_everything_but_minus_infinity():
+def test_topk_blocks_rank_nan_below_everything_but_minus_infinity():
     scores = torch.tensor([[float("nan"), -1.0, -torch.inf, 2.0]])
-    assert best_blocks(scores, 2).tolist() == [[False, True, False, True]]
-    assert best_blocks(scores, torch.tensor([3])).tolist() == [[True, True, False, True]], "of equal scores the first"
+    assert topk_blocks(scores, 2).tolist() == [[False, True, False, True]]
+    assert topk_blocks(scores, torch.tensor([3])).tolist() == [[True, True, False, True]], "of equal scores the first"
 
 
 @pytest.mark.gpu
@@ -125,10 +126,10 @@ def test_the_operators_keep_their_contract():
     q, k, v = (projected(2, LAYOUT.length, 32, torch.bfloat16) for _ in range(3))
     means = torch.randn(2, 2, 9, 32, device=DEVICE)
     ops = torch.ops.ssta
-    always = torch.rand(12, 12, device=DEVICE) < 0.3
+    forced = torch.rand(12, 12, device=DEVICE) < 0.3
     scores = torch.randn(2, 2, 9, 9, device=DEVICE)
     for op, arguments in ((ops.take_tokens, (q, layout.source)), (ops.gather_blocks, (q, k, v, layout.source, layout.offsets, 4)),
-                          (ops.score_blocks, (means, means, 0.7, True)), (ops.pick_blocks, (always, scores, None, None, 3))):
+                          (ops.score_blocks, (means, means, 0.7, True)), (ops.select_blocks, (forced, scores, None, None, 3))):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -145,10 +146,10 @@ def test_kernels_run_by_themselves_on_a_gpu(tokens):
     scores = score_blocks(*outputs[3:], 0.7)
     expected = score_tiles(*outputs[3:], lambda q, k: importance(q, k, 0.7))
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
-    always = torch.zeros(layout.num_tiles, layout.num_tiles, dtype=torch.bool, device=DEVICE)
-    lists = BlockLists(*pick_blocks(always, scores, 20), layout.offsets, layout.offsets, max_q_length=384, max_kv_length=384)
+    forced = torch.zeros(layout.num_tiles, layout.num_tiles, dtype=torch.bool, device=DEVICE)
+    lists = BlockLists(*select_blocks(forced, scores, 20), layout.offsets, layout.offsets, max_q_length=384, max_kv_length=384)
     lists.check_values(layout.num_slots, layout.num_slots)
-    assert torch.equal(lists.to_mask()[..., :layout.num_video_tiles, :layout.num_video_tiles], best_blocks(scores, 20))
+    assert torch.equal(lists.to_mask()[..., :layout.num_video_tiles, :layout.num_video_tiles], topk_blocks(scores, 20))
 
 
 @pytest.fixture
@@ -168,19 +169,20 @@ def layer_case(padding, sparse_type, masked):
 
 @pytest.mark.parametrize("padding, sparse_type, masked", [
     ("none", "ssta", True), ("zero", "ssta", True), ("repeat", "block_attn", False)])
+@pytest.mark.slow
 def test_a_layer_through_the_kernels_is_the_layer_in_plain_torch(request, padding, sparse_type, masked):
     """Forward and backward, and traced into one graph, where the kernels are operators."""
     halves, text_mask, config = layer_case(padding, sparse_type, masked)
 
     def layer(*tensors):
-        return ssta_attention(*tensors, LAYOUT, config, text_mask=text_mask, impl="gather")
+        return ssta_attention(*tensors, LAYOUT, config, text_mask=text_mask, impl="torch")
 
     def with_grads(run):
         out = run(*halves)
         return out, *torch.autograd.grad((out * weight).float().sum(), halves)
 
     weight = torch.randn(1, 2, LAYOUT.length, 16, device=DEVICE).half()
-    expected = with_grads(lambda *x: ssta_attention(*x, LAYOUT, config, text_mask=text_mask, impl="gather"))
+    expected = with_grads(lambda *x: ssta_attention(*x, LAYOUT, config, text_mask=text_mask, impl="torch"))
     request.getfixturevalue("kernels_everywhere")
     eager = with_grads(layer)
     for got, wanted in zip(eager, expected):

@@ -346,5 +346,5 @@ def test_attention_backends_of_diffusers_serve_the_dense_steps():
         assert handle.report()[0].implementation == "dense, default backend"
         model.set_attention_backend("native")
         run(model, call)
-        assert [layer.implementation for layer in handle.report()] == ["dense, native", "gather"]
+        assert [layer.implementation for layer in handle.report()] == ["dense, native", "torch"]
     assert {str(block.attn1.processor._attention_backend.value) for block in model.blocks} == {"native"}

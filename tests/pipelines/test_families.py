@@ -64,7 +64,7 @@ def test_off_on_off_is_bit_identical_and_on_is_sparse(name):
     handle = apply_ssta(model, SPARSE, schedule=NEVER_DENSE)
     sparse = run(model, call)
     for layer in handle.report():
-        assert (layer.implementation, layer.thw) == ("gather", CANVAS)
+        assert (layer.implementation, layer.thw) == ("torch", CANVAS)
         tiles = layer.tiles - (1 if tiny.conditions else 0)
         if layer.tokens == 2 * 144:  # the decoder of Motif-Video sees two videos
             tiles = layer.tiles
@@ -329,3 +329,23 @@ def test_a_token_is_in_one_place_in_memory_while_ssta_is_applied(name):
         model(**call)
     assert seen[1] == 1
     assert name != "hunyuan_video_15" or 1 not in (seen[0], *seen[2:]), "without SSTA they work on that"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_attention_before_a_forward_of_the_model_says_that_it_needs_one(name):
+    """A layer's forward alone knows no canvas; what it was called with is kept from a forward of the model without SSTA."""
+    model, calls = TINY[name].build(), {}
+    sites = list(family_of(model).sites(model))
+
+    def keep(module, args, kwargs):
+        calls[module] = args, kwargs
+
+    hooks = [site.module.register_forward_pre_hook(keep, with_kwargs=True) for site in sites]
+    run(model, TINY[name].call())
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) == len(sites)
+    with apply_ssta(model, SPARSE):
+        for module, (args, kwargs) in calls.items():
+            with pytest.raises(ValueError, match="SSTA learns the canvas from a forward of the whole model"):
+                module(*args, **kwargs)

@@ -14,6 +14,7 @@ from tiny_hunyuan import CANVAS, SPARSE, WINDOW
 from tiny_models import TINY, run
 from tiny_pipelines import PIPELINES, flow, latents
 
+from ssta.kernels import choose_route
 from ssta.pipelines import Schedule, apply_ssta, processor, remove_ssta
 
 
@@ -124,7 +125,7 @@ def test_a_transformer_alone_follows_the_noise_level():
     with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
         run(model, TINY["wan_ti2v"].call())
         assert handle.report()[0].implementation.startswith("dense")
-    with apply_ssta(TINY["hunyuan_video_15"].build()) as handle:
+    with apply_ssta(TINY["hunyuan_video_15"].build(), preset="hunyuan_video_15_sparse") as handle:
         assert handle.schedule == Schedule()
 
 
@@ -162,8 +163,8 @@ def test_another_pipeline_of_the_same_components_counts_too():
 
 def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypatch):
     # As on a Hopper GPU, where "auto" stands for its kernel with such heads.
-    monkeypatch.setattr(processor, "resolve_impl",
-                        lambda impl, device, dtype, dim, *_: "hopper" if impl == "auto" and dim in (64, 128) else "gather")
+    monkeypatch.setattr(processor, "choose_route", lambda impl, device, dtype, dim, *_: replace(
+        choose_route("torch", device, dtype, dim), name="hopper" if impl == "auto" and dim in (64, 128) else "torch"))
     tiny = TINY["wan"]
     model, call = tiny.build(num_attention_heads=1, attention_head_dim=64), tiny.call(prompts=(3, 6))
     stock = run(model, call)
@@ -174,7 +175,7 @@ def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypa
             return handle.report()[0].implementation
 
     assert implementation() == "dense, hopper"
-    assert implementation(impl="gather") == "dense, default backend"
+    assert implementation(impl="torch") == "dense, default backend"
     with attention_backend("_native_math"):
         assert implementation() == "dense, default backend"
     model.set_attention_backend("native")
@@ -269,5 +270,5 @@ def test_wrong_kinds_are_refused():
     model = TINY["wan"].build()
     with pytest.raises(TypeError, match="schedule must be a Schedule or None, got float"):
         apply_ssta(model, schedule=0.15)
-    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has timesteps, got str"):
+    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has a tensor of timesteps, got str"):
         apply_ssta(model, scheduler="ddim")

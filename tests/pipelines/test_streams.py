@@ -8,9 +8,11 @@ from tiny_models import TINY
 from torch import nn
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import Unfinished
+from ssta.kernels import Deferred
 from ssta.kernels.prologue import norm_rope_kernel
 from ssta.pipelines import Schedule, apply_ssta, streams
+from ssta.pipelines.families.joint import JointSSTAProcessor
+from ssta.pipelines.families.mochi import MochiSSTAProcessor
 from ssta.pipelines.streams import Stream
 from ssta.scoring import descriptors
 
@@ -21,6 +23,8 @@ HEADS, DIM = 3, 24
 # norm, across heads, angles: none, of all heads, of each head, and then each once in memory
 CASES = [(RMSNorm, False, "shared"), (RMSNorm, False, None), (MochiRMSNorm, False, "once"), (nn.RMSNorm, True, "shared"),
          (nn.RMSNorm, True, "each"), (None, False, "each"), (None, False, None)]
+# What the families say of their norms.
+NORMS = {**streams.TORCH_NORMS, **JointSSTAProcessor.norms, **MochiSSTAProcessor.norms}
 NAMES = ["HunyuanVideo", "text", "Mochi", "Wan", "LTX-Video", "RoPE alone", "nothing"]
 
 
@@ -42,7 +46,7 @@ def by_kernel(monkeypatch):
 def finished(*queries, heads, across_heads=False):
     """q of these streams; k and v have nothing that a kernel would do."""
     plain = [Stream(queries[0].projected)]
-    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads)[0]
+    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS)[0]
 
 
 def norm_of(kind, channels, dtype):
@@ -110,8 +114,8 @@ def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
     parts = stream_of(case, video, dtype, heads, dim), stream_of((case[0], case[1], None), text, dtype, heads, dim)
     layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
     options = dict(heads=heads, across_heads=case[1])
-    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, tiles=True)
-    assert isinstance(q, Unfinished) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
+    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, norms=NORMS, tiles=True)
+    assert isinstance(q, Deferred) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
     found = q.gather(layout.source, layout.offsets, layout.num_video_tiles)
     assert found[0].stride()[1:] == (dim, dim * heads, 1), "in the projections' memory order"
     expected = layout.tile(finished(*parts, **options).transpose(1, 2))
@@ -150,12 +154,12 @@ def test_the_kernel_does_what_the_modules_do_on_a_gpu(monkeypatch, case, heads, 
 
 def test_what_is_unfinished_fits_the_layout():
     parts = [stream_of(CASES[0], tokens, torch.float32) for tokens in (60, 25)]
-    q = Unfinished(tuple(streams._projection(part, HEADS, False) for part in parts))
+    q = Deferred(tuple(streams._projection(part, HEADS, False, NORMS) for part in parts))
     config = SSTAConfig(tile_thw=(2, 2, 3))
-    with pytest.raises(TypeError, match="key must be Unfinished as query is, got Tensor"):
+    with pytest.raises(TypeError, match="key must be Deferred as query is, got Tensor"):
         ssta_attention(q, torch.zeros(q.shape, device=DEVICE), q, LAYOUT, config)
     with pytest.raises(ValueError, match="query must have the layout's 85 tokens, got 60"):
-        ssta_attention(*[Unfinished(q.projections[:1])] * 3, LAYOUT, config)
+        ssta_attention(*[Deferred(q.projections[:1])] * 3, LAYOUT, config)
     with pytest.raises(ValueError, match=r"query's projections must end where segments of the layout do, got \[60, 25\] tokens for"):
         ssta_attention(q, q, q, TokenLayout((VideoGrid(5, 4, 4), DenseRun(5))), config)
 
@@ -205,6 +209,15 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
     assert len(by_kernel) == 1
 
 
+def test_a_norm_that_the_family_does_not_name_is_called(by_kernel):
+    x, norm, angles = stream_of(CASES[0], 8, torch.float32)
+    plain = [Stream(x)]
+    found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS)[0]
+    assert not by_kernel
+    same(finished(Stream(x, norm, angles), heads=HEADS), found)
+    assert len(by_kernel) == 1
+
+
 @pytest.mark.parametrize("name", ["hunyuan_video_15", "hunyuan_video", "wan", "wan_vace", "skyreels_v2", "ltx", "mochi", "motif_video"])
 def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
     tiny = TINY[name]
@@ -212,7 +225,7 @@ def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
                                             for name, value in tiny.call().items()}
     # The first layer densely, so that both ways to the kernel are taken.
     apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)),
-               impl="gather")
+               impl="torch")
     with torch.no_grad():
         found = model(**call)[0]
         assert {len(args) for args in by_kernel} == {2, 3}

@@ -141,7 +141,7 @@ def test_memory_keeps_no_fake_tensors():
 
 def test_memory_holds_what_a_captured_graph_reads(monkeypatch):
     capturing = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     made = []
 

@@ -11,6 +11,7 @@ from selection_cases import Case, cases
 from ssta import SSTAConfig, TokenLayout, tile_layout
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 from ssta.selection import best, select_tiles
+from ssta.tiled import TiledQKV
 
 
 @settings(max_examples=80)
@@ -34,9 +35,9 @@ def test_selection_is_the_definition(case):
 def test_selection_on_a_gpu_is_the_definition(case):
     expected = case.expected()
     assume(expected.clear)
-    q, k, v, means = case.layout("cuda").tile_qkv(case.q.cuda(), case.k.cuda(), case.k.cuda())
+    tiled = case.layout("cuda").tile_qkv(case.q.cuda(), case.k.cuda(), case.k.cuda())
     text_mask = None if case.text_mask is None else case.text_mask.cuda()
-    lists = select_tiles(q, k, case.layout("cuda"), case.config, text_mask, means)
+    lists = select_tiles(tiled, case.config, text_mask).blocks
     lists.check_values(expected_slots(expected), expected_slots(expected))
     assert torch.equal(lists.to_mask().cpu().expand_as(expected.mask), expected.mask)
 
@@ -159,7 +160,7 @@ def test_a_scorer_and_a_budget_can_be_replaced():
     layout = tile_layout(TokenLayout.video_text((2, 4, 6), 5), (2, 2, 2))
     q, k = torch.randn(2, 3, 53, 4), torch.randn(2, 3, 53, 4)
     config = SSTAConfig(tile_thw=(2, 2, 2), sparse_type="block_attn", sampling_type=nearest, budget=above_the_mean)
-    mask = select_tiles(layout.tile(q), layout.tile(k), layout, config).to_mask()
+    mask = select_tiles(layout.tile_qkv(q, k, k), config).blocks.to_mask()
     assert seen["descriptors"] == ((2, 3, 6, 4), torch.float32)
     scores = -torch.cdist(descriptors(layout.tile(q), layout), descriptors(layout.tile(k), layout))
     assert torch.equal(mask[..., :6, :6], above_the_mean(scores))
@@ -175,16 +176,17 @@ def test_replacements_that_do_not_fit_say_so(changes, error, words):
     layout = tile_layout(TokenLayout.video_text((2, 2, 4)), (2, 2, 2))
     x = torch.randn(1, 1, 16, 4)
     with pytest.raises(error, match=words):
-        select_tiles(x, x, layout, SSTAConfig(tile_thw=(2, 2, 2), **changes))
+        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(2, 2, 2), **changes))
 
 
 def test_the_window_alone_is_shared_and_made_once():
     layout = tile_layout(TokenLayout.video_text((4, 4, 4), 9), (2, 2, 2))
     x = torch.randn(3, 2, layout.num_slots, 4)
     config = SSTAConfig(tile_thw=(2, 2, 2), sparse_type="sta")
-    lists = select_tiles(x, x, layout, config)
-    assert lists.counts.shape == (1, 1, 10) and select_tiles(x, x, layout, config) is lists
-    masked = select_tiles(x, x, layout, config, torch.ones(3, 9, dtype=torch.bool))
+    tiled = TiledQKV(layout, x, x, x)
+    lists = select_tiles(tiled, config).blocks
+    assert lists.counts.shape == (1, 1, 10) and select_tiles(tiled, config).blocks is lists
+    masked = select_tiles(tiled, config, torch.ones(3, 9, dtype=torch.bool)).blocks
     assert masked.indices is lists.indices and masked.kv_lengths.shape == (3, 1, 10)
 
 
@@ -195,7 +197,7 @@ def test_tiles_of_one_length_make_uniform_blocks(thw, text_len, padding, length)
     layout = tile_layout(TokenLayout.video_text(thw, text_len), (2, 2, 2), padding)
     assert layout.tile_length == length and set(layout.lengths.tolist()) == {length} or length is None
     x = torch.randn(1, 2, layout.num_slots, 4)
-    lists = select_tiles(x, x, layout, SSTAConfig(tile_thw=(2, 2, 2), topk=3, pad_type=padding))
+    lists = select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(2, 2, 2), topk=3, pad_type=padding)).blocks
     lists.check_values(layout.num_slots, layout.num_slots)
     for start, size in (lists.q_bounds(layout.num_slots), lists.kv_bounds(layout.num_slots)):
         assert torch.equal(start[0, 0], layout.offsets[:-1]) and torch.equal(size[0, 0], layout.lengths)
@@ -207,5 +209,5 @@ def test_autocast_does_not_change_the_selection():
     q, k = torch.randn(2, 1, 2, 256, 16).unbind()
     config = SSTAConfig(tile_thw=(2, 2, 2), topk=9, sparse_type="block_attn")
     with torch.autocast("cpu", torch.bfloat16):
-        inside = select_tiles(q, k, layout, config)
-    assert torch.equal(inside.to_mask(), select_tiles(q, k, layout, config).to_mask())
+        inside = select_tiles(TiledQKV(layout, q, k, k), config)
+    assert torch.equal(inside.blocks.to_mask(), select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask())

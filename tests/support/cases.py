@@ -8,10 +8,10 @@ import torch
 from ssta.kernels import BlockLists
 
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
-EVERYWHERE = [pytest.param("cpu", "gather", id="gather"), *INTERPRETED,
+EVERYWHERE = [pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
               pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
               pytest.param("cuda", "hopper", id="gpu-hopper", marks=pytest.mark.gpu),
-              pytest.param("cuda", "gather", id="gpu-gather", marks=pytest.mark.gpu)]
+              pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)]
 everywhere = pytest.mark.parametrize("device, impl", EVERYWHERE)
 
 

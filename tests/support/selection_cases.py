@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
 from ssta.selection import select_tiles
+from ssta.tiled import TiledQKV
 
 PADDINGS = ("none", "zero", "repeat")
 
@@ -39,7 +40,8 @@ class Case:
 
     def select(self):
         layout = self.layout()
-        return select_tiles(layout.tile(self.q), layout.tile(self.k), layout, self.config, self.text_mask)
+        q, k = layout.tile(self.q), layout.tile(self.k)
+        return select_tiles(TiledQKV(layout, q, k, k), self.config, self.text_mask).blocks
 
     def expected(self):
         return oracle.select(self.q, self.k, self.parts, self.config, self.valid)

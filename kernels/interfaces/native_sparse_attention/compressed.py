@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import resolve_scale
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_ids
-from ..arguments import require_int
 
 DIMS = "[batch, tokens, heads, head_dim]"
-INTEGERS = (torch.int32, torch.int64)
 # Means that the compressed branch takes as one block.
 MEANS_AT_ONCE = 64
 # Scores, or sums of them, of tokens with blocks that are held at once: 32 MiB of float32, and three times as much to rank them.
@@ -35,8 +34,9 @@ def parallel_nsa_compression(
         TK: tokens that the keys stand for; with cu_seqlens of all sequences together. With TK > T the queries are the last T positions.
         block_size: tokens of a block.
         scale: factor on the scores; default 1 / sqrt(D).
-        cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1. Values are
+            not read; what leads outside the tokens is cut.
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends
@@ -48,6 +48,7 @@ def parallel_nsa_compression(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
     firsts, origin, position = _places(packed, block_size)
     rows = k.shape[0] * k.shape[1]
@@ -55,7 +56,7 @@ def parallel_nsa_compression(
     spans = torch.stack([origin, torch.zeros_like(origin), seen], 1).int()
     ends = torch.cat([firsts, firsts.new_full((1,), rows)]).int()
     ids = torch.arange(-(-(TK // block_size) // MEANS_AT_ONCE), device=q.device).expand(len(spans), k.shape[2], -1)
-    lists_impl = resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     lists = lists_from_ids(ids, None, Packed(packed.cu_q, ends, packed.q_tokens, rows), spans, MEANS_AT_ONCE, lists_impl)
     out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
     lse = torch.where((seen > 0)[:, None], lse, 0.0)
@@ -87,13 +88,14 @@ def parallel_nsa_topk(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
+    TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
-    scale, kernel = resolve_scale(scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
+    scale, kernel = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
     limits = None
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, (*q.shape[:2], k.shape[2]), "[B, T, H]", q.device)
         limits, block_counts = block_counts, max(int(block_counts.max()), 1) if block_counts.numel() else 1
-    require_int("block_counts", block_counts, 1)
+    block_counts = require_int("block_counts", block_counts, 1)
     if lse is None:
         lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
     check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
@@ -142,13 +144,14 @@ def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, 
 def block_means(x: Tensor, packed: Tensor, block_size: int) -> Tensor:
     """[B, TC, H, D], or [1, TC and spare rows, H, D] of packed sequences: the mean of every block of x [B, T, H, D], in x's dtype."""
     _, starts, sizes = packed.key_blocks(block_size)
-    if packed.sequences == x.shape[0]:  # without spare blocks
-        starts, sizes = (part[:x.shape[0] * -(-x.shape[1] // block_size)] for part in (starts, sizes))
+    # Blocks of a batch element: with a single cu_seqlens the spare ones stay.
+    number = -(-x.shape[1] // block_size) if packed.sequences == x.shape[0] else len(starts)
+    starts, sizes = (part[:x.shape[0] * number] for part in (starts, sizes))
     places = torch.arange(block_size, device=x.device)
     rows, real = starts[:, None] + places, (places < sizes[:, None])[..., None, None]
     blocks = x.flatten(0, 1)[rows.clamp(max=max(x.shape[0] * x.shape[1] - 1, 0))].masked_fill(~real, 0)
     total = blocks.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (total / sizes.clamp(min=1)[:, None, None]).to(x.dtype).unflatten(0, (x.shape[0], -1))
+    return (total / sizes.clamp(min=1)[:, None, None]).to(x.dtype).unflatten(0, (x.shape[0], number))
 
 
 def packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
@@ -175,13 +178,11 @@ def packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | t
     check_tensor("cu_seqlens", cu_k, INTEGERS, cu_q.shape, "[N + 1]", q.device)
     if len(cu_q) < 2:
         raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_q)}")
-    return Packed(cu_q.int(), cu_k.int(), q_tokens, k_tokens)
+    return Packed.checked(cu_q, cu_k, q_tokens, k_tokens)
 
 
 def _packed_blocks(q: Tensor, k: Tensor, TK: int, block_size: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
     """The tokens' sequences, with k checked to have a row for each block of theirs."""
-    require_int("TK", TK, 1)
-    require_int("block_size", block_size, 1)
     if cu_seqlens is None and k.shape[1] != -(-TK // block_size):
         raise ValueError(f"k must have ceil(TK / block_size) = {-(-TK // block_size)} blocks, got {k.shape[1]}")
     return packed_sequences(q, k, TK, cu_seqlens)

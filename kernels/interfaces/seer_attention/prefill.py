@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import block_sparse_attention, resolve_scale
+from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...token_attention import check_tensor, check_token_inputs, resolve_token_impl, token_attention
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
+from ...routing import choose_token_impl
+from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_mask
-from ..arguments import require_int
-
-INTEGERS = (torch.int32, torch.int64)
+from ..arguments import require_values
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -28,13 +28,13 @@ def block_1d_gqa_sparse_attn_varlen_func(
         k: ``[T, Hkv, D]``, Hq a multiple of Hkv.
         v: ``[T, Hkv, Dv]``.
         cu_seqlens_k, cu_seqlens_q: int32 or int64 ``[B + 1]``, where each sequence begins and the last one ends. Both hold the same values,
-            which are not read to check it.
+            which are not read to check it; what leads outside the tensors is cut.
         max_seqlen: tokens of the longest sequence. Tokens past it attend to nothing.
         sm_scale: factor on the scores.
         block_mask: bool ``[B, Hkv, max_seqlen, ceil(max_seqlen / block_size)]``; blocks begin anew in every sequence. Token t sees key j
             where its entry for block j // block_size is True and j <= t. The token's own block counts just where its entry is True.
         block_size: tokens of a key block.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         ``[T, Hq, Dv]`` in q's dtype; 0 for a token that sees nothing.
@@ -45,11 +45,12 @@ def block_1d_gqa_sparse_attn_varlen_func(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen, block_size)
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
+    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
     blocks = -(-max_seqlen // block_size)
     check_tensor("block_mask", block_mask, (torch.bool,), (packed.sequences, k.shape[1], max_seqlen, blocks),
                  "[B, Hkv, max_seqlen, blocks]", q.device)
-    lists_impl = resolve_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     lists = lists_from_mask(block_mask, packed, packed.spans(), block_size, lists_impl)
     return token_attention(q, k, v, lists, scale=sm_scale, impl=impl)[0]
 
@@ -90,7 +91,8 @@ def block_2d_sparse_attn_varlen_func(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen, block_size)
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
+    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
     batch, number = packed.sequences, -(-max_seqlen // block_size)
     check_tensor("block_mask", block_mask, (torch.bool,), (batch, None, number, number), "[B, Hq or Hkv, N, N]", q.device)
     if block_mask.shape[1] not in (k.shape[1], q.shape[1]):
@@ -118,7 +120,7 @@ def attn_pooling(
         max_seqlen: tokens of the longest sequence.
         sm_scale: factor on the scores.
         block_size: tokens of a block; at most 128 with "triton".
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head_dim 16 to 256) or "gather" (plain torch, any device).
+        impl: "auto", "triton" (GPUs; float16 or bfloat16; head_dim 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         (pooling_gt_2d, pooling_gt_1d) in q's dtype. ``pooling_gt_1d`` is a list of ``[1, Hq, t_i, ceil(t_i / block_size)]``, a tensor for
@@ -133,9 +135,8 @@ def attn_pooling(
     """
     q, k, _ = check_token_inputs(q, k, k)
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
-    for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        require_int(name, value, 1)
-    scale, impl = resolve_scale(sm_scale, q.shape[-1]), resolve_token_impl(impl, q.device, q.dtype, q.shape[-1])
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
+    scale, impl = resolve_scale(sm_scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     if impl == "triton":
         from ...portable.pooling import LARGEST_BLOCK
         from ...portable.pooling import triton_pooling as pool
@@ -143,15 +144,16 @@ def attn_pooling(
         if block_size > LARGEST_BLOCK:
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
-        from ...eager.pooling import gather_pooling as pool
-    bounds = cu_seqlens.tolist()
+        from ...eager.pooling import torch_pooling as pool
+    bounds = require_values("cu_seqlens", cu_seqlens).tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     if not lengths or bounds[0] < 0 or min(lengths) < 0 or bounds[-1] > min(q.shape[0], k.shape[0]):
         raise ValueError(f"cu_seqlens must ascend within the {min(q.shape[0], k.shape[0])} tokens of q and k, got {bounds}")
     if max(lengths) > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the longest sequence's {max(lengths)} tokens, got {max_seqlen}")
     number = -(-max_seqlen // block_size)
-    by_block = torch.zeros(len(lengths), q.shape[1], number, number, dtype=torch.float32, device=q.device)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    by_block = torch.zeros(len(lengths), q.shape[1], number, number, dtype=dtype, device=q.device)
     by_token = []
     with torch.no_grad():
         for into, start, end in zip(by_block, bounds, bounds[1:]):
@@ -190,18 +192,15 @@ def attn_pooling_qkv_varlen(
     return out, pooled
 
 
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor, max_seqlen: int, block_size: int
-                  ) -> tuple[Tensor, Tensor, Tensor, Packed]:
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor) -> tuple[Tensor, Tensor, Tensor, Packed]:
     q, k, v = check_token_inputs(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
     check_tensor("cu_seqlens_q", cu_q, INTEGERS, (None,), "[B + 1]", q.device)
-    check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
     if len(cu_q) < 2:
         raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_q)}")
-    for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        require_int(name, value, 1)
-    return q, k, v, Packed(cu_q.int(), cu_k.int(), q.shape[0], k.shape[0])
+    check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
+    return q, k, v, Packed.checked(cu_q, cu_k, q.shape[0], k.shape[0])
 
 
 def _block_offsets(cu: Tensor, block_size: int, number: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""Block-sparse attention as operators of torch.library: what torch.compile and autograd see, and how a Route is run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockLists
+from .checks import without_autocast
+from .routing import PatternFacts, Route, choose_route
+
+# The operator takes tensors and numbers only, so BlockLists travels as its fields; offsets None means uniform, of the longest's size.
+
+
+def flatten(blocks: BlockLists) -> tuple:
+    """The fields of a pattern, as the operators take them."""
+    ragged = [x if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets)]
+    return (blocks.counts, blocks.indices, *ragged, blocks.q_lengths, blocks.kv_lengths, blocks.num_kv_blocks, blocks.max_q_length,
+            blocks.max_kv_length)
+
+
+def unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length) -> BlockLists:
+    """What ``flatten`` took apart."""
+    q_offsets = max_q_length if q_offsets is None else q_offsets
+    kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
+    return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+
+def with_kv_blocks(blocks: BlockLists, kv_len: int) -> BlockLists:
+    """``blocks`` itself, or with the number of key blocks that ``kv_len`` implies where it was left out."""
+    if blocks.num_kv_blocks is not None:
+        return blocks
+    return BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
+                      num_kv_blocks=-(-kv_len // blocks.kv_offsets), max_q_length=blocks.max_q_length)
+
+
+def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Route:
+    """``choose_route`` for these tensors. Forward and backward of a call ask with the same arguments and so get the same Route."""
+    return choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1], causal=causal)
+
+
+def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, **options
+                ) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the route's forward; ``in_place=True`` where ``route.in_place``: out takes q's memory."""
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # Triton launches on the current GPU.
+        with torch.cuda.device(device):
+            return run_forward(route, q, k, v, blocks, scale, causal, **options)
+    forward = route.forward.load()
+    if not torch.is_autocast_enabled(device.type):
+        return forward(q, k, v, blocks, scale, causal, **options)
+    with without_autocast(device.type):
+        return forward(q, k, v, blocks, scale, causal, **options)
+
+
+@torch.library.custom_op("ssta::block_sparse_attention", mutates_args=())
+def attention_operator(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
+    q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
+    counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, deterministic: bool, impl: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). ``impl`` is a route's name, or "auto" in a graph that was compiled before its GPU was known."""
+    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    return run_forward(route_of(impl, q, k, blocks, causal), q, k, v, blocks, scale, causal)
+
+
+@attention_operator.register_fake
+def _(q, k, v, *_):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.library.custom_op("ssta::block_sparse_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
+    q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,
+    max_q_length: int, max_kv_length: int, counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool,
+    deterministic: bool, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    flipped = None
+    if counts_t is not None:
+        flipped = unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
+                            max_q_length)
+    route = route_of(impl, q, k, blocks, causal)
+    order = (deterministic,) if route.takes_deterministic else ()
+    with without_autocast(q.device.type):
+        return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+
+
+@_backward.register_fake
+def _(dout, dlse, q, k, v, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, num_kv_blocks, max_q_length, max_kv_length, counts_t, indices_t, scale, causal, deterministic, impl = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], counts_t, indices_t)
+    ctx.sizes, ctx.options = (num_kv_blocks, max_q_length, max_kv_length), (scale, causal, deterministic, impl)
+    # Of what follows q, k and v.
+    ctx.without_gradient = (None,) * (len(inputs) - 3)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, *pattern, counts_t, indices_t = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return None, None, None, *ctx.without_gradient
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options)
+    return *grads, *ctx.without_gradient
+
+
+attention_operator.register_autograd(_differentiate, setup_context=_save)

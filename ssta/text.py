@@ -1,0 +1,128 @@
+"""TextMask: which tokens of a sequence's dense runs are valid, checked once, and what of tiles follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .kernels import require_strided
+from .layout import TileLayout
+from .memo import captured, remember, traced
+from .sequence import DenseRun, TokenLayout
+
+
+@dataclass(frozen=True, eq=False)
+class TextMask:
+    """Which tokens of a sequence's dense runs are valid. Made by ``TextMask.of``; one that several calls share is checked, and what
+    follows from it computed, only once. Nothing here synchronises, but for ``valid_tokens``.
+
+    Args:
+        valid: bool ``[B, tokens.dense_length]``, in each run the valid tokens first, which is not checked. Not to be written to.
+        tokens: the sequence.
+    """
+
+    valid: Tensor
+    tokens: TokenLayout
+    _views: dict = field(init=False, repr=False, default_factory=dict)
+
+    @classmethod
+    def of(cls, text_mask: Tensor | TextMask, batch: int, tokens: TokenLayout, device: torch.device) -> TextMask:
+        """``text_mask`` for ``batch`` elements of ``tokens`` on ``device``: bool or integer ``[B, dense tokens]``, nonzero = valid.
+
+        Raises:
+            TypeError: neither a TextMask nor a bool or integer tensor.
+            ValueError: another shape, sequence or device.
+        """
+        if isinstance(text_mask, TextMask):
+            if text_mask.tokens != tokens:
+                raise ValueError(f"text_mask must be of this sequence, {tokens}, got one of {text_mask.tokens}")
+            text, mask = text_mask, text_mask.valid
+        else:
+            if not isinstance(text_mask, Tensor):
+                raise TypeError(f"text_mask must be a bool or integer tensor, got {type(text_mask).__name__}")
+            if text_mask.is_floating_point() or text_mask.is_complex():
+                raise TypeError(f"text_mask must be bool or integer (nonzero = valid token), got {text_mask.dtype}")
+            require_strided("text_mask", text_mask)
+            text, mask = None, text_mask
+        if mask.shape != (batch, tokens.dense_length):
+            raise ValueError(f"text_mask must be [batch, dense tokens] = {(batch, tokens.dense_length)}, got {tuple(mask.shape)}")
+        if mask.device != device:
+            raise ValueError(f"text_mask must be on query's device {device}, got {mask.device}")
+        return text or cls(mask if mask.dtype == torch.bool else mask != 0, tokens)
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 ``[B, runs]``: the valid tokens of each dense run."""
+        return self._view("counts", self._count)
+
+    @property
+    def in_sequence(self) -> Tensor:
+        """bool ``[B, S]``: the valid tokens of the whole sequence, of which video tokens all are."""
+        return self._view("in_sequence", self._spread)
+
+    def whole(self) -> TextMask:
+        """The same over the sequence taken as dense runs only, one for each segment."""
+        runs = TokenLayout(tuple([DenseRun(segment.length) for segment in self.tokens.segments]))
+        return self._view("whole", lambda: TextMask(self.in_sequence, runs))
+
+    def tile_lengths(self, layout: TileLayout) -> Tensor:
+        """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
+        def reach() -> Tensor:
+            return self._reach(layout, self.counts).minimum(layout.lengths).clamp(min=0)[:, None]
+        return self._view(("tile_lengths", layout), reach)
+
+    def active_tiles(self, layout: TileLayout) -> Tensor:
+        """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
+        def reach() -> Tensor:
+            return self._reach(layout, self.counts.clamp(min=1)) > 0
+        return self._view(("active_tiles", layout), reach)
+
+    def valid_tokens(self) -> tuple[int, ...]:
+        """The valid tokens of each batch element. Synchronises the device."""
+        return tuple(self.counts.sum(1).tolist())
+
+    @staticmethod
+    def _reach(layout: TileLayout, counts: Tensor) -> Tensor:
+        """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
+        far beyond its length for a video tile."""
+        runs, starts = _places(layout)
+        # One run's count serves all tiles.
+        return (counts if len(layout.dense) == 1 else counts[:, runs]) - starts
+
+    def _count(self) -> Tensor:
+        runs = [run.length for run in self.tokens.dense]
+        counts = [part.sum(1, keepdim=True, dtype=torch.int32) for part in (self.valid.split(runs, 1) if len(runs) > 1 else (self.valid,))]
+        return torch.cat(counts, 1) if len(counts) > 1 else counts[0]
+
+    def _spread(self) -> Tensor:
+        batch, runs = len(self.valid), iter(self.valid.split([run.length for run in self.tokens.dense], 1))
+        return torch.cat([next(runs) if isinstance(segment, DenseRun) else self.valid.new_ones(batch, segment.length)
+                          for segment in self.tokens.segments], 1)
+
+    def _view(self, key: object, make: Callable[[], Tensor | TextMask]) -> Tensor | TextMask:
+        # As in memo.remember: a graph's tensors are its own.
+        if traced() or captured():
+            return make()
+        found = self._views.get(key)
+        if found is None:
+            # A tensor made in inference mode could not be saved for a later backward pass.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                found = self._views[key] = make()
+        return found
+
+
+@remember(64)
+def _places(layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """For each tile the number of its dense run, int64 ``[N + M]``, and the run's tokens before it, int32; a video tile counts as one that
+    stands far before the first run."""
+    options = dict(device=layout.device, dtype=torch.int32)
+    runs = [torch.zeros(layout.num_video_tiles, **options)]
+    starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
+    for number, run in enumerate(layout.dense):
+        runs.append(torch.full((run.num_tiles,), number, **options))
+        starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
+    return torch.cat(runs).long(), torch.cat(starts)

@@ -1,0 +1,147 @@
+"""One patched model in several threads: canvas and step belong to the call; gradient checkpointing finds those of its forward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from tiny_hunyuan import SPARSE
+from tiny_models import TINY, run
+
+from ssta.pipelines import Schedule, apply_ssta
+
+# As many tokens, so that nothing but the numbers would tell.
+CANVASES = (3, 6, 8), (4, 6, 6)
+
+
+@pytest.fixture
+def hasty():
+    """Threads take turns far more often than they do by themselves."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def wrong_of(count: int, model, calls: list[dict]) -> list[int]:
+    """How many of ``count`` outputs of each call differ from those of the call alone, when each call has a thread of its own."""
+    alone = [run(model, call) for call in calls]
+    wrong, errors = [0] * len(calls), []
+
+    def work(index: int) -> None:
+        try:
+            wrong[index] = sum(not torch.equal(run(model, calls[index]), alone[index]) for _ in range(count))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video_15", "ltx", "minimax_h3"])
+def test_each_thread_has_its_own_canvas(hasty, name):
+    model = TINY[name].build(layers=4)
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        assert wrong_of(10, model, [TINY[name].call(thw) for thw in CANVASES]) == [0, 0]
+
+
+def test_each_thread_has_its_own_step(hasty):
+    model = TINY["wan"].build(layers=4)
+    calls = [TINY["wan"].call() | {"timestep": torch.tensor([timestep])} for timestep in (900.0, 100.0)]
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
+        assert not torch.equal(*(run(model, call) for call in calls))
+        assert wrong_of(20, model, calls) == [0, 0]
+        # Every forward was counted: the two above, the two alone, and twenty in each thread.
+        assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (44, 22)
+
+
+def test_a_thread_s_forward_leaves_the_others_canvas():
+    model, (first, second) = TINY["wan"].build(), CANVASES
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        context = model.blocks[0].attn1.processor.context
+        with pytest.raises(ValueError, match="forward of the whole model"):
+            _ = context.thw
+        run(model, TINY["wan"].call(first))
+        thread = threading.Thread(target=run, args=(model, TINY["wan"].call(second)))
+        thread.start(), thread.join()
+        assert context.thw == first
+        # A thread that has called nothing, as autograd's is, takes the last call of all.
+        found = []
+        thread = threading.Thread(target=lambda: found.append(context.thw))
+        thread.start(), thread.join()
+        assert found == [second]
+
+
+def test_copies_know_no_call():
+    model = TINY["wan"].build()
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        run(model, TINY["wan"].call())
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with pytest.raises(ValueError, match="forward of the whole model"):
+                _ = twin.blocks[0].attn1.processor.context.thw
+            assert torch.equal(run(twin, TINY["wan"].call()), run(model, TINY["wan"].call()))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpointing_recomputes_with_the_canvas_and_step_of_its_forward(elsewhere):
+    """Also where the backward runs in another thread, as autograd's for GPUs does."""
+    model = TINY["wan"].build(layers=3).train()
+    call = TINY["wan"].call() | {"timestep": torch.tensor([900.0])}
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(**call)[0].square().sum()
+        if elsewhere:
+            thread = threading.Thread(target=loss.backward)
+            thread.start(), thread.join()
+        else:
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
+        run(model, TINY["wan"].call(CANVASES[1]))
+        plain = gradients()
+        run(model, TINY["wan"].call(CANVASES[1]))
+        model.enable_gradient_checkpointing()
+        for ours, expected in zip(gradients(), plain, strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_checkpointing_in_two_threads_whose_backwards_run_there():
+    """On a CPU the backward runs in its caller's thread, which knows its own forward."""
+    model = TINY["wan"].build(layers=2).train()
+    model.enable_gradient_checkpointing()
+    calls = [TINY["wan"].call(thw) for thw in CANVASES]
+    order, done = [threading.Event() for _ in calls], []
+
+    def gradient(index: int) -> torch.Tensor:
+        call = calls[index]
+        call["hidden_states"].grad = None
+        out = model(**call)[0].sum()
+        if not done:
+            # The other's forward comes between this one's and its backward.
+            order[index].set(), order[1 - index].wait(20)
+        out.backward()
+        return call["hidden_states"].grad
+
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        for call in calls:
+            call["hidden_states"].requires_grad_()
+        found = [None, None]
+        threads = [threading.Thread(target=lambda index=index: found.__setitem__(index, gradient(index).clone())) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.append(True)
+        for index in (0, 1):
+            assert torch.equal(found[index], gradient(index))
