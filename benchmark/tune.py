@@ -31,8 +31,8 @@ from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, fo
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' forward, and their deterministic backward.
 HOPPER = ("hopper", "hopper-backward")
-# Of the latter: dQ's stages in shared memory, and how many iterations tiles are apart.
-STAGED, GAPS = (2, 3, 4), (3, 5, 7, 10)
+# Of the latter: stages of dQ, and by how many iterations programs are staggered.
+DQ_STAGES, STAGGERS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
 GAIN = 0.02
 
@@ -184,11 +184,11 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     def run():
         return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:], True)
 
-    found = [Candidate(f"hopper_backward.constants, STAGED = {value}",
-                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(STAGED=value), run),
-                       value == usual(setting.problem.head_dim, True)["STAGED"]) for value in STAGED]
-    return found + [Candidate(f"dq_schedule.GAP = {value}", with_patch(dq_schedule, "GAP", value, run), False)
-                    for value in GAPS if value != dq_schedule.GAP]
+    found = [Candidate(f"hopper_backward.constants, DQ_STAGES = {value}",
+                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(DQ_STAGES=value), run),
+                       value == usual(setting.problem.head_dim, True)["DQ_STAGES"]) for value in DQ_STAGES]
+    return found + [Candidate(f"dq_schedule.STAGGER = {value}", with_patch(dq_schedule, "STAGGER", value, run), False)
+                    for value in STAGGERS if value != dq_schedule.STAGGER]
 
 
 def hopper_forward_with(config: HopperForwardConfig, *arguments) -> torch.Tensor:

@@ -13,7 +13,20 @@ from cases import DEVICES, dq_patterns  # noqa: E402
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
 from ssta.kernels.lowering.chunks import kv_partition, q_partition  # noqa: E402
 from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
-from ssta.kernels.lowering.dq_schedule import BATCH, BEGIN, BLOCK, GAP, HEAD, NEXT, PART, RING, ROW, ROWS, VISITS, schedule  # noqa: E402
+from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
+    BATCH,
+    BLOCK,
+    HEAD,
+    ITERATIONS,
+    NEXT,
+    PART,
+    ROTATION,
+    ROTATION_UNITS,
+    ROW,
+    ROWS,
+    STAGGER,
+    schedule,
+)
 
 
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
@@ -63,7 +76,7 @@ def test_every_tile_is_listed_once(device, name, causal):
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
         chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for visit in member)
-        assert tile[VISITS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[BEGIN] == 0
+        assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[ROTATION] == 0
     assert not first and lock_values is None
 
 
@@ -83,7 +96,7 @@ def test_everyone_gets_a_turn(device, name, programs, causal):
             dealt.append(at)
             tile = tiles[at]
             for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
-                begin = tile[BEGIN] * len(member) // RING.value
+                begin = tile[ROTATION] * len(member) // ROTATION_UNITS.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
                         walk.append(((batch, head, block), lock_values[batch][head][tile[BLOCK]][tile[PART]][place]))
@@ -116,9 +129,9 @@ def test_work_is_shared_fairly(device):
     for at in first:
         work.append(0)
         while at >= 0:
-            work[-1] += tiles[at][VISITS]
+            work[-1] += tiles[at][ITERATIONS]
             at = tiles[at][NEXT]
-    lengths = [tile[VISITS] for tile in tiles]
+    lengths = [tile[ITERATIONS] for tile in tiles]
     assert sum(work) == sum(lengths) and max(work) <= sum(work) / programs + max(lengths) + sum(lengths) / len(lengths)
 
 
@@ -129,15 +142,15 @@ def test_programs_sweep_over_the_queries_together(device):
     number, programs = 40, 6
     blocks = BlockLists.from_mask(torch.rand(3, 4, number, number, device=device) < 0.5, 128, 128)
     tiles, first, _ = plan(blocks, 4, 4, number * 128, number * 128, programs)
-    period = sum(tile[VISITS] for tile in tiles) // len(tiles) + 1
+    period = sum(tile[ITERATIONS] for tile in tiles) // len(tiles) + 1
     begins = set()
     for program, at in enumerate(first):
         work = 0
         while at >= 0:
-            clock, place = (visits % period * RING.value // period for visits in (work, program * GAP))
-            assert tiles[at][BEGIN] == (clock + place) % RING.value
-            begins.add(tiles[at][BEGIN])
-            work += tiles[at][VISITS] + 1
+            clock, place = (visits % period * ROTATION_UNITS.value // period for visits in (work, program * STAGGER))
+            assert tiles[at][ROTATION] == (clock + place) % ROTATION_UNITS.value
+            begins.add(tiles[at][ROTATION])
+            work += tiles[at][ITERATIONS] + 1
             at = tiles[at][NEXT]
     assert len(begins) > programs
 

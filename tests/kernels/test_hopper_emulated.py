@@ -1,24 +1,28 @@
 """The Hopper kernels on a CPU, through the emulator: their logic and their barriers, against the reference."""
 
+import ast
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from cases import INTERPRETED, inputs, patterns, ragged
-from hopper_emulator import module, run
+from hopper_emulator import INLINE_ASM, module, run
 from oracles import attention_with_gradients
 
-from ssta.kernels import BlockLists
+import ssta.kernels
+from ssta.kernels import BlockLists, notices
+from ssta.kernels.hopper import spin_timeouts
 from ssta.kernels.op import with_kv_blocks
 from ssta.kernels.reference import reference_attention
 
 pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")]
+              pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which lowers the lists here, is off")]
 
 
 @pytest.fixture(autouse=True)
 def short_problems_have_norms_too(monkeypatch):
-    monkeypatch.setattr(module("forward"), "NORM_VISITS", 0)
+    monkeypatch.setattr(module("forward"), "NORM_ITERATIONS", 0)
 
 
 def assert_right(q, k, v, blocks, causal, late):
@@ -51,7 +55,7 @@ def test_a_result_in_the_place_of_q_is_the_same(name, late):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_blocks(dim, causal, late):
-    """More chunks a row than there are stages, whole and cut ones; parts that a block fills, half fills and leaves empty."""
+    """More chunks a row than there are stages, full and partial ones; parts that a block fills, half fills and leaves empty."""
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     q, k, v = inputs(1, 2, 1, 985, 1002, dim)
     assert_right(q, k, v, blocks, causal, late)
@@ -60,7 +64,7 @@ def test_long_blocks(dim, causal, late):
 def test_every_block_has_its_place():
     """The longest lists of all heads first, then head after head, each block once."""
     number, heads = torch.tensor(37), torch.tensor(3)
-    places = [tuple(map(int, module("forward")._place(torch.tensor(place), number, heads))) for place in range(37 * 3)]
+    places = [tuple(map(int, module("forward")._tile_scheduler(torch.tensor(place), number, heads))) for place in range(37 * 3)]
     assert sorted(places) == [(head, rank) for head in range(3) for rank in range(37)]
     assert places[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)] and places[6:] == sorted(places[6:])
 
@@ -87,16 +91,16 @@ def test_what_is_not_seen_changes_nothing(dtype, causal, late):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
 def test_scores_that_are_known_to_be_small(bound, dim, late, monkeypatch):
-    """Then no row has an origin that is raised; the result is as exact either way, also where all scores are as small as they can be."""
-    forward = module("forward")
+    """Then no row's maximum is followed; the result is as exact either way, also where all scores are as small as they can be."""
+    forward, mainloop = module("forward"), module("forward_mainloop")
     calls = []
-    monkeypatch.setattr(forward, "raised", lambda *args, usual=forward.raised: (calls.append(args), usual(*args))[1])
+    monkeypatch.setattr(mainloop, "lazy_rescale", lambda *args, usual=mainloop.lazy_rescale: (calls.append(args), usual(*args))[1])
     blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.8, ragged([200, 64, 331], "cpu"), ragged([128, 300, 61, 129], "cpu"))
     q, k, v = inputs(1, 2, 1, 595, 618, dim, dtype=torch.bfloat16)
     for keys in (k, -torch.ones_like(k)):
         queries = q if keys is k else torch.ones_like(q)
         norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
-        scale = float(bound * forward.BOUND / forward.LOG2E / next(norms) / next(norms))
+        scale = float(bound * mainloop.SCORE_BOUND / forward.LOG2E / next(norms) / next(norms))
         calls.clear()
         out, lse = run("forward", queries, keys, v, blocks, scale, False, late=late)
         assert bool(calls) == (bound > 1)
@@ -145,7 +149,7 @@ def test_gradients_of_small_blocks(name, late, three_programs):
     assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "non-deterministic"])
 @pytest.mark.parametrize("name", patterns("cpu"))
 def test_causal_gradients_of_small_blocks(name, deterministic, three_programs):
     """More keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
@@ -185,8 +189,8 @@ def test_keys_that_are_brought_together(late):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
 
 
-def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
-    """However they are interleaved; without turns, not even these few."""
+def test_a_deterministic_backward_gives_the_same_bits(monkeypatch):
+    """However its programs are interleaved."""
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 5)
     blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)
     q, k, v = inputs(1, 1, 1, 448, 896, 64)
@@ -197,11 +201,37 @@ def test_programs_that_take_turns_give_the_same_bits(monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
-def test_a_list_that_names_a_block_twice_ends(monkeypatch):
-    """Its turns never come, so after a while they are not waited for."""
-    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
+def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, recwarn):
+    """Its locks never open, so after a while they are not waited for; that is counted, and the next backward warns, once."""
+    backward = module("backward")
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(spin_timeouts, "_counters", {})
+    monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(module("backward_partitions"), "SPIN_LIMIT", 20)
     once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
     twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
     q, k, v = inputs(1, 1, 1, 128, 384, 64)
-    assert all(x.isfinite().all() for x in gradients(q, k, v, twice, True, False, torch.randn_like(q), torch.randn(q.shape[:3])))
+    counts = [backward.spin_timeouts("cpu")]
+    for _ in range(3):
+        assert all(x.isfinite().all() for x in gradients(q, k, v, twice, True, False, torch.randn_like(q), torch.randn(q.shape[:3])))
+        counts.append(backward.spin_timeouts("cpu"))
+    assert counts[0] == 0 and counts == sorted(set(counts))
+    said = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert len(said) == 1 and f"went on without it, {counts[1]} times" in said[0]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_lock_is_given_up_on_without_need(deterministic, three_programs):
+    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")["ragged"]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 64)
+    before = module("backward").spin_timeouts("cpu")
+    gradients(q, k, v, blocks, deterministic, True, torch.randn_like(q), None)
+    assert module("backward").spin_timeouts("cpu") == before
+
+
+def test_the_emulator_knows_all_inline_assembly():
+    """Each piece by the name of its function; nothing else in the package has any."""
+    folder = Path(ssta.kernels.__file__).with_name("hopper")
+    having = {path.name for path in folder.glob("*.py") if "inline_asm_elementwise" in path.read_text()}
+    functions = {node.name for node in ast.parse((folder / "inline_asm.py").read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert having == {"inline_asm.py"} and functions == set(INLINE_ASM)

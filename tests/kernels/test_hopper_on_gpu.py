@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU, forward and backward in both orders of dQ: awkward sizes and views, long sequences, the same bits."""
+"""The Hopper kernels on a GPU, forward and backward, dQ deterministic and not: awkward sizes and views, long sequences, the same bits."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from ssta.kernels import BlockLists, block_sparse_attention
 
 pytestmark = pytest.mark.gpu
 BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "any order"])
+orders = pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "non-deterministic"])
 dims = pytest.mark.parametrize("dim", [64, 128])
 dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 # Every kernel that is compiled takes seconds, and dtype and head_dim have nothing to do with one another: not all pairs everywhere.
@@ -94,13 +94,14 @@ def test_causal_order(kind, dtype, dim, deterministic):
 @pytest.mark.parametrize("bound", [0.98, 1.02], ids=["under", "over"])
 def test_scores_that_are_known_to_be_small(bound, dim, programs):
     """As exact where they are as large as that, and where all are as small as that."""
-    from ssta.kernels.hopper.forward import BOUND, LOG2E
+    from ssta.kernels.hopper.forward_mainloop import SCORE_BOUND
+    from ssta.kernels.lowering.primitives import LOG2E
 
     blocks = lists("per head")
     q, k, v = fused(2, sum(LENGTHS), dim, torch.bfloat16)
     for queries, keys in ((q, k), (torch.ones_like(q), -torch.ones_like(k))):
         norms = (x.float().norm(dim=-1).max() for x in (queries, keys))
-        scale = float(bound * BOUND.value / LOG2E / next(norms) / next(norms))
+        scale = float(bound * SCORE_BOUND.value / LOG2E / next(norms) / next(norms))
         attend = partial(block_sparse_attention, blocks=blocks, scale=scale, return_lse=True, impl="hopper")
         assert_as_exact_as_torch(attend, queries, keys, v, blocks, scale=scale, block=64)
 
@@ -113,9 +114,9 @@ def gradients(q, k, v, dout, blocks, deterministic):
 
 @both
 def test_the_same_bits_in_every_run(dim, dtype):
-    """With several programs on every multiprocessor, which meet in another way each time. In any order only dQ may differ.
+    """With several programs on every multiprocessor, which meet in another way each time. Non-deterministic, only dQ may differ.
 
-    Where turns are taken, lists begin elsewhere, so dK and dV are summed in another order than where they are not.
+    Deterministic lists are rotated, so dK and dV are summed in another order than non-deterministic.
     """
     tokens, block = 12_345, 384
     q, k, v, dout = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))

@@ -21,7 +21,8 @@ from triton.language import constexpr
 
 import ssta.kernels
 
-# Triton and what cuts the lists must be the real ones, so they are imported before anything is replaced.
+# Triton, what lowers the lists and what counts must be the real ones, so they are imported before anything is replaced.
+from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
 
 TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
@@ -50,6 +51,10 @@ class Barrier:
 
 
 class Barriers(list):
+    @property
+    def shape(self):
+        return [len(self), 1]
+
     def index(self, i):
         return self[int(i)]
 
@@ -186,8 +191,7 @@ def together(calls):
 
 def allocate(dtype, shape, layout, value=None):
     if layout == "barriers":
-        bars = Barriers(Barrier() for _ in range(shape[0]))
-        return bars if len(shape) == 2 else bars[0]
+        return Barriers(Barrier() for _ in range(shape[0]))
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
@@ -200,15 +204,27 @@ def _where(condition, a, b):
     return torch.where(condition, *(x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=dtype) for x in (a, b)))
 
 
-def inline_asm(text, constraints, arguments, dtype, pure, pack):
-    """What the kernels do by hand: raise the origins of rows, round, multiply in float32 and round, or nothing."""
-    if isinstance(dtype, tuple):
-        own, origin = arguments
-        # Every lane of a row comes to the same.
-        top = own.amax(1, keepdim=True).expand_as(own)
-        raised = torch.where(top > origin + 8, top, origin)
-        return raised, torch.exp2(origin - raised)
-    return prod(x.float() for x in arguments).to(dtype) if dtype.is_floating_point else arguments[0]
+def aggregate(cls):
+    def __init__(self, *values):
+        for name, value in zip(cls.__annotations__, values, strict=True):
+            setattr(self, name, value)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def lazy_rescale(row_max, own):
+    # Every lane of a row comes to the same.
+    top = own.amax(1, keepdim=True).expand_as(own)
+    moved = torch.where(top > row_max + 8, top, row_max)
+    return moved, torch.exp2(row_max - moved)
+
+
+# What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
+INLINE_ASM = dict(
+    lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
+    round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
+    tma_writes_done=lambda: store_wait(), prefetch=lambda pointer, size: None)
 
 
 def load(pointer, volatile=False):
@@ -259,7 +275,7 @@ def _modules():
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
         DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
-        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program, inline_asm_elementwise=inline_asm,
+        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program,
         multiple_of=lambda x, factor: x, atomic_add=atomic_add, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -270,13 +286,13 @@ def _modules():
         arrive=lambda bar, count: bar.signal(arrivals=count), expect=lambda bar, bytes: bar.signal(arrivals=1, bytes=bytes))
     jit = lambda function=None, **options: Kernel(function) if function else Kernel  # noqa: E731
     gluon = dict(jit=jit, constexpr_function=lambda function: function, language=language)
-    hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=SimpleNamespace(store_wait=store_wait), warpgroup_mma=warpgroup_mma,
+    tma = SimpleNamespace(store_wait=store_wait, tensor_descriptor=None)
+    hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=tma, warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
-    names = dict(aggregate=lambda cls: cls, barrier=anything, copy_in=copy_in, copy_out=copy_out, copies_done=store_wait,
-                 copy_add=partial(copy_out, add=True), prefetch=anything)
+    names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out, copy_add=partial(copy_out, add=True))
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
-             "ssta.kernels.hopper.gluon_compat": names,
+             "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
              "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_ready=lambda x: x)}
     modules = {}
     for name, members in fakes.items():
@@ -305,7 +321,8 @@ def module(name):
 def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
-        for part in ("primitives", "forward_load", "forward", "backward_iterator", "backward_smem", "backward_partitions", "backward"):
+        for part in ("primitives", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
+                     "backward_partitions", "backward"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

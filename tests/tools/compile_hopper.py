@@ -3,7 +3,7 @@
     python tests/tools/compile_hopper.py
 
 Words reloaded in a loop around matrix products, many bytes spilled outside of them, a serialised wgmma (C7512), registers that are not
-dealt out anew (C7507) or more than 227 KiB of shared memory makes it exit with 1: such a kernel would be slow or not start.
+reassigned (C7507) or more than 227 KiB of shared memory makes it exit with 1: such a kernel would be slow or not start.
 TRITON_INTERPRET must not be set, because the interpreter takes the compiler's place.
 """
 
@@ -32,16 +32,16 @@ SPILLS = 2304
 # The backward's loop at head_dim 128, of some 330 instructions. Triton 3.9 reloads more of it in float16, which will cost time.
 RELOADS = 18
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# A forward of three warpgroups. From Triton 3.8 on one of them reloads more where it walks cut chunks, of which there are few, and up to
-# six words where it walks whole ones.
+# A forward of three warpgroups. From Triton 3.8 on one of them reloads more in the loop over partial chunks, of which there are few, and up
+# to six words in the one over full chunks.
 RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 2
 RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
-# Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few cut visits need.
+# Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few partial iterations need.
 RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0, 128: RELOADS}
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
-def tiles(rows: int, dim: int, name: str) -> str:
+def descriptor_type(rows: int, dim: int, name: str) -> str:
     """The type of a descriptor of [1, 1, rows, dim] tiles."""
     shape = [1, 1, rows, dim]
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
@@ -50,22 +50,23 @@ def tiles(rows: int, dim: int, name: str) -> str:
 def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool, norms: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
     constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3, NORMS=norms)
-    rows, chunk = hopper_forward.ROWS, config.chunk
-    types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_tiles=tiles(rows, dim, name),
-                 k_tiles=tiles(chunk, dim, name), v_tiles=tiles(chunk, dim, name), out_tiles=tiles(rows, dim, name))
+    rows, chunk = (descriptor_type(size, dim, name) for size in (hopper_forward.ROWS, config.chunk))
+    types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
-def compile_backward(dim: int, name: str, deterministic: bool, cut: bool, causal: bool = False) -> tuple[int, str, int]:
-    """The same of the backward kernel; ``cut``: ragged blocks."""
-    constants = hopper_backward.constants(dim, deterministic) | dict(UNIFORM=not cut, CUT_QUERIES=cut, CUT_KEYS=cut, CAUSAL=causal)
+def compile_backward(dim: int, name: str, deterministic: bool, partial: bool, causal: bool = False) -> tuple[int, str, int]:
+    """The same of the backward kernel; ``partial``: ragged blocks."""
+    constants = hopper_backward.constants(dim, deterministic)
+    constants |= dict(UNIFORM=not partial, PARTIAL_QUERIES=partial, PARTIAL_KEYS=partial, CAUSAL=causal)
     queries, keys = dq_accum.QUERIES, dq_accum.KEYS
-    types = dict.fromkeys(("dq_semaphore", "tile_numbers", "counts", "indices", "lock_values", "passed", "q_starts", "q_sizes"), "*i32")
-    types |= dict.fromkeys(("k_tiles", "v_tiles"), tiles(keys, dim, name))
-    types |= dict.fromkeys(("q_tiles", "do_tiles"), tiles(queries, dim, name))
-    types |= dict.fromkeys(("dk_tiles", "dv_tiles"), tiles(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")
-    types |= dict(dq_tiles=f"tensordesc<fp32[1, {queries}, 64],{hopper_backward.SUM_LAYOUT!r}>",
-                  lse_dpsum_desc=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.LSE_DPSUM_LAYOUT!r}>", sums="*fp32",
+    types = dict.fromkeys(("dq_semaphore", "spin_timeouts", "tiles", "counts", "indices", "lock_values", "skipped", "q_starts", "q_sizes"),
+                          "*i32")
+    types |= dict.fromkeys(("k_desc", "v_desc"), descriptor_type(keys, dim, name))
+    types |= dict.fromkeys(("q_desc", "do_desc"), descriptor_type(queries, dim, name))
+    types |= dict.fromkeys(("dk_desc", "dv_desc"), descriptor_type(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")
+    types |= dict(dq_desc=f"tensordesc<fp32[1, {queries}, 64],{hopper_backward.DQ_LAYOUT!r}>",
+                  lse_dpsum_desc=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.LSE_DPSUM_LAYOUT!r}>", dq_accum="*fp32",
                   scale_log2="fp32", scale="fp32")
     return report(hopper_backward._backward_kernel, types, constants, hopper_backward.OPTIONS)
 
@@ -107,33 +108,51 @@ def reloads(assembly: str) -> int:
     return max(sum(x.startswith("LDL") for x in code[first:last]) for first, last in inner)
 
 
-def passes(label: str, shared: int, said: str, reloaded: int, allowed: int = 0) -> bool:
-    """Prints what ptxas said of a kernel, and whether it will do; ``allowed``: words reloaded in a loop that are no harm."""
+def problems(label: str, shared: int, said: str, reloaded: int, allowed: int = 0) -> tuple[str, list[str]]:
+    """(a line with what ptxas said of a kernel, what is wrong with it); ``allowed``: words reloaded in a loop that are no harm."""
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    # C7511, C7512: wgmma serialised; C7507: registers are not dealt out anew.
+    # C7511, C7512: wgmma serialised; C7507: registers are not reassigned.
     wrong = [problem for problem, found in (("reloads", reloaded > allowed), ("spills", spilled > SPILLS),
                                             ("serialised wgmma", "C751" in said), ("setmaxnreg ignored", "C7507" in said),
                                             ("too much shared memory", shared > SHARED_MEMORY)) if found]
     registers = re.search(r"Used (\d+) registers", said).group(1)
-    print(f"{label}: {registers} registers, {spilled} bytes spilled, {reloaded} words reloaded in a loop, {shared} bytes shared: "
-          f"{', '.join(wrong) or 'fine'}", flush=True)
-    return not wrong
+    return (f"{label}: {registers} registers, {spilled} bytes spilled, {reloaded} words reloaded in a loop, {shared} bytes shared: "
+            f"{', '.join(wrong) or 'fine'}"), wrong
+
+
+def configurations() -> dict[str, tuple]:
+    """Every configuration that the package launches: label -> (function that compiles it, its arguments, words that may be reloaded)."""
+    found = {}
+    for dim, rows, keys in product((64, 128), (128, 384), (64, 384)):
+        for name, causal, norms in (("fp16", False, False), ("bf16", False, True), *product(DTYPES, (True,), (False,))):
+            config = hopper_forward_config(dim, rows, keys, causal, norms)
+            label = f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal} norms={norms}"
+            found[label] = compile_forward, (dim, config, name, causal, norms), RELOADS_OF_THREE * (config.warpgroups == 3)
+    for dim, name, deterministic, partial in product((64, 128), DTYPES, (True, False), (True, False)):
+        label = f"backward D={dim} {name} deterministic={deterministic} partial={partial}"
+        allowed = (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
+        found[label] = compile_backward, (dim, name, deterministic, partial), allowed
+    for dim, (deterministic, partial) in product((64, 128), ((True, False), (True, True), (False, True))):
+        label = f"backward D={dim} bf16 deterministic={deterministic} partial={partial} causal"
+        found[label] = compile_backward, (dim, "bf16", deterministic, partial, True), RELOADS_OF_CAUSAL[dim]
+    return found
+
+
+def check(label: str) -> tuple[str, list[str]]:
+    """``problems`` of one of the ``configurations``, compiled now."""
+    function, arguments, allowed = configurations()[label]
+    return problems(label, *function(*arguments), allowed)
 
 
 def main() -> int:
-    forward = dict.fromkeys((dim, hopper_forward_config(dim, rows, keys, causal, norms), name, causal, norms)
-                            for dim in (64, 128) for rows in (128, 384) for keys in (64, 384)
-                            for name, causal, norms in (("fp16", False, False), ("bf16", False, True), *product(DTYPES, (True,), (False,))))
-    fine = [passes(f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal} norms={norms}",
-                   *compile_forward(dim, config, name, causal, norms), RELOADS_OF_THREE * (config.warpgroups == 3))
-            for dim, config, name, causal, norms in forward]
-    fine += [passes(f"backward D={dim} {name} deterministic={deterministic} cut={cut}", *compile_backward(dim, name, deterministic, cut),
-                    (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128))
-             for dim in (64, 128) for name in DTYPES for deterministic in (True, False) for cut in (True, False)]
-    fine += [passes(f"backward D={dim} bf16 deterministic={deterministic} cut={cut} causal",
-                    *compile_backward(dim, "bf16", deterministic, cut, causal=True), RELOADS_OF_CAUSAL[dim])
-             for dim in (64, 128) for deterministic, cut in ((True, False), (True, True), (False, True))]
-    return int(not all(fine))
+    fine = True
+    # Lines of labels on the standard input, if asked so by the test that keeps one such process for many of them.
+    labels = map(str.strip, sys.stdin) if sys.argv[1:] == ["-"] else configurations()
+    for label in labels:
+        line, wrong = check(label)
+        print(line, flush=True)
+        fine = fine and not wrong
+    return int(not fine)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ shows.
 
 What racecheck says of words that are no data is left out, and counted: the mbarriers, which many threads change on purpose, and the words
 through which Triton hands a kernel's arguments to its partitions, which all threads of the first one write alike. Which words these are
-is read from the compiled kernels. Nor does it follow an mbarrier from a warp that stores to one that loads, so what the lines named in
-HANDED_OVER store is left out too. It sees nothing of what the copy engine and wgmma do in shared memory, nor of stores as matrices
-(stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what threads load and store word by word (cleaned values,
+is read from the compiled kernels. Nor does it follow an mbarrier from a warp that stores to one that loads, so what the functions named in
+HANDED_OVER store is left out too. It sees nothing of what the TMA and wgmma do in shared memory, nor of stores as matrices
+(stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what threads load and store word by word (zeroed values,
 sizes, dQ, what changes its layout); the order of the rest is what tests/support/hopper_emulator.py tries to break.
 """
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -45,15 +46,15 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
                    r"((?:\n=========  +.*)*)", re.M)
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
-# Statements whose words an mbarrier hands to other warps: (file, what stands in the line).
-HANDED_OVER = tuple(("hopper/backward_partitions.py", f"work.{words}.index(stage).store(") for words in ("sizes", "limits"))
+# Functions that store words which an mbarrier hands to other warps: (file, name).
+HANDED_OVER = (("hopper/backward_partitions.py", "store_size"), ("hopper/backward_partitions.py", "store_limit"))
 # Where a program's own shared memory begins: CUDA keeps what is before.
 RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
 
 
 def ragged_attention(impl: str, dim: int, **options) -> None:
-    """Forward and backward over whole, cut, short and empty blocks, with grouped heads and keys that no list names."""
+    """Forward and backward over full, partial, short and empty blocks, with grouped heads and keys that no list names."""
     lengths = [128, 150, 0, 33, 256]
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     blocks = BlockLists.from_mask(torch.rand(2, 2, 5, 5, device="cuda") < 0.6, offsets, offsets)
@@ -140,8 +141,8 @@ def two_stores() -> None:
 
 
 FAMILIES = {
-    "hopper, dQ in turns": partial(ragged_attention, "hopper", 64),
-    "hopper, dQ in any order": partial(ragged_attention, "hopper", 128, deterministic=False),
+    "hopper, deterministic dQ": partial(ragged_attention, "hopper", 64),
+    "hopper, non-deterministic dQ": partial(ragged_attention, "hopper", 128, deterministic=False),
     "hopper, causal": partial(ragged_attention, "hopper", 64, causal=True),
     "triton": partial(ragged_attention, "triton", 64),
     "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
@@ -223,11 +224,14 @@ def report(tool: str, family: str, cache: Path) -> bool:
 
 
 def handed_over() -> set[str]:
-    """"file:line" of the statements in HANDED_OVER."""
+    """"file:line", as the tools print it, of the statements of the functions in HANDED_OVER."""
     lines = set()
-    for name, statement in HANDED_OVER:
-        text = (Path(__file__).parent.parent.parent / "kernels" / name).read_text().splitlines()
-        lines |= {f"{name}:{number}" for number, line in enumerate(text, 1) if statement in line}
+    for name, function in HANDED_OVER:
+        path = Path(__file__).parent.parent.parent / "kernels" / name
+        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == function]
+        statements = [x for node in found for x in node.body if not isinstance(getattr(x, "value", None), ast.Constant)]
+        assert statements, f"no function {function} in {name}"
+        lines |= {f"{path.name}:{number}" for statement in statements for number in range(statement.lineno, statement.end_lineno + 1)}
     return lines
 
 

@@ -35,7 +35,7 @@ def test_only_hazards_on_such_words_are_left_out():
 
 
 def test_what_a_barrier_hands_over_is_left_out():
-    """The next reader's words, and the next writer's after a reader; not what other lines store, nor what a tool says of that line else."""
+    """The next reader's words, and the next writer's after a reader; not what others store, nor what a tool says of that line else."""
     where = sanitize.handed_over()
     assert len(where) == len(sanitize.HANDED_OVER)
 
@@ -44,16 +44,16 @@ def test_what_a_barrier_hands_over_is_left_out():
                 f"=========     {first} Thread (415,0,0) at _kernel+0xb910 in {{0}}\n=========     {second}\n"
                 "=========     Current Value : 64, Incoming Value : 33\n========= \n")
 
-    reading = "Read Thread (160,0,0) at _kernel+0xcc30 in hopper_primitives.py:7"
+    reading = "Read Thread (160,0,0) at _kernel+0xcc30 in primitives.py:7"
     text = hazard("RAW", "Write", reading)
     text += hazard("WAR", "Read", "Write Thread (415,0,0) at _kernel+0x9 in {0}").replace("{0}", "a.py:1", 1)
     text += "========= Invalid __shared__ write of size 4 bytes\n=========     at _kernel+0xb910 in {0}\n"
     for at in where:
         errors, left_out = sanitize.judge(text.replace("{0}", at), {})
         assert left_out == 2 and errors == [f"Invalid __shared__ write of size 4 bytes; at _kernel+0xb910 in {at}"]
-    errors, left_out = sanitize.judge(text.replace("{0}", "hopper_backward_steps.py:1"), {})
+    errors, left_out = sanitize.judge(text.replace("{0}", "backward_partitions.py:1"), {})
     assert left_out == 0 and len(errors) == 3
-    assert errors[0].endswith(f"Write Thread (415,0,0) at _kernel+0xb910 in hopper_backward_steps.py:1; {reading}")
+    assert errors[0].endswith(f"Write Thread (415,0,0) at _kernel+0xb910 in backward_partitions.py:1; {reading}")
 
 
 @pytest.mark.parametrize("tool, said", [
