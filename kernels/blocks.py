@@ -337,8 +337,8 @@ class BlockLists:
 
         For attention to a share of the keys: k and v to go with it begin at the first token of block ``first`` and end at the end of block
         ``last - 1``; with ragged blocks per batch element or head these must be the same tokens for all, which is not read. Results over
-        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal depends on
-        where the keys begin. Order in a list is kept. Does not synchronise.
+        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal
+        depends on where the keys begin. Order in a list is kept. Does not synchronise.
 
         Raises:
             TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.
