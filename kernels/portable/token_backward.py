@@ -59,12 +59,12 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists, spans, k
     ids = lists.ids + at * capacity
     k_head = k.ptr + kv_head.to(tl.int64) * k.head
     v_head = v.ptr + kv_head.to(tl.int64) * v.head
-    member = tl.arange(0, M)
-    heads = (kv_head * GROUP + member).to(tl.int64)
-    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads, q.head, member < GROUP, DIM, DIM_PAD)
-    do = gather_rows(dout.ptr + token.to(tl.int64) * dout.row, heads, dout.head, member < GROUP, VDIM, VDIM_PAD)
-    row_lse2 = tl.load(lse2 + at * GROUP + member, mask=member < GROUP, other=float("inf"))
-    row_delta = tl.load(delta + at * GROUP + member, mask=member < GROUP, other=0.0)
+    in_group = tl.arange(0, M)
+    heads = (kv_head * GROUP + in_group).to(tl.int64)
+    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads, q.head, in_group < GROUP, DIM, DIM_PAD)
+    do = gather_rows(dout.ptr + token.to(tl.int64) * dout.row, heads, dout.head, in_group < GROUP, VDIM, VDIM_PAD)
+    row_lse2 = tl.load(lse2 + at * GROUP + in_group, mask=in_group < GROUP, other=float("inf"))
+    row_delta = tl.load(delta + at * GROUP + in_group, mask=in_group < GROUP, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     if TILED:
         PARTS: tl.constexpr = BLOCK // N
@@ -85,7 +85,7 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists, spans, k
         acc = tl.dot(dscores.to(keys.dtype), keys, acc)
     dims = tl.arange(0, DIM_PAD)
     tl.store(dq.ptr + token.to(tl.int64) * dq.row + heads[:, None] * dq.head + dims[None, :], (acc * scale).to(dq.ptr.dtype.element_ty),
-             mask=(member < GROUP)[:, None] & (dims < DIM)[None, :])
+             mask=(in_group < GROUP)[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit

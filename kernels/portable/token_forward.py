@@ -101,9 +101,9 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, lists, spans, tokens, k
     ids = lists.ids + at * capacity
     k_head = k.ptr + kv_head.to(tl.int64) * k.head
     v_head = v.ptr + kv_head.to(tl.int64) * v.head
-    member = tl.arange(0, M)
-    heads = kv_head * GROUP + member
-    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads.to(tl.int64), q.head, member < GROUP, DIM, DIM_PAD)
+    in_group = tl.arange(0, M)
+    heads = kv_head * GROUP + in_group
+    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads.to(tl.int64), q.head, in_group < GROUP, DIM, DIM_PAD)
 
     acc = tl.zeros([M, VDIM_PAD], tl.float32)
     row_max = tl.full([M], float("-inf"), tl.float32)
@@ -132,8 +132,8 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, lists, spans, tokens, k
     places = (split.to(tl.int64) * tokens + token) * (kv_heads * GROUP) + heads
     dims = tl.arange(0, VDIM_PAD)
     tl.store(out + places[:, None] * VDIM + dims[None, :], acc.to(out.dtype.element_ty),
-             mask=(member < GROUP)[:, None] & (dims < VDIM)[None, :])
-    tl.store(lse + places, row_lse, mask=member < GROUP)
+             mask=(in_group < GROUP)[:, None] & (dims < VDIM)[None, :])
+    tl.store(lse + places, row_lse, mask=in_group < GROUP)
 
 
 @triton.jit
