@@ -2,7 +2,7 @@
 #
 #   make demo               run SSTA inside a small video transformer; pictures and a report go to demo/
 #   make demo SIZE=720p     the same on the full canvas (NVIDIA GPU)
-#   make test               the tests that need no GPU
+#   make test               the tests that need no GPU; make quick: the faster half of them
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
 # Others: make compat (every supported Triton), make gpu-test, make sanitize, make lint, make wheel, make check-wheel, make clean.
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test gpu-test sanitize bench lint wheel check-wheel clean compat
+.PHONY: help demo test quick gpu-test sanitize bench lint wheel check-wheel clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +41,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
+# Without what takes seconds a test: whole models compiled, whole layers through Triton's interpreter, kernels through the compiler.
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 -m "not gpu and not slow"
+
 gpu-test: $(STAMP)
 	$(BIN)/pytest -m gpu
 
@@ -51,6 +55,7 @@ sanitize: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
 	$(BIN)/python benchmark/bench_layer.py
+	$(BIN)/python benchmark/bench_host.py
 	$(BIN)/python benchmark/bench_pipeline.py
 	$(BIN)/python benchmark/bench_errors.py
 	$(BIN)/python benchmark/bench_tokens.py
@@ -68,7 +73,8 @@ compat: $(STAMP)
 	done
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 # build/ is emptied first: setuptools would pack files left there by an earlier build.
 wheel: $(STAMP)
@@ -99,5 +105,5 @@ endif
 	@touch $@
 
 clean:
-	rm -rf build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

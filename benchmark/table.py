@@ -3,8 +3,14 @@
     python benchmark/table.py            rewrites the tables and, where matplotlib is installed, the plots
     python benchmark/table.py --check    changes nothing; fails when a document does not show what the CSVs hold
 
-NAME_*.csv fill the place that a document marks `table:NAME`. Every CSV gives one table, with the machine that it was measured on below it.
-A place without a CSV is left as it is.
+A document marks a place by two lines, between which this script writes:
+
+    <!-- table:NAME -->
+    <!-- /table -->
+
+NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that it
+was measured on below it. A place without a CSV is left as it is. The main README has the shortest one, `layer`; all others stand in
+benchmark/README.md.
 """
 
 from __future__ import annotations
@@ -149,7 +155,7 @@ def layer_table(rows: list[Row]) -> list[list[str]]:
     for row in totals:
         name = PADDINGS[row["padding"]]
         lines.append([name if row["padding"] == "dense" else f"SSTA, {name}", milliseconds(row),
-                      figures(dense / float(row["median_ms"])), f"{figures(row['extra_mib'])} MiB ({figures(row['extra_over_qkvo'])} x)"])
+                      figures(dense / float(row["median_ms"])), memory(row)])
     return lines
 
 
@@ -161,6 +167,13 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
         lines.append([layer, PADDINGS[padding], *(milliseconds(of.get(stage)) for stage in (*STAGES, "total")),
                       f"{float(of['total']['density']):.0%}"])
     return lines
+
+
+def host_table(rows: list[Row]) -> list[list[str]]:
+    """One line a shape and call: what it costs the host, and what it needs of memory."""
+    lines = [["layer", "call", "host, us", "spread", "extra memory"]]
+    return lines + [[row["layer"], row["what"], figures(row["host_us"]),
+                     f"{(float(row['q3_us']) - float(row['q1_us'])) / 2 / float(row['host_us']):.1%}", memory(row)] for row in rows]
 
 
 # Lists of single tokens, and other libraries' interfaces
@@ -206,13 +219,6 @@ def errors_table(rows: list[Row]) -> list[list[str]]:
     return lines + [[*key, *(of[tensor] for tensor in tensors)] for key, of in found.items()]
 
 
-# A document's name of a table -> the CSVs that it is made from, and how.
-TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table), "missing": ("kernels", missing_table),
-          "sweep": ("sweep", times_table), "layer": ("layer", layer_table), "stages": ("layer", stages_table),
-           "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table), "steps": ("pipeline", steps_table),
-           "errors": ("errors", errors_table)}
-
-
 def captioned(lines: list[list[str]], rows: list[Row]) -> str:
     """Markdown with the numbers to the right and the machine of the CSV below."""
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
@@ -224,6 +230,11 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
     machine = (f"{where['device']}, driver {where['driver']}, torch {where['torch']}, triton {where['triton']}"
                f"{versions and ', ' + versions}; commit {where['commit']}, {where['date']}")
     return "\n".join([head, rule, *body, "", machine, ""])
+
+
+def memory(row: Row) -> str:
+    """The peak besides the inputs, and over what query, key, value and output hold together."""
+    return f"{figures(row['extra_mib'])} MiB ({figures(row['extra_over_qkvo'])} x)" if row["extra_mib"] else "–"
 
 
 def milliseconds(row: Row | None) -> str:
@@ -243,6 +254,14 @@ def figures(number: float | str | None) -> str:
         return "–"
     rounded = float(f"{float(number):.3g}")
     return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:#.3g}"
+
+
+# NAME in a document -> SOURCE of its CSVs, and how the table is made.
+TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table),
+          "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
+          "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
+          "steps": ("pipeline", steps_table), "host": ("host", host_table),
+          "errors": ("errors", errors_table)}
 
 
 if __name__ == "__main__":

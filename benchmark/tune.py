@@ -29,9 +29,9 @@ from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_confi
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 
 PORTABLE = ("forward", "dq", "dkv")
-# The Hopper kernels' forward, and the backward where additions take turns.
-HOPPER = ("hopper", "hopper-turns")
-# Of the latter: stagings of dQ, and how many visits tiles are apart.
+# The Hopper kernels' forward, and their deterministic backward.
+HOPPER = ("hopper", "hopper-backward")
+# Of the latter: dQ's stages in shared memory, and how many iterations tiles are apart.
 STAGED, GAPS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
 GAIN = 0.02

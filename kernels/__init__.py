@@ -6,16 +6,21 @@ if __name__ == "ssta.kernels":
     from .attention import attend_owned, block_sparse_attention
     from .blocks import BlockLists
     from .checks import autocast_inputs, require_bool, require_int, require_strided, resolve_scale, without_autocast
+    from .merge import merge_attention
     from .notices import logger, warn_once
-    from .operators import kernels_run
-    from .prologue.deferred import Deferred
+    from .operators import kernels_run, watched
+    from .prologue.deferred import Deferred, token_rstd
+    from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
     from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
 
     __all__ = [
-        "IMPLEMENTATIONS", "BlockLists", "Deferred", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
-        "choose_route", "gather_blocks", "keep_blocks", "kernels_run", "logger", "require_bool", "require_impl", "require_int",
-        "require_strided", "resolve_scale", "score_blocks", "select_blocks", "take_tokens", "topk_blocks", "warn_once",
-        "without_autocast",
+        # attention
+        "IMPLEMENTATIONS", "BlockLists", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
+        "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_strided", "resolve_scale",
+        "warn_once", "watched", "without_autocast",
+        # what prepares and selects for it
+        "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
+        "token_rstd", "topk_blocks",
     ]

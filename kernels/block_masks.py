@@ -1,9 +1,11 @@
-"""Which blocks lists name, as boolean masks and as FlexAttention's BlockMask, and back from that."""
+"""Lists of blocks from and to their other forms: boolean masks, top-k ids, block-sparse rows, FlexAttention's BlockMask."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .checks import INTEGERS
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:
@@ -22,6 +24,54 @@ def scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
     return mask.scatter(-1, torch.where(in_range(indices, used, blocks), indices, blocks).long(), True)[..., :blocks]
 
 
+def compact_lists(ids: Tensor, keep: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(counts int32 [...], indices int32 [..., capacity]) of the ids [..., n] that ``keep`` marks, in their order; those past the capacity
+    are lost."""
+    position = keep.cumsum(-1, dtype=torch.int32)
+    counts = position[..., -1] if keep.shape[-1] else position.sum(-1, dtype=torch.int32)
+    # Entries that are not kept all land in one slot past the end, which is cut off.
+    slot = torch.where(keep & (position <= capacity), position - 1, capacity).long()
+    indices = torch.zeros(*keep.shape[:-1], capacity + 1, dtype=torch.int32, device=keep.device)
+    return counts.clamp(max=capacity).contiguous(), indices.scatter(-1, slot, ids)[..., :capacity].contiguous()
+
+
+def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(counts, indices) as ``BlockLists.from_topk`` wants them."""
+    _check_integers("indices", indices)
+    if not 2 <= indices.dim() <= 4:
+        raise ValueError(f"indices must be [Nq, k], [H, Nq, k] or [B, H, Nq, k], got {tuple(indices.shape)}")
+    indices = _to_int32(indices.reshape((1,) * (4 - indices.dim()) + tuple(indices.shape)))
+    return torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device), indices
+
+
+def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(counts, indices) as ``BlockLists.from_bsr`` wants them."""
+    for name, tensor in (("indptr", indptr), ("indices", indices)):
+        _check_integers(name, tensor)
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
+    if indices.device != indptr.device:
+        raise ValueError(f"indices must be on indptr's device {indptr.device}, got {indices.device}")
+    if len(indptr) < 1:
+        raise ValueError("indptr must hold at least one entry, got none")
+    nnz = len(indices)
+    indptr = indptr.clamp(0, nnz)
+    counts = indptr.diff().clamp(0, capacity).int()
+    where = (indptr[:-1, None] + torch.arange(capacity, device=indptr.device)).clamp(max=max(nnz - 1, 0))
+    rows = _to_int32(indices)[where] if nnz else torch.zeros_like(where, dtype=torch.int32)
+    return counts[None, None], rows[None, None]
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+
+
+def _to_int32(ids: Tensor) -> Tensor:
+    """Ids in 32 bits; those that do not fit stay out of range."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
+
+
 def kept_blocks(block_mask) -> Tensor:
     """bool [B, H, Nq, Nk], True where FlexAttention's ``block_mask`` keeps the block; raises as ``BlockLists.from_block_mask`` says."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
@@ -31,7 +81,7 @@ def kept_blocks(block_mask) -> Tensor:
     nk = block_mask.kv_indices.shape[-1]
     mask = scatter_mask(block_mask.kv_indices, prefix_mask(block_mask.kv_num_blocks, nk), nk)
     if block_mask.mask_mod is not noop_mask and bool(mask.any()):
-        masked = int((mask & ~_whole_blocks(block_mask)).sum())
+        masked = int((mask & ~_full_blocks(block_mask)).sum())
         if masked:
             raise ValueError(f"block_mask must not mask inside a block, got {masked} such blocks under mask_mod "
                              f"{getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
@@ -40,7 +90,7 @@ def kept_blocks(block_mask) -> Tensor:
     return mask
 
 
-def _whole_blocks(block_mask) -> Tensor:
+def _full_blocks(block_mask) -> Tensor:
     """bool [B, H, Nq, Nk] of a FlexAttention BlockMask: its mask_mod keeps every pair of real tokens in the block."""
     from torch.nn.attention.flex_attention import create_mask
 

@@ -8,30 +8,35 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .block_masks import full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask
+from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
+from .block_views import bounds, check_axis_values, describe, slice_heads, slice_keys, to_device
+from .checks import require_int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockLists:
     """For every (batch, head, query block), the key blocks that it attends to.
 
     Query tokens and key tokens are each cut into consecutive blocks. The leading two dimensions of every tensor are
-    ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads.
+    ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
+    numpy's is too.
 
     Args:
-        counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal.
-        indices: int32 ``[B|1, H|1, Nq, capacity]``. Their ids, each at most once, in any order. Entries past ``counts``
-            are ignored, whatever they hold.
+        counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
+            counts as the nearer bound.
+        indices: int32 ``[B|1, H|1, Nq, capacity]``. Their ids, each at most once (which is not checked), in any order. Entries past
+            ``counts`` are ignored, whatever they hold, and ids out of range are absent.
         q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
-            ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``.
+            ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
+            the tensors are cut there, and a block whose end lies before its start is empty.
         kv_offsets: the same for the key blocks.
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
             real; the rows of the others give out = 0 and lse = -inf.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
         num_kv_blocks: number of key blocks. With a uniform ``kv_offsets`` it may be left out; ``to_mask`` and what is built on it then
             refuse, and a backward pass transposes the lists anew for every call.
-        max_q_length: an upper bound on the tokens of a query block, known on the host. Taken from the size when uniform.
-            For ragged offsets on a GPU, leaving it out makes the constructor read them back, which synchronises.
+        max_q_length: an upper bound on the tokens of a query block, known on the host; a block's tokens past it count as not real. The
+            size when uniform. For ragged offsets on a GPU, leaving it out makes the constructor read them back, which synchronises.
         max_kv_length: the same for key blocks.
 
     Raises:
@@ -57,9 +62,10 @@ class BlockLists:
             raise ValueError(f"indices must have counts' shape {tuple(self.counts.shape)} plus a capacity, got {tuple(self.indices.shape)}")
         if self.indices.device != self.counts.device:
             raise ValueError(f"indices must be on counts' device {self.counts.device}, got {self.indices.device}")
-        nk = self.num_kv_blocks
         for name, least in (("num_kv_blocks", 0), ("max_q_length", 1), ("max_kv_length", 1)):
-            _require_int(name, getattr(self, name), least, optional=True)
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, require_int(name, getattr(self, name), least))
+        nk = self.num_kv_blocks
         if isinstance(self.kv_offsets, Tensor):
             if self.kv_offsets.dim() == 0 or self.kv_offsets.shape[-1] == 0:
                 raise ValueError(f"kv_offsets must hold at least one entry, got shape {tuple(self.kv_offsets.shape)}")
@@ -78,12 +84,11 @@ class BlockLists:
         if isinstance(offsets, Tensor):
             offsets = self._settle_tensor(f"{axis}_offsets", offsets, blocks + 1)
             if longest is None:
-                longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks else 1
-        elif isinstance(offsets, bool) or not isinstance(offsets, int):
-            raise TypeError(f"{axis}_offsets must be an int (a uniform block size) or an int32 tensor, got {type(offsets).__name__}")
-        elif offsets < 1:
-            raise ValueError(f"{axis}_offsets must be a block size of at least 1 token, got {offsets}")
+                longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks and offsets.numel() else 1
         else:
+            offsets = require_int(f"{axis}_offsets", offsets, 1)
+            if longest not in (None, offsets):
+                raise ValueError(f"max_{axis}_length must be {axis}_offsets = {offsets} or None with uniform blocks, got {longest}")
             longest = offsets
         if lengths is not None:
             if blocks is None:
@@ -146,22 +151,24 @@ class BlockLists:
 
     def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each."""
-        return _bounds(self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.device)
+        return bounds(self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length, self.device)
 
     def kv_bounds(self, kv_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each."""
         blocks = self.num_kv_blocks
         if blocks is None:
             blocks = -(-kv_len // self.kv_offsets)
-        return _bounds(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.device)
+        return bounds(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length, self.device)
 
     def check_values(self, q_len: int, kv_len: int) -> BlockLists:
         """Reads every value back and checks it; returns self. Synchronises the device: for tests and debugging.
 
         Raises:
+            TypeError: q_len or kv_len is not an int.
             ValueError: a count outside [0, capacity], an id out of range or listed twice, offsets that do not ascend from 0
                 to the sequence's length, or a length beyond its block.
         """
+        q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
         if self.counts.numel() and not 0 <= int(self.counts.min()) <= int(self.counts.max()) <= self.capacity:
             raise ValueError(f"counts must lie in [0, {self.capacity}], got {int(self.counts.min())} to {int(self.counts.max())}")
@@ -172,8 +179,8 @@ class BlockLists:
         kept = scatter_mask(self.indices, used, nk).sum(-1)
         if not torch.equal(kept, self.counts.to(kept.dtype)):
             raise ValueError("indices must name each key block at most once in a list, got a repeated id")
-        _check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
-        _check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
+        check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
         return self
 
     @classmethod
@@ -189,7 +196,7 @@ class BlockLists:
         """From a bool mask ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``; True keeps the block. Ids come out ascending.
 
         ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
-        than that loses its last ones. ``fields`` are the constructor's. Does not synchronise.
+        than that loses its last ones. ``fields`` are the constructor's, num_kv_blocks being the mask's. Does not synchronise.
         """
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
@@ -197,17 +204,11 @@ class BlockLists:
             raise ValueError(f"mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got {tuple(mask.shape)}")
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         nk = mask.shape[-1]
-        _require_int("capacity", capacity, 0, optional=True)
-        capacity = nk if capacity is None else capacity
-        position = mask.cumsum(-1, dtype=torch.int32)
-        counts = position[..., -1] if nk else position.sum(-1, dtype=torch.int32)
-        # Entries that are not kept all land in one slot past the end, which is cut off.
-        slot = torch.where(mask & (position <= capacity), position - 1, capacity).long()
+        if fields.setdefault("num_kv_blocks", nk) != nk:
+            raise ValueError(f"num_kv_blocks must be the mask's {nk} columns or left out, got {fields['num_kv_blocks']!r}")
         ids = torch.arange(nk, dtype=torch.int32, device=mask.device).expand(mask.shape)
-        indices = torch.zeros(*mask.shape[:3], capacity + 1, dtype=torch.int32, device=mask.device)
-        indices = indices.scatter(-1, slot, ids)[..., :capacity].contiguous()
-        fields.setdefault("num_kv_blocks", nk)
-        return cls(counts.clamp(max=capacity).contiguous(), indices, q_offsets, kv_offsets, **fields)
+        lists = compact_lists(ids, mask, nk if capacity is None else require_int("capacity", capacity, 0))
+        return cls(*lists, q_offsets, kv_offsets, **fields)
 
     def to_mask(self) -> Tensor:
         """bool ``[B|1, H|1, Nq, Nk]``, True where the block is kept. Does not synchronise."""
@@ -217,17 +218,17 @@ class BlockLists:
 
     @classmethod
     def from_topk(cls, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, **fields) -> BlockLists:
-        """From integer ids ``[Nq, k]``, ``[H, Nq, k]`` or ``[B, H, Nq, k]``, the same number k for every query block."""
-        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"indices must be an int32 or int64 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")
-        if not 2 <= indices.dim() <= 4:
-            raise ValueError(f"indices must be [Nq, k], [H, Nq, k] or [B, H, Nq, k], got {tuple(indices.shape)}")
-        indices = indices.reshape((1,) * (4 - indices.dim()) + tuple(indices.shape)).int()
-        counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device)
-        return cls(counts, indices, q_offsets, kv_offsets, **fields)
+        """From int32 or int64 ids ``[Nq, k]``, ``[H, Nq, k]`` or ``[B, H, Nq, k]``, the same number k for every query block.
+
+        Ids out of range are absent, whatever the number.
+        """
+        return cls(*topk_lists(indices), q_offsets, kv_offsets, **fields)
 
     def to_topk(self, fill: int = -1) -> Tensor:
-        """int32 ids ``[B|1, H|1, Nq, capacity]`` with ``fill`` in the entries past each list's count."""
+        """int32 ids ``[B|1, H|1, Nq, capacity]`` with ``fill``, an int of 32 bits, in the entries past each list's count."""
+        fill = require_int("fill", fill, -2**31)
+        if fill >= 2**31:
+            raise ValueError(f"fill must be an int of 32 bits, got {fill}")
         return self.indices.masked_fill(~self._used(), fill)
 
     # BSR
@@ -238,29 +239,27 @@ class BlockLists:
         """From block-sparse rows shared by all heads: row i keeps ``indices[indptr[i]:indptr[i + 1]]``.
 
         Args:
-            indptr: int32 or int64 ``[Nq + 1]``.
-            indices: int32 or int64 ``[nnz]``.
+            indptr: int32 or int64 ``[Nq + 1]``. Entries outside [0, nnz] are cut there, and a row that ends before it begins is empty;
+                values are not read to refuse them.
+            indices: int32 or int64 ``[nnz]``. Ids out of range are absent, whatever the number.
             num_kv_blocks: number of block columns.
             capacity: bound on the longest row; default num_kv_blocks. Does not synchronise.
         """
-        for name, tensor in (("indptr", indptr), ("indices", indices)):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-            if tensor.dim() != 1:
-                raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
-        if len(indptr) < 1:
-            raise ValueError("indptr must hold at least one entry, got none")
-        _require_int("num_kv_blocks", num_kv_blocks, 0)
-        _require_int("capacity", capacity, 0, optional=True)
-        capacity = num_kv_blocks if capacity is None else capacity
-        counts = indptr.diff().int().clamp(max=capacity)
-        slots = torch.arange(capacity, device=indptr.device)
-        where = (indptr[:-1, None] + slots).clamp(max=max(len(indices) - 1, 0))
-        rows = indices[where].int() if len(indices) else torch.zeros_like(where, dtype=torch.int32)
-        return cls(counts[None, None], rows[None, None], q_offsets, kv_offsets, num_kv_blocks=num_kv_blocks, **fields)
+        num_kv_blocks = require_int("num_kv_blocks", num_kv_blocks, 0)
+        lists = bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
+        return cls(*lists, q_offsets, kv_offsets, num_kv_blocks=num_kv_blocks, **fields)
 
     def to_bsr(self, batch: int = 0, head: int = 0) -> tuple[Tensor, Tensor]:
-        """(indptr int32 ``[Nq + 1]``, indices int32 ``[nnz]``) of one batch element and head. Synchronises: nnz is a shape."""
+        """(indptr int32 ``[Nq + 1]``, indices int32 ``[nnz]``) of one batch element and head. Synchronises: nnz is a shape.
+
+        ``batch`` and ``head`` count the lists' own, of which there is one where they are shared; negative ones from the end.
+
+        Raises:
+            TypeError, ValueError: not an int, or out of range.
+        """
+        for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
+            if require_int(name, value, -number) >= number:
+                raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
         counts = self.counts[batch, head]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=self.device)
         indptr[1:] = counts.cumsum(0)
@@ -287,16 +286,24 @@ class BlockLists:
         Lists per key/value head stay so; FlexAttention itself takes one head or all query heads.
 
         Raises:
-            ValueError: the blocks are ragged or have valid lengths; FlexAttention's blocks are uniform.
+            TypeError: q_len or kv_len is not an int.
+            ValueError: the blocks are ragged or have valid lengths, where FlexAttention's blocks are uniform; q_len or kv_len is below 1 or
+                has not as many blocks.
         """
         if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
             raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
-        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (q_len, kv_len))
+        for name, tokens, size, number in (("q_len", q_len, self.q_offsets, self.num_q_blocks),
+                                           ("kv_len", kv_len, self.kv_offsets, self.num_kv_blocks)):
+            # FlexAttention itself divides by the number of blocks.
+            tokens = require_int(name, tokens, 1)
+            if number is not None and -(-tokens // size) != number:
+                raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
+        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (int(q_len), int(kv_len)))
 
     # The other direction
 
     def transpose(self) -> BlockLists:
-        """Which query blocks look at each key block. Computed once; the backward pass of dK and dV walks it."""
+        """Which query blocks attend to each key block. Computed once; the backward pass of dK and dV iterates over it."""
         # A compiled graph keeps nothing between calls, and cannot enter the lock of a cached property.
         return self._flip() if torch.compiler.is_compiling() else self._flipped
 
@@ -308,6 +315,65 @@ class BlockLists:
         return BlockLists.from_mask(
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
             max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
+
+    # Parts, places and print
+
+    def __getitem__(self, key: int | slice | tuple) -> BlockLists:
+        """``blocks[batch]`` or ``blocks[batch, head]``, each an int or a slice without a step: the lists of these batch elements and
+        heads.
+
+        Every dimension stays, with one entry for an int. Heads are counted as the lists count them: query heads, or key/value heads. What
+        is shared (a dimension of 1) stays so, for whatever is asked. Where some fields are per query head and others per key/value head, a
+        slice must take whole groups. The parts are views. Does not synchronise.
+
+        Raises:
+            TypeError: neither ints nor slices.
+            ValueError: more than two, an index out of range, a step, or part of a group.
+        """
+        return slice_heads(self, key)
+
+    def slice_kv(self, first: int, last: int) -> BlockLists:
+        """The lists of what lies in the key blocks ``first`` up to ``last``, which are then numbered from 0.
+
+        For attention to a share of the keys: k and v to go with it begin at the first token of block ``first`` and end at the end of block
+        ``last - 1``; with ragged blocks per batch element or head these must be the same tokens for all, which is not read. Results over
+        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal
+        depends on where the keys begin. Order in a list is kept. Does not synchronise.
+
+        Raises:
+            TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.
+        """
+        return slice_keys(self, require_int("first", first, 0), require_int("last", last, 0))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLists:
+        """The same lists on ``device``; self where they are there already."""
+        return to_device(self, torch.device(device), non_blocking)
+
+    def to_fields(self) -> tuple:
+        """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.
+
+        (counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length), where offsets of None
+        mean uniform blocks of the longest one's size.
+        """
+        ragged = (x if isinstance(x, Tensor) else None for x in (self.q_offsets, self.kv_offsets))
+        return (self.counts, self.indices, *ragged, self.q_lengths, self.kv_lengths, self.num_kv_blocks, self.max_q_length,
+                self.max_kv_length)
+
+    @classmethod
+    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                    max_kv_length) -> BlockLists:
+        """What ``to_fields`` was called on."""
+        q_offsets = max_q_length if q_offsets is None else q_offsets
+        kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
+        return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+    def __repr__(self) -> str:
+        """Sizes only; reads no values, so it does not synchronise."""
+        return describe(self, values=False)
+
+    def __str__(self) -> str:
+        """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
+        return describe(self, values=True)
 
     def _used(self) -> Tensor:
         return prefix_mask(self.counts, self.capacity)
@@ -323,16 +389,6 @@ def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
 
 
-def _require_int(name: str, value: int | None, least: int, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    # Under torch.compile a size may be symbolic.
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
@@ -340,32 +396,3 @@ def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
         raise TypeError(f"{name} must be int32, got {tensor.dtype}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-
-
-def _bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    if isinstance(offsets, Tensor):
-        starts, ends = offsets[..., :-1], offsets[..., 1:]
-    else:
-        starts = torch.arange(blocks, dtype=torch.int32, device=device)[None, None] * offsets
-        ends = (starts + offsets).clamp(max=tokens)
-    sizes = ends - starts
-    if lengths is not None:
-        sizes = torch.minimum(sizes, lengths)
-    # Two tensors of one shape, so that one pair of strides serves both.
-    starts, sizes = torch.broadcast_tensors(starts, sizes)
-    return starts.contiguous(), sizes.contiguous()
-
-
-def _check_axis_values(axis: str, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> None:
-    if isinstance(offsets, int):
-        if blocks != -(-tokens // offsets):
-            raise ValueError(f"{axis}_offsets = {offsets} cuts {tokens} tokens into {-(-tokens // offsets)} blocks, got {blocks}")
-        sizes = offsets
-    else:
-        sizes = offsets.diff(dim=-1)
-        if bool((sizes < 0).any()) or bool((offsets[..., 0] != 0).any()) or bool((offsets[..., -1] != tokens).any()):
-            raise ValueError(f"{axis}_offsets must ascend from 0 to {tokens}, got {offsets.tolist()}")
-        if sizes.numel() and int(sizes.max()) > longest:
-            raise ValueError(f"max_{axis}_length must be at least the longest block's {int(sizes.max())} tokens, got {longest}")
-    if lengths is not None and (bool((lengths < 0).any()) or bool((lengths > sizes).any())):
-        raise ValueError(f"{axis}_lengths must lie between 0 and the block's tokens, got {lengths.tolist()}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def require_int(name: str, value: int, least: int) -> int:

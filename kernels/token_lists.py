@@ -87,6 +87,11 @@ class Packed:
     q_tokens: int
     k_tokens: int
 
+    @classmethod
+    def checked(cls, cu_q: Tensor, cu_k: Tensor, q_tokens: int, k_tokens: int) -> Packed:
+        """From offsets of 32 or 64 bits and any values; those that lead outside the tensors are cut. Does not synchronise."""
+        return cls(cu_q.clamp(0, q_tokens).int(), cu_k.clamp(0, k_tokens).int(), q_tokens, k_tokens)
+
     @property
     def sequences(self) -> int:
         return self.cu_q.shape[0] - 1

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
 from ssta.kernels import PatternFacts, choose_route
 from ssta.layout import Input
 
+from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
@@ -152,7 +153,7 @@ class SSTAProcessor:
         of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv). Models that are trained keep SDPA,
         whose backward needs less memory. A backend that somebody chose is used.
         """
-        if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
+        if self._attention_backend is not None or not default_is_sdpa():
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
+from .kernels import require_strided
 from .layout import tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
@@ -52,8 +53,8 @@ def create_moba_3d_mask(
     """The budget: the tiles most like a tile, or most important to it.
 
     Args:
-        q: ``[B, H, S, D]`` in tiled order, S = t * h * w of ``canvas_thw``.
-        k: ``[B, Hkv, S, D]`` in tiled order; H a multiple of Hkv.
+        q: ``[B, H, S, D]``, floating point, in tiled order, S = t * h * w of ``canvas_thw``.
+        k: ``[B, Hkv, S, D]`` in tiled order, q's dtype and device; H a multiple of Hkv.
         canvas_thw, tile_thw, kernel_thw, text_block_num: as in ``create_sta_3d_mask``; the window itself plays no part here.
         topk, threshold, lambda_, mask_share_within_head, adaptive_pool: as in ``SSTAConfig``.
         add_text_mask: selects the rows and columns of the text too, which are left out otherwise.
@@ -77,10 +78,7 @@ def create_moba_3d_mask(
     config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type="block_attn", threshold=threshold,
                         lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
                         mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] != prod(canvas_thw):
-            raise ValueError(f"{name} must be a tensor [batch, heads, {prod(canvas_thw)} tokens of canvas_thw, head_dim], "
-                             f"got {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
+    _check_inputs(q, k, prod(canvas_thw))
     layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)
     keep = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
@@ -95,8 +93,9 @@ def create_ssta_3d_mask(
     """Window, budget and text together.
 
     Args:
-        text_mask: bool or integer ``[text tokens]`` or ``[B, text tokens]``, nonzero = valid, the valid tokens first. The text blocks past
-            the valid tokens, of which at least one block counts, then attend only to themselves, and nothing else to them.
+        text_mask: bool or integer ``[text tokens]`` or ``[B, text tokens]``, nonzero = valid, the valid tokens first; as many tokens as
+            ``text_block_num`` blocks hold, the last of which may be partial. The text blocks past the valid tokens, of which at least
+            one block counts, then attend only to themselves, and nothing else to them.
         q, k, canvas_thw, topk, tile_thw, kernel_thw, text_block_num, threshold, lambda_, mask_share_within_head, adaptive_pool,
             sampling_type: as in ``create_moba_3d_mask``.
 
@@ -117,6 +116,9 @@ def create_ssta_3d_mask(
         raise ValueError(f"text_mask must be [text tokens] or [{q.shape[0]}, text tokens] on {q.device}, "
                          f"got shape {tuple(text_mask.shape)} on {text_mask.device}")
     block, total = prod(tile_thw), mask.shape[-1]
+    if -(-text_mask.shape[-1] // block) != text_block_num:
+        raise ValueError(f"text_mask must have the tokens of text_block_num {text_block_num} blocks of {block}, the last of which may be "
+                         f"partial, got {text_mask.shape[-1]}")
     blocks = (((text_mask != 0).sum(-1, keepdim=True) + block - 1) // block).clamp(min=1)
     used = torch.arange(total, device=q.device) < total - text_block_num + blocks
     if text_mask.dim() == 2:
@@ -124,6 +126,26 @@ def create_ssta_3d_mask(
     both = used[..., :, None] & used[..., None, :]
     alone = torch.eye(total, dtype=torch.bool, device=q.device) & ~used[..., None]
     return _without_batch(mask & both | alone) if text_mask.dim() == 2 else mask & both | alone
+
+
+def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:
+    """That q and k are what the selection takes, in these two names."""
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        require_strided(name, x)
+        if x.dim() != 4 or x.shape[2] != tokens:
+            raise ValueError(f"{name} must be [batch, heads, {tokens} tokens of canvas_thw, head_dim], got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    if k.dtype != q.dtype:
+        raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
+    if k.device != q.device:
+        raise ValueError(f"k must be on q's device {q.device}, got {k.device}")
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+        raise ValueError(f"k must have q's batch {q.shape[0]} and head_dim {q.shape[3]}, got shape {tuple(k.shape)}")
+    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q's heads must be a multiple of k's, at least one of each, got {q.shape[1]} and {k.shape[1]}")
 
 
 def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .kernels import require_int
 from .layout import TiledSegment
+from .report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .report import Report
 
 # Why a tile pair is computed. The colours can be told apart with any colour vision; on plain ground hatches say it again.
 _NOT, _WINDOW, _BUDGET, _BOTH, _TEXT = range(5)
@@ -25,7 +26,7 @@ _HATCHES = ("", "", "////", "xxxx", "")
 
 def plot_selection(
     report: Report, query_thw: Sequence[int] | None = None, *, head: int = 0, batch: int = 0, grid: int = 0,
-    frames: Sequence[int] | None = None, images: Tensor | None = None, path: str | Path | None = None,
+    frames: Iterable[int] | None = None, images: Any = None, path: str | Path | None = None,
 ) -> Figure:
     """Draws which tiles of the video one query tile attends to, over the latent frames. Synchronises the device.
 
@@ -34,33 +35,37 @@ def plot_selection(
         query_thw: (frame, row, column) of a token of the latent grid; its tile is the query tile. Default: the middle.
         head, batch: which query head and which batch element.
         grid: which video grid of the layout, counting from 0; query and keys are drawn within it.
-        frames: latent frames to draw. Default: all of them up to 8, else the middle one of every layer of tiles.
-        images: float [t, H, W, 3] in [0, 1], a picture to put under each latent frame, of any size. Default: none.
+        frames: latent frames to draw, in the order given, also more than once. Default: all of them up to 8, else the middle one of
+            every layer of tiles.
+        images: a picture to put under each latent frame, [t, H, W, 3] of any size: a tensor, a numpy array, or a list of t pictures
+            (tensors, arrays, PIL images); floats in [0, 1], clipped to that, or uint8 in [0, 255]. Default: none.
         path: where to save the figure as well; the ending chooses the format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: an index outside the layout, or images that are not one per latent frame.
+        TypeError: a report that ``explain`` did not make, an index that is no int, images of another dtype, a path that is none.
+        ValueError: an index outside the layout, images that are not one per latent frame or have no pixels, a path into a folder that
+            does not exist or with an ending that matplotlib does not write.
     """
-    figure_class, matplotlib = _matplotlib()
-    if not 0 <= grid < len(report.layout.video):
-        raise ValueError(f"grid must be one of the layout's {len(report.layout.video)} video grids, got {grid}")
+    figure_class, matplotlib = _matplotlib(report, path)
+    if not report.layout.video:
+        raise ValueError("report must be of a layout with a video grid, got one without")
+    grid = _index("grid", grid, len(report.layout.video))
     video = report.layout.video[grid]
     thw = video.extent
-    query_thw = tuple(size // 2 for size in thw) if query_thw is None else tuple(query_thw)
+    query_thw = tuple(size // 2 for size in thw) if query_thw is None else _ints("query_thw", query_thw)
     if len(query_thw) != 3 or any(not 0 <= place < size for place, size in zip(query_thw, thw)):
         raise ValueError(f"query_thw must be a (frame, row, column) inside the grid {thw}, got {query_thw}")
-    if images is not None and (images.dim() != 4 or images.shape[0] != thw[0] or images.shape[3] != 3):
-        raise ValueError(f"images must be [{thw[0]}, height, width, 3], one per latent frame, got {tuple(images.shape)}")
+    pictures = None if images is None else _pictures(images, thw[0])
     cuts = [_cuts(video, axis) for axis in range(3)]
     place = [index // tile for index, tile in zip(query_thw, video.tile)]
     first = sum(segment.num_tiles for segment in report.layout.video[:grid])
     query_tile = first + (place[0] * video.tiles[1] + place[1]) * video.tiles[2] + place[2]
     row = _categories(report, batch, head)[query_tile]
     kinds = row[first:first + video.num_tiles].reshape(video.tiles)
-    frames = _default_frames(thw[0], cuts[0]) if frames is None else list(frames)
+    frames = _default_frames(thw[0], cuts[0]) if frames is None else _ints("frames", frames)
     if not frames or any(not 0 <= frame < thw[0] for frame in frames):
-        raise ValueError(f"frames must name at least one of the {thw[0]} latent frames, got {frames}")
+        raise ValueError(f"frames must name at least one of the {thw[0]} latent frames, got {list(frames)}")
 
     columns = 3 if len(frames) in (5, 6, 9) else min(len(frames), 4)
     rows = -(-len(frames) // columns)
@@ -70,11 +75,11 @@ def plot_selection(
     all_axes = figure.subplots(rows, columns, squeeze=False)
     for axes, frame in zip(all_axes.flat, frames):
         layer = frame // video.tile[0]
-        background = torch.full((1, 1, 3), 0.8) if images is None else images[frame].float().cpu()
+        background = torch.full((1, 1, 3), 0.8) if pictures is None else pictures[frame]
         axes.imshow(background.numpy(), extent=(0, thw[2], thw[1], 0), aspect="equal", vmin=0, vmax=1)
         for i, (top, bottom) in enumerate(cuts[1]):
             for j, (left, right) in enumerate(cuts[2]):
-                _draw_tile(matplotlib, axes, (left, top, right, bottom), int(kinds[layer, i, j]), images is not None)
+                _draw_tile(matplotlib, axes, (left, top, right, bottom), int(kinds[layer, i, j]), pictures is not None)
         if layer == place[0]:
             (top, bottom), (left, right) = cuts[1][place[1]], cuts[2][place[2]]
             for colour, line in (("white", 5.0), ("black", 2.5)):
@@ -98,7 +103,7 @@ def plot_selection(
                     f"{_span('column', *cuts[2][place[2]])}", fontsize=11)
     present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _NOT) if bool((kinds == kind).any())]
     outline = matplotlib.patches.Patch(facecolor="none", edgecolor="black", linewidth=2.5, label="the query tile")
-    _add_legend(figure, [outline, *_patches(matplotlib, present, hatched=images is None)])
+    _add_legend(figure, [outline, *_patches(matplotlib, present, hatched=pictures is None)])
     return _finish(figure, path)
 
 
@@ -114,9 +119,10 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: an index outside the layout.
+        TypeError: a report that ``explain`` did not make, an index that is no int, a path that is none.
+        ValueError: an index outside the layout, a path as in ``plot_selection``.
     """
-    figure_class, matplotlib = _matplotlib()
+    figure_class, matplotlib = _matplotlib(report, path)
     kinds = _categories(report, batch, head)
     tiles, video_tiles = len(kinds), report.layout.num_video_tiles
     figure = figure_class(figsize=(7.6, 7.4), layout="constrained")
@@ -155,9 +161,10 @@ def plot_density(report: Report, *, batch: int = 0, path: str | Path | None = No
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: an index outside the batch.
+        TypeError: a report that ``explain`` did not make, an index that is no int, a path that is none.
+        ValueError: an index outside the batch, a path as in ``plot_selection``.
     """
-    figure_class, matplotlib = _matplotlib()
+    figure_class, matplotlib = _matplotlib(report, path)
     lists = report.blocks.counts.shape[1]
     shared = lists == 1
     heads = 1 if shared else report.heads
@@ -189,22 +196,68 @@ def plot_density(report: Report, *, batch: int = 0, path: str | Path | None = No
     return _finish(figure, path)
 
 
-def _matplotlib():
+def _matplotlib(report: Report, path: str | Path | None):
+    """(Figure, matplotlib), once the arguments that all pictures share are known to be right."""
     try:
         import matplotlib.colors
         import matplotlib.patches
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("ssta's pictures require matplotlib: pip install ssta[plot]") from error
+    if not isinstance(report, Report):
+        raise TypeError(f"report must be a Report, which explain returns, got {type(report).__name__}")
+    if path is not None:
+        _check_path(path, sorted(Figure().canvas.get_supported_filetypes()))
     # A Figure made without pyplot needs no display and is freed with its last reference.
     return Figure, matplotlib
 
 
+def _check_path(path: str | Path, endings: list[str]) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise ValueError(f"path must lie in a folder that exists, got {str(place)!r}")
+    if place.is_dir() or place.suffix and place.suffix[1:].lower() not in endings:
+        raise ValueError(f"path must be a file that ends with one of {', '.join(endings)}, got {str(place)!r}")
+
+
+def _index(name: str, value: int, size: int) -> int:
+    index = require_int(name, value, 0)
+    if index >= size:
+        raise ValueError(f"{name} must be between 0 and {size - 1}, got {index}")
+    return index
+
+
+def _ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    entries = values.tolist() if hasattr(values, "tolist") else values  # of an array or a tensor
+    if isinstance(entries, (str, bytes)) or not hasattr(entries, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of ints, got {values!r} ({type(values).__name__})")
+    return tuple(require_int(f"{name}[{place}]", entry, 0) for place, entry in enumerate(entries))
+
+
+def _pictures(images: Any, frames: int) -> Tensor:
+    """float32 [frames, H, W, 3] on the CPU in [0, 1]."""
+    import numpy
+
+    if not isinstance(images, Tensor):
+        if isinstance(images, (list, tuple)):
+            images = [image.detach().cpu() if isinstance(image, Tensor) else image for image in images]
+        try:
+            images = torch.from_numpy(numpy.array(images))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"images must be a tensor, a numpy array, or a list of {frames} pictures of one size: {error}") from None
+    shape = tuple(images.shape)
+    if len(shape) != 4 or shape[0] != frames or shape[3] != 3 or 0 in shape:
+        raise ValueError(f"images must be [{frames}, height, width, 3], one per latent frame and none of them empty, got {shape}")
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"images must be floats in [0, 1] or uint8 in [0, 255], got {images.dtype}")
+    return (images.detach().cpu().float() / (255 if images.dtype == torch.uint8 else 1)).clamp(0, 1)
+
+
 def _categories(report: Report, batch: int, head: int) -> Tensor:
     """uint8 [T, T] on the CPU: for each (query tile, key tile), why it is computed."""
-    for name, index, size in (("batch", batch, report.batch), ("head", head, report.heads)):
-        if not 0 <= index < size:
-            raise ValueError(f"{name} must be between 0 and {size - 1}, got {index}")
+    batch, head = _index("batch", batch, report.batch), _index("head", head, report.heads)
 
     def of_head(mask: Tensor) -> Tensor:
         # Lists may be shared by the batch, by all heads, or by the query heads of one key head.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
-from .kernels import BlockLists, PatternFacts, choose_route, resolve_scale
+from .kernels import BlockLists, PatternFacts, Route, choose_route, resolve_scale
 from .layout import TiledSegment, TileLayout, tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
@@ -27,7 +27,8 @@ class Report:
     """What ``explain`` found. ``print(report)`` shows a table; ``to_dict`` gives plain numbers; the pictures of ``ssta.plot`` take it.
 
     Attributes:
-        implementation: the kernel that ``impl`` stands for on these tensors.
+        implementation: the kernels that ``impl`` stands for on these tensors: "hopper", "triton", "torch" or "reference".
+        why_not: a sentence for each faster implementation that was not taken; empty where ``impl`` named one.
         device, dtype: of query, as strings.
         batch, heads, kv_heads, head_dim: sizes of query and key.
         tokens, video_tokens, text_tokens: length of the sequence and of its parts (text: every dense run).
@@ -46,12 +47,14 @@ class Report:
         error_sources: sentences on what makes the result differ from exact dense attention.
         seconds: wall time of the one call that was run, first-call compilation included; None when ``value`` was not given.
         output_error: ||sparse - dense|| / ||dense|| over the sampled rows of that call; None when not run or not finite.
+        route: what ``implementation`` and ``why_not`` are taken from, forward and backward.
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
         near: bool [N, N] over video tiles, the window; None where the window is not used.
         budget: bool [B|1, H|1, N, N], the tiles that the budget chose, with or without the window; None where it is not used.
     """
 
     implementation: str
+    why_not: tuple[str, ...]
     device: str
     dtype: str
     batch: int
@@ -77,6 +80,7 @@ class Report:
     error_sources: tuple[str, ...]
     seconds: float | None
     output_error: float | None
+    route: Route
     config: SSTAConfig
     layout: TileLayout
     blocks: BlockLists
@@ -85,7 +89,7 @@ class Report:
 
     def to_dict(self) -> dict:
         """The numbers and sentences as plain Python values that json.dumps takes; the configuration and the tensors stay out."""
-        held = {"config", "layout", "blocks", "near", "budget"}
+        held = {"route", "config", "layout", "blocks", "near", "budget"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in held}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -95,7 +99,8 @@ class Report:
         if self.valid_text_tokens is not None:
             text += f" (valid: {', '.join(f'{valid:,}' for valid in self.valid_text_tokens)})"
         rows = [
-            ("implementation", f"{self.implementation} ({ran}) on {self.device}, {self.dtype}"),
+            ("implementation", f"{self.route} ({ran}) on {self.device}, {self.dtype}"),
+            *(("", sentence) for sentence in self.why_not),
             ("tensors", f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head_dim {self.head_dim}"),
             ("tokens", f"{self.tokens:,} = {self.video_tokens:,} video + {text}"),
             ("after tiling", f"{self.tiled_tokens:,} tokens, {self.padding_share:.1%} of them padding"),
@@ -126,9 +131,10 @@ def explain(
     For looking, not for production: it synchronises the device and takes float32 copies of key and value.
 
     Args:
-        query: [B, H, S, D], floating point.
+        query: [B, H, S, D], floating point, B and H at least 1: of nothing there is no share to report.
         key: [B, Hkv, S, D].
-        thw: (t, h, w) of the video, followed by ``text_len`` text tokens; or a whole ``TokenLayout``.
+        thw: (t, h, w) of the video, followed by ``text_len`` text tokens, as in ``ssta_3d_attention``; or, in its place and under its name,
+            the ``TokenLayout`` that ``ssta_attention`` takes as ``layout``, for sequences of any other form.
         config: what is attended; or, instead of it, the keywords of ``ssta_3d_attention``: topk, tile_thw, kernel_thw, sparse_type, ...
         value: [B, Hkv, S, D]; with it the attention is run once and measured.
         text_mask: [B, text tokens], valid tokens first, bool or integer.
@@ -138,6 +144,7 @@ def explain(
 
     Raises:
         TypeError: both a config and keywords, or a keyword that ``SSTAConfig`` does not have.
+        ValueError: an empty query, or one on the meta device, which has no values to select by.
         TypeError, ValueError: what ``ssta_3d_attention`` rejects.
     """
     tokens = _token_layout(thw, text_len)
@@ -148,27 +155,28 @@ def explain(
     if not isinstance(thw, TokenLayout):
         check_lengths(query, tokens)
     check_inputs(query, key, key if value is None else value, tokens, config)
+    if query.numel() == 0 or query.is_meta:
+        raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
     if tokens.video:
         config = config.for_canvas(tokens.longest_video)
     batch, heads, length, head_dim = query.shape
     scale = resolve_scale(scale, head_dim)
     layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
-    facts = PatternFacts(layout.max_tile_length, layout.max_tile_length, 1, 1, False)
-    implementation = choose_route(impl, query.device, query.dtype, head_dim, facts).name
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
     selection = select_tiles(layout.tile_qkv(query, key, key), config, text)
     blocks = selection.blocks
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.sparse_type != "block_attn" else None
+    route = choose_route(impl, query.device, query.dtype, head_dim, PatternFacts.of(blocks), heads=heads, kv_heads=key.shape[1])
     mask = blocks.to_mask()
     tile_density = float(mask.float().mean())
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
     kept, error = _against_dense(query, key, value, output, layout, mask, text, scale)
     return Report(
-        implementation=implementation, device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
+        implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
         batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
         tokens=length, video_tokens=tokens.video_length, text_tokens=tokens.dense_length,
         valid_text_tokens=None if text is None else text.valid_tokens(),
@@ -178,7 +186,7 @@ def explain(
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
         error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads),
-        seconds=seconds, output_error=error, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
+        seconds=seconds, output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
     )
 
 

@@ -1,4 +1,4 @@
-"""The documents hold: README's code runs, the files and commands that the documents name exist."""
+"""The documents hold: their code runs, the files and commands that they name exist."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 FILE = re.compile(r"[\w.*-]+(/[\w.*-]+)*\.(py|md|toml|txt|csv|png|json)|\.ci/run|[\w-]+(/[\w-]+)*/|LICENSE|Makefile")
 
 
@@ -22,24 +22,40 @@ def named_files(text: str) -> set[str]:
     return links | {code for code in re.findall(r"`([^`\n]+)`", prose) if FILE.fullmatch(code)}
 
 
-README_BLOCKS = code_blocks((ROOT / "README.md").read_text())
+BLOCKS = [pytest.param(document, line, code, id=f"{document}-{line}")
+          for document in DOCUMENTS for line, code in code_blocks((ROOT / document).read_text())]
 
 
-def test_readme_has_code_to_run():
-    assert README_BLOCKS
+def test_readme_has_code_to_run_and_fits_on_a_few_screens():
+    assert any(block.values[0] == "README.md" for block in BLOCKS)
+    assert (ROOT / "README.md").read_text().count("\n") <= 150
 
 
-@pytest.mark.parametrize("line, code", README_BLOCKS, ids=lambda value: f"line-{value}" if isinstance(value, int) else "")
-def test_readme_code_runs(line, code):
-    # The blank lines make a traceback name README's own line.
-    exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("document, line, code", BLOCKS)
+def test_code_runs(document, line, code):
+    # The blank lines make a traceback name the document's own line.
+    exec(compile("\n" * (line - 1) + code, str(ROOT / document), "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_exist(document):
+    """Links are relative to the document, code in backticks to the repository."""
     text = (ROOT / document).read_text()
-    missing = [name for name in sorted(named_files(text)) if not any(ROOT.glob(name.rstrip("/")))]
+    missing = [name for name in sorted(named_files(text))
+               if not any(ROOT.glob(name.rstrip("/"))) and not (ROOT / document).parent.joinpath(name).exists()]
     assert missing == []
+
+
+def headings(text: str) -> set[str]:
+    """The names under which a document's headings can be linked to, as GitHub makes them."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_linked_headings_exist(document):
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", (ROOT / document).read_text()):
+        linked = (ROOT / document).parent / target if target else ROOT / document
+        assert heading in headings(linked.read_text()), f"{document} links to {target}#{heading}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

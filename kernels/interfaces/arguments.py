@@ -5,25 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES
+from ..checks import DTYPES, INTEGERS, require_strided
 
 # From this many rows on a block fills a program by itself, without the other heads of its group.
 ENOUGH_ROWS = 128
-
-
-def require_int(name: str, value: int, least: int) -> int:
-    """``value``, an int of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
-
-
-def require_bool(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-    return value
 
 
 def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
@@ -33,6 +18,7 @@ def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None 
     if x.dtype not in dtypes:
         *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
+    require_strided(name, x)
     if x.dim() != dims.count(",") + 1:
         raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
     if device is not None and x.device != device:
@@ -40,8 +26,33 @@ def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None 
     return x
 
 
+def require_mask(name: str, x: Tensor) -> Tensor:
+    """``x``, a bool tensor."""
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
+
+
+def require_integers(name: str, x: Tensor) -> Tensor:
+    """``x``, an int32 or int64 tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
+
+
+def require_values(name: str, x: Tensor) -> Tensor:
+    """``x``, a tensor that holds values."""
+    if x.is_meta:
+        raise ValueError(f"{name} must hold values, got a meta tensor")
+    return x
+
+
 def require_groups(heads: int, kv_heads: int) -> int:
     """How many query heads share a key/value head."""
+    if heads < 1:
+        raise ValueError(f"query heads must be at least 1, got {heads}")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of the {kv_heads} key/value heads, got {heads}")
     return heads // kv_heads

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
+from ..checks import INTEGERS, require_int
+from .arguments import require_mask, require_values
 
 
 def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_block_size: int, block_mask: Tensor) -> Tensor:
@@ -24,8 +26,8 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
             attends to the whole block.
 
     Returns:
-        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, the same bits for the same inputs. Never
-        waits for the device, and fits into CUDA graphs and compiled graphs.
+        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, bitwise deterministic. Never waits
+        for the device (synchronises), and fits into CUDA graphs and compiled graphs.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
@@ -34,7 +36,8 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
     the sequence; query blocks longer than key blocks mean what they say, as does Sq != Skv in the backward; rows without any block give
     zeros and zero gradients, whatever the block sizes.
     """
-    blocks = BlockLists.from_mask(_mask(block_mask), q_block_size, kv_block_size)
+    sizes = require_int("q_block_size", q_block_size, 1), require_int("kv_block_size", kv_block_size, 1)
+    blocks = BlockLists.from_mask(_mask(block_mask), *sizes)
     return block_sparse_attention(q, k, v, blocks)
 
 
@@ -44,7 +47,7 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
     Args:
         Q: ``[B, H, S, D]``; its length and device count.
         block_size: tokens of a block.
-        selected_blocks: pairs (query block, key block).
+        selected_blocks: pairs (query block, key block), in an iterable or as an integer tensor ``[n, 2]``, which is read.
 
     Returns:
         bool ``[N, N]`` on Q's device, N = S // block_size.
@@ -54,11 +57,9 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
     """
     if not isinstance(Q, Tensor) or Q.dim() != 4:
         raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size must be an int of at least 1, got {block_size!r}")
-    number = Q.shape[2] // block_size
+    number = Q.shape[2] // require_int("block_size", block_size, 1)
     mask = torch.zeros(number, number, dtype=torch.bool)
-    pairs = torch.tensor(list(selected_blocks), dtype=torch.int64).reshape(-1, 2)
+    pairs = _pairs(selected_blocks)
     outside = (pairs < 0) | (pairs >= number)
     if outside.any():
         raise ValueError(f"selected_blocks must lie in {number} x {number} blocks, got {tuple(pairs[outside.any(1)][0].tolist())}")
@@ -66,9 +67,29 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
     return mask.to(Q.device)
 
 
+def _pairs(selected: Iterable[tuple[int, int]] | Tensor) -> Tensor:
+    """int64 [n, 2] on the CPU."""
+    if isinstance(selected, Tensor):
+        if selected.is_floating_point() or selected.is_complex() or selected.dtype == torch.bool:
+            raise TypeError(f"selected_blocks must be pairs of ints, got a tensor of {selected.dtype}")
+        if selected.dim() != 2 or selected.shape[1] != 2:
+            raise ValueError(f"selected_blocks must be [n, 2] as a tensor, got shape {tuple(selected.shape)}")
+        return require_values("selected_blocks", selected).long().cpu()
+    if isinstance(selected, (str, bytes)) or not isinstance(selected, Iterable):
+        raise TypeError(f"selected_blocks must be pairs (query block, key block), got {type(selected).__name__}")
+    pairs = []
+    for number, pair in enumerate(selected):
+        if isinstance(pair, (str, bytes)) or not isinstance(pair, Iterable):
+            raise TypeError(f"selected_blocks[{number}] must be a pair (query block, key block), got {pair!r}")
+        pair = [int(x) if isinstance(x, Tensor) and x.dim() == 0 and x.dtype in INTEGERS else x for x in pair]
+        if len(pair) != 2:
+            raise ValueError(f"selected_blocks[{number}] must be a pair (query block, key block), got {len(pair)} entries")
+        pairs.append([require_int(f"selected_blocks[{number}][{at}]", x, 0) for at, x in enumerate(pair)])
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+
+
 def _mask(block_mask: Tensor) -> Tensor:
-    if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask must be a bool tensor, got {getattr(block_mask, 'dtype', type(block_mask).__name__)}")
+    require_mask("block_mask", block_mask)
     if not 2 <= block_mask.dim() <= 4:
         raise ValueError(f"block_mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got shape {tuple(block_mask.shape)}")
     return block_mask

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
+from ..checks import require_int
 from ..routing import SHORTEST_TILE
-from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_int, require_tensor, unpack_heads
+from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_integers, require_tensor, unpack_heads
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,26 @@ def block_sparse_attn(
         v: ``[Skv, Hkv, D]``.
         q_block_size, k_block_size: tokens of a block, from 1 on; the last block may be shorter.
         topk_indices: int32 or int64 ``[Hkv, ceil(Sq / q_block_size), topk]`` on q's device: the key blocks that a query block of all
-            query heads of a key/value head attends to, in any order, each at most once. Ids out of range, such as -1, are absent.
+            query heads of a key/value head attends to, in any order, each at most once. Ids out of range, such as -1, are absent,
+            whatever the number.
         sparse_args: hints about speed.
 
     Returns:
         (out, lse): out ``[Sq, Hq, D]`` in q's dtype, scaled by 1 / sqrt(D); lse float32 ``[Sq, Hq]``, natural logarithm (float64 for
-        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, the same bits for
-        the same inputs. Never waits for the device, and fits into CUDA graphs and compiled graphs.
+        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, bitwise
+        deterministic. Never waits for the device (synchronises), and fits into CUDA graphs and compiled graphs.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
 
     What differs from upstream: any GPU and CPUs too; lengths need not be multiples of the blocks; a list is a set, so an id named twice is
-    a mistake (which is not checked: it would wait for the device). ``pack_gqa`` holds for the backward too.
+    a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         require_tensor(name, x, "[tokens, heads, head_dim]")
     (q_len, heads, _), kv_heads = q.shape, k.shape[1]
     group = require_groups(heads, kv_heads)
-    require_int("q_block_size", q_block_size, 1)
-    require_int("k_block_size", k_block_size, 1)
+    q_block_size, k_block_size = require_int("q_block_size", q_block_size, 1), require_int("k_block_size", k_block_size, 1)
     sparse_args = SparseArgs() if sparse_args is None else sparse_args
     if not isinstance(sparse_args, SparseArgs):
         raise TypeError(f"sparse_args must be SparseArgs, got {type(sparse_args).__name__}")
@@ -102,8 +103,7 @@ def block_sparse_attn(
 
 
 def _check_indices(indices: Tensor, kv_heads: int, q_blocks: int, device: torch.device) -> None:
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_indices must be an int32 or int64 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")
+    require_integers("topk_indices", indices)
     if indices.dim() != 3 or tuple(indices.shape[:2]) != (kv_heads, q_blocks):
         raise ValueError(f"topk_indices must be [key/value heads, query blocks, topk] = [{kv_heads}, {q_blocks}, topk], "
                          f"got shape {tuple(indices.shape)}")

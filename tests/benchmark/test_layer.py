@@ -1,19 +1,13 @@
 """bench_layer.py: the layer is checked first, and its stages are timed inside of it."""
 
 import csv
-import importlib
-import sys
 import types
-from pathlib import Path
 
 import pytest
-
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
 
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARK)
     import bench_layer
     from shapes import HUNYUAN, LayerShape
 
@@ -35,6 +29,12 @@ def test_layer_end_to_end(bench, tmp_path):
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
+def test_the_whole_layer_alone(bench, tmp_path):
+    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--csv", "mine"])
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        assert [(row["padding"], row["stage"]) for row in csv.DictReader(file)] == [("dense", "total"), ("none", "total")]
+
+
 def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
     whole = bench.ssta_attention
 
@@ -53,10 +53,16 @@ def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 9.0])  # select [0, 5] with score [1, 3] and [4, 4.5], then attend
     monkeypatch.setattr(stages, "now", lambda: next(clock))
     monkeypatch.setattr(stages, "elapsed_ms", lambda first, last: last - first)
-    monkeypatch.setattr(stages, "STAGES", {"score": (("here", "score"),), "select": (("here", "select"),)})
     module = types.ModuleType("here")
-    module.score, module.select = lambda: None, lambda: module.score() or "selected"
-    monkeypatch.setitem(sys.modules, "here", module)
+
+    def score():
+        """A stage inside the other."""
+
+    def select():
+        module.score()
+
+    module.score, module.select = score, select
+    monkeypatch.setattr(stages, "STAGES", {"score": ((module, score),), "select": ((module, select),)})
     unpatched = module.select
     watch = stages.Stopwatch(lambda: module.select())
     watch()
@@ -68,12 +74,9 @@ def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
     assert {name: times["median_ms"] for name, times in watch.summary(2).items()} == {"score": 1.0, "select": 4.0}
 
 
-def test_every_stage_is_a_part_of_the_layer(bench):
+def test_every_stage_is_where_the_layer_looks_it_up(bench):
     from stages import STAGES
 
     for functions in STAGES.values():
-        for module, name in functions:
-            owner = importlib.import_module(module)
-            for part in name.split("."):
-                owner = getattr(owner, part)
-            assert callable(owner)
+        for owner, function in functions:
+            assert getattr(owner, function.__name__) is function

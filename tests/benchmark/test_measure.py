@@ -1,6 +1,5 @@
 """How the benchmarks measure: rounds that take turns, medians, and what counts as work."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -8,13 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ssta.kernels import BlockLists
 from ssta.kernels.reference import token_mask
-
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
 
 
 def test_interleaved_calls_each_the_same_number_of_times():

@@ -3,20 +3,12 @@
 import importlib
 import sys
 import types
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from ssta.kernels import BlockLists
-
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
 
 
 def expanded(mask, tokens):

@@ -1,17 +1,13 @@
 """bench_pipeline.py: steps are measured through the models' own forwards, checked first, and reckoned up from the blocks that are built."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARK)
     import bench_pipeline
 
     monkeypatch.setattr(bench_pipeline, "RESULTS", tmp_path)
@@ -19,6 +15,7 @@ def bench(monkeypatch, tmp_path):
     return bench_pipeline
 
 
+@pytest.mark.slow
 def test_steps_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "pipeline_mine"])
     with (tmp_path / "pipeline_mine.csv").open(newline="") as file:
@@ -54,8 +51,8 @@ def test_a_model_with_fewer_blocks_shares_its_weights(bench):
 def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
     from ssta.pipelines import streams
 
-    turn = streams.turn_pairs
-    monkeypatch.setattr(streams, "turn_pairs", lambda x, cos, sin: turn(x, cos, -sin) if x.shape[1] > 10 else x)
+    rope = streams.apply_rope
+    monkeypatch.setattr(streams, "apply_rope", lambda x, cos, sin: rope(x, cos, -sin) if x.shape[1] > 10 else x)
     monkeypatch.setattr(streams, "kernels_run", lambda x: False)
     with pytest.raises(SystemExit, match="Wan 2.1, small, dense, is wrong: the first block's attention is off by .*; no time is printed"):
         bench.main(["--model", "wan", "--what", "stock", "dense"])

@@ -2,16 +2,8 @@
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
 
 
 def test_readme_shows_what_was_measured():
@@ -41,7 +33,7 @@ def made_up(tmp_path, monkeypatch):
         kernel_row("forward", "Other", "", version="1.0", note="failed | badly"),
         kernel_row("forward", "ssta triton", 20.0, "full", 120), kernel_row("forward", "fast", 15.0, "full", 120, version="4.0"),
         kernel_row("forward", "SDPA cuDNN", 1234.5, "full", 120, version="2.9"), kernel_row("backward", "ssta triton", 21.0),
-        kernel_row("backward", "ssta triton, any order", 16.0),
+        kernel_row("backward", "ssta triton, non-deterministic dQ", 16.0),
         kernel_row("backward", "SDPA cuDNN", 99.96, "full", 120, version="2.9")])
     readme, other = tmp_path / "README.md", tmp_path / "other.md"
     readme.write_text("before\n<!-- table:kernels -->\nstale\n<!-- /table -->\nafter\n<!-- table:errors -->\nkept\n<!-- /table -->\n")
@@ -60,8 +52,8 @@ def test_a_table_from_a_made_up_csv(made_up, capsys):
     table.main([])
     assert readme.read_text() == """before
 <!-- table:kernels -->
-| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, any order, ms | FlexAttention, ms \
-| fast, ms | SDPA cuDNN, ms | fastest other / SSTA triton | fastest other / SSTA triton, any order |
+| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, non-deterministic dQ, ms \
+| FlexAttention, ms | fast, ms | SDPA cuDNN, ms | fastest other / SSTA triton | fastest other / SSTA triton, non-deterministic dQ |
 |---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|
 | 46,080 | 16 | 128 | 48 of 120 | forward | 400 | 8.00 | – | 10.0 | – | 1,230 | 1.25 | – |
 | 46,080 | 16 | 128 | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
@@ -106,7 +98,7 @@ def test_a_plot_shows_every_measured_rate(made_up, tmp_path):
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in forward.containers}
     # What knows no patterns stands beside each of them.
     assert heights == {"SSTA triton": [400.4] * 2, "FlexAttention": [400.4], "fast": [400.4], "SDPA cuDNN": [400.4] * 2,
-                       "SSTA triton, any order": []}
+                       "SSTA triton, non-deterministic dQ": []}
     assert [text.get_text().split("\n")[-1] for text in forward.get_xticklabels()] == ["48 of 120", "120 of 120, all"]
     assert sum(map(len, backward.containers)) == 4
 
@@ -136,9 +128,13 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])
     measure.write_rows(tmp_path / "interfaces_a.csv", [
         dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
-    names = ("layer", "stages", "errors", "tokens", "interfaces")
+    host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
+    measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", extra_mib="", extra_over_qkvo=""),
+                                                 dict(**host, what="ssta_3d_attention", extra_mib=10.0, extra_over_qkvo=0.8)])
+    names = ("layer", "stages", "errors", "tokens", "interfaces", "host")
     filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
-    layer, stages, errors, tokens, interfaces = filled.split("<!-- /table -->\n")[:5]
+    layer, stages, errors, tokens, interfaces, host = filled.split("<!-- /table -->\n")[:6]
+    assert "| small | forward | 151 | 2.0% | – |\n| small | ssta_3d_attention | 151 | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
     assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
     assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer

@@ -1,7 +1,6 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,8 @@ from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.portable.config import dkv_config
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmark"
 
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARK)
-
-
+@pytest.mark.slow
 def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     """On tiny shapes; in the interpreter where there is no GPU."""
     import tune
@@ -74,7 +67,7 @@ def test_what_tune_advises(best, said):
 def test_dkv_is_written_as_its_line_in_the_launch_table():
     import tune
 
-    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without a copy engine.
+    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without TMA.
     config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, tma=False))
     assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
     assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"

@@ -27,6 +27,7 @@ def clip(monkeypatch):
     return clip
 
 
+@pytest.mark.slow
 def test_the_demo_end_to_end(demo, tmp_path, capsys):
     result = demo.main(["--canvas", "4x16x20", "--output", str(tmp_path), "--seed", "3"])
     assert json.loads((tmp_path / "report.json").read_text()) == result

@@ -56,6 +56,7 @@ def visible_blocks(name, places, blocks):
 
 @pytest.mark.parametrize("device, impl", IMPLEMENTATIONS + INTERPRETED)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_attention_to_blocks(device, impl, name, monkeypatch):
     monkeypatch.setattr(compressed, "MEANS_AT_ONCE", 2)
     q, k, v, cu_seqlens, places = case(name, device)
@@ -95,6 +96,7 @@ INTERPRETED_CASES = [(*case.values, name, 5) for case in INTERPRETED for name in
 
 
 @pytest.mark.parametrize("device, impl, name, count", INTERPRETED_CASES)
+@pytest.mark.slow
 def test_selection_interpreted(device, impl, name, count, monkeypatch):
     test_selection(device, impl, name, count, monkeypatch)
 

@@ -225,6 +225,19 @@ def test_mask_layout(counts):
         assert torch.equal(convert_bsr_mask_layout(mask, indptr), converted_by_rows(mask, indptr))
 
 
+@pytest.mark.parametrize("indptr", [[2, 4, 6], [0, 5, 3, 8], [-6, 3, 8], [0, 3, 90], [7, 1], [3]])
+def test_every_element_has_one_place_whatever_indptr_holds(indptr):
+    mask = torch.arange(8 * 2 * 3).view(8, 2, 3)
+    converted = convert_bsr_mask_layout(mask, torch.tensor(indptr))
+    assert torch.equal(converted.sort().values, torch.arange(8 * 2 * 3))
+
+
+def test_blocks_outside_all_rows_are_rows_of_their_own():
+    mask = torch.randn(8, 2, 3)
+    assert torch.equal(convert_bsr_mask_layout(mask, torch.tensor([2, 4, 6])), converted_by_rows(mask, torch.tensor([0, 2, 4, 6, 8])))
+    assert torch.equal(convert_bsr_mask_layout(mask, torch.tensor([0, 5, 3, 8])), converted_by_rows(mask, torch.tensor([0, 5, 5, 8])))
+
+
 def test_mask_layout_as_the_documentation_calls_it():
     """8 blocks under an indptr that ends at 64: all of them are the first row's."""
     mask = torch.randn(8, 64, 64).half()

@@ -20,13 +20,19 @@ PLAN = dict(indptr=torch.tensor([0, 1, 3]), indices=torch.tensor([1, 0, 1]), M=8
     (dict(N=9), ValueError, "N must be a multiple of C = 4, got 9"),
     (dict(R=0), ValueError, "R must be at least 1, got 0"),
     (dict(num_kv_heads=3), ValueError, "query heads must be a multiple of the 3 key/value heads, got 2"),
-    (dict(head_dim=None), TypeError, "head_dim must be an int, got NoneType"),
+    (dict(head_dim=None), TypeError, "head_dim must be an int, got None"),
     (dict(mask=torch.ones(3, 4, 4)), TypeError, "mask must be a bool tensor, got torch.float32"),
     (dict(mask=torch.ones(3, 4, 5, dtype=torch.bool)), ValueError, r"mask must be \[nnz, R, C\] = \[3, 4, 4\], got shape \(3, 4, 5\)"),
     (dict(packed_mask=torch.zeros(5, dtype=torch.uint8)), ValueError, r"packed_mask must be \[ceil\(nnz \* R \* C / 8\)\] = \[6\]"),
     (dict(packed_mask=torch.zeros(6)), TypeError, "packed_mask must be a uint8 tensor"),
-    (dict(block_mask=torch.ones(2, 2, 2)), TypeError, "block_mask must be a bool tensor"),
-    (dict(block_mask=torch.ones(3, 2, 2, dtype=torch.bool)), ValueError, r"block_mask must be \[2 or 1, 2, 2\], got shape \(3, 2, 2\)"),
+    (dict(block_mask=torch.ones(2, 2, 2), indptr=None, indices=None), TypeError, "block_mask must be a bool tensor"),
+    (dict(block_mask=torch.ones(3, 2, 2, dtype=torch.bool), indptr=None, indices=None), ValueError,
+     r"block_mask must be \[2 or 1, 2, 2\], got shape \(3, 2, 2\)"),
+    (dict(block_mask=torch.ones(2, 2, 2, dtype=torch.bool)), ValueError, "indptr and indices must be None with block_mask"),
+    (dict(block_mask=torch.ones(2, 2, 2, dtype=torch.bool, device="meta"), indptr=None, indices=None), ValueError,
+     "block_mask must hold values, got a meta tensor"),
+    (dict(indptr=torch.zeros(3, dtype=torch.int32, device="meta")), ValueError, "indptr must hold values, got a meta tensor"),
+    (dict(indices=torch.zeros(3, dtype=torch.int32, device="meta")), ValueError, "indices must hold values, got a meta tensor"),
     (dict(pos_encoding_mode="ROPE_LLAMA"), ValueError, "pos_encoding_mode must be 'NONE'"),
     (dict(use_fp16_qk_reduction=True), ValueError, "use_fp16_qk_reduction must be False"),
     (dict(logits_soft_cap=-1.0), ValueError, "logits_soft_cap must be at least 0 and finite, got -1.0"),
@@ -50,6 +56,9 @@ def test_plan_refuses(changes, error, message):
     (dict(scale_q=torch.ones(2)), ValueError, "scale_q must be None where float8 inputs are not planned, got Tensor"),
     (dict(out=torch.zeros(8, 2, 16, dtype=torch.float16)), ValueError, r"out must be \(8, 2, 16\) in torch.float32 on cpu"),
     (dict(lse=torch.zeros(2, 8)), ValueError, r"lse must be \(8, 2\) in torch.float32 on cpu, got \(2, 8\)"),
+    (dict(out=torch.zeros(8, 2, 16, requires_grad=True)), ValueError, "out must not require a gradient"),
+    (dict(out=torch.zeros(8, 1, 16).expand(8, 2, 16)), ValueError, "out must hold every element in memory of its own"),
+    (dict(lse=torch.zeros(1, 2).expand(8, 2)), ValueError, "lse must hold every element in memory of its own"),
     (dict(return_lse=1), TypeError, "return_lse must be a bool, got int"),
 ])
 def test_run_refuses(changes, error, message):
@@ -70,6 +79,8 @@ VARIABLE = dict(block_mask_map=torch.ones(1, 2, 2, dtype=torch.bool), block_row_
     (dict(block_row_sz=torch.tensor([[-1, 5]])), ValueError, "block_row_sz must not be negative, got -1"),
     (dict(block_col_sz=torch.zeros(1, 2, dtype=torch.int32)), ValueError, "block_col_sz must have the same sum for every head, at least 1"),
     (dict(block_col_sz=torch.ones(1, 2)), TypeError, "block_col_sz must be an int32 or int64 tensor, got torch.float32"),
+    (dict(block_mask_map=torch.ones(1, 2, 2, dtype=torch.bool, device="meta")), ValueError, "block_mask_map must hold values"),
+    (dict(block_row_sz=torch.ones(1, 2, dtype=torch.int32, device="meta")), ValueError, "block_row_sz must hold values"),
 ])
 def test_variable_plan_refuses(changes, error, message):
     with pytest.raises(error, match=message):
@@ -101,7 +112,7 @@ def run_paged(change):
     (dict(N=torch.ones(2, 3)), TypeError, "the block mask must be a bool tensor, got torch.float32"),
     (dict(N=torch.ones(2, 2, 3, dtype=torch.bool)), ValueError, r"the block mask must be \[2, 2\] with the batch"),
     (dict(N=torch.ones(3, 2, 2, dtype=torch.bool)), ValueError, "the block mask must have batch 1 or 2 and heads 1, 2 or 4"),
-    (dict(block_size=None), TypeError, "block_size must be an int, got NoneType"),
+    (dict(block_size=None), TypeError, "block_size must be an int, got None"),
     (dict(num_qo_heads=2), ValueError, r"q must be \[2, tokens, 2, 8\], got shape \(2, 8, 4, 8\)"),
     (dict(block_mask=torch.ones(1)), ValueError, "kv_cache_page_size must be None where q, k, v and a block mask"),
 ])
@@ -131,5 +142,5 @@ def test_refuses(make, error, message):
 def test_hopper_has_no_soft_cap():
     wrapper = BlockSparseAttentionWrapper(torch.empty(1), backend="hopper")
     wrapper.plan(**PLAN, logits_soft_cap=1.0)
-    with pytest.raises(ValueError, match="impl must be one of 'auto', 'torch', 'triton', got 'hopper'"):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'torch' with a soft cap.*, got 'hopper'"):
         wrapper.run(*small_inputs(torch.float16))

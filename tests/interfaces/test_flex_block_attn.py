@@ -1,5 +1,6 @@
 """flex-block-attn's interface: against dense float64, in every ratio of blocks, and called as its users call it."""
 
+import numpy as np
 import pytest
 import torch
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
@@ -55,6 +56,9 @@ def test_sparse_mask_is_what_was_selected():
     assert mask.shape == (5, 5) and mask.dtype == torch.bool
     assert [tuple(x) for x in mask.nonzero().tolist()] == sorted(set(pairs))
     assert not create_sparse_mask(query, 64, []).any()
+    assert torch.equal(create_sparse_mask(query, 64, mask.nonzero()), mask)
+    assert torch.equal(create_sparse_mask(query, 64, [*map(tuple, mask.nonzero())]), mask)
+    assert torch.equal(create_sparse_mask(query, np.int64(64), mask.nonzero().numpy()), mask)
 
 
 @pytest.mark.parametrize("changes, error, message", [
@@ -62,7 +66,7 @@ def test_sparse_mask_is_what_was_selected():
     (dict(block_mask=torch.ones(2, dtype=torch.bool)), ValueError, r"block_mask must be \[Nq, Nk\]"),
     (dict(block_mask=torch.ones(3, 2, dtype=torch.bool)), ValueError, "blocks must have 2 q blocks of 64 for 128 tokens, got 3"),
     (dict(block_mask=torch.ones(2, 3, dtype=torch.bool)), ValueError, "blocks must have 2 kv blocks of 64 for 128 tokens, got 3"),
-    (dict(q_block_size=0), ValueError, "q_offsets must be a block size of at least 1 token, got 0"),
+    (dict(q_block_size=0), ValueError, "q_block_size must be at least 1, got 0"),
     (dict(q=torch.zeros(1, 128, 8)), ValueError, r"q must be \[batch, heads, tokens, head_dim\]"),
 ])
 def test_refuses(changes, error, message):
@@ -74,8 +78,17 @@ def test_refuses(changes, error, message):
 
 @pytest.mark.parametrize("arguments, error, message", [
     ((torch.zeros(4, 8), 2, []), ValueError, "Q must be a tensor"),
-    ((torch.zeros(1, 1, 4, 8), 0, []), ValueError, "block_size must be an int of at least 1, got 0"),
+    ((torch.zeros(1, 1, 4, 8), 0, []), ValueError, "block_size must be at least 1, got 0"),
     ((torch.zeros(1, 1, 4, 8), 2, [(0, 1), (1, 2)]), ValueError, r"selected_blocks must lie in 2 x 2 blocks, got \(1, 2\)"),
+    ((torch.zeros(1, 1, 4, 8), 2, None), TypeError, "selected_blocks must be pairs .*, got NoneType"),
+    ((torch.zeros(1, 1, 4, 8), 2, "01"), TypeError, "selected_blocks must be pairs .*, got str"),
+    ((torch.zeros(1, 1, 4, 8), 2, [0, 1]), TypeError, r"selected_blocks\[0\] must be a pair .*, got 0"),
+    ((torch.zeros(1, 1, 4, 8), 2, ["01"]), TypeError, r"selected_blocks\[0\] must be a pair"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1), (0, 1, 1)]), ValueError, r"selected_blocks\[1\] must be a pair .*, got 3 entries"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1.0)]), TypeError, r"selected_blocks\[0\]\[1\] must be an int, got 1.0"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, -1)]), ValueError, r"selected_blocks\[0\]\[1\] must be at least 0, got -1"),
+    ((torch.zeros(1, 1, 4, 8), 2, torch.zeros(2, 3, dtype=torch.int64)), ValueError, r"selected_blocks must be \[n, 2\] as a tensor"),
+    ((torch.zeros(1, 1, 4, 8), 2, torch.zeros(2, 2)), TypeError, "selected_blocks must be pairs of ints, got a tensor of torch.float32"),
 ])
 def test_sparse_mask_refuses(arguments, error, message):
     with pytest.raises(error, match=message):

@@ -102,13 +102,21 @@ def test_sparse_load_is_how_short_blocks_are_read():
         block_sparse_attn(q, k, v, 8, 1, indices, sparse_args=SparseArgs(sparse_load=False))
 
 
+def test_ids_of_64_bits_that_name_no_block_are_absent():
+    q = torch.randn(4, 1, 4)
+    for number in (2**32, torch.iinfo(torch.int64).min):
+        out, lse = block_sparse_attn(q, q, q, 4, 4, torch.tensor([[[number]]]))
+        assert (out == 0).all() and (lse == float("-inf")).all()
+
+
 @pytest.mark.parametrize("changes, error, message", [
     (dict(q=torch.zeros(1, 8, 2, 32)), ValueError, r"q must be \[tokens, heads, head_dim\], got shape \(1, 8, 2, 32\)"),
     (dict(q=torch.zeros(8, 3, 32)), ValueError, "query heads must be a multiple of the 2 key/value heads, got 3"),
+    (dict(q=torch.zeros(8, 0, 32)), ValueError, "query heads must be at least 1, got 0"),
     (dict(k=[1]), TypeError, "k must be a tensor, got list"),
     (dict(k=torch.zeros(64, 2, 32, dtype=torch.int32)), TypeError, "k must be float16, bfloat16, float32 or float64"),
     (dict(q_block_size=0), ValueError, "q_block_size must be at least 1, got 0"),
-    (dict(k_block_size=2.0), TypeError, "k_block_size must be an int, got float"),
+    (dict(k_block_size=2.0), TypeError, "k_block_size must be an int, got 2.0"),
     (dict(topk_indices=torch.zeros(2, 1, 1)), TypeError, "topk_indices must be an int32 or int64 tensor, got torch.float32"),
     (dict(topk_indices=torch.zeros(4, 1, 1, dtype=torch.int32)), ValueError, r"\[key/value heads, query blocks, topk\] = \[2, 1, topk\]"),
     (dict(topk_indices=torch.zeros(2, 1, 1, dtype=torch.int32, device="meta")), ValueError, "topk_indices must be on q's device cpu"),

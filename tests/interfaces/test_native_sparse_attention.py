@@ -104,6 +104,7 @@ def test_packed_sequences(device, impl):
 
 @everywhere
 @pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.slow
 def test_the_last_tokens_of_packed_sequences(device, impl, window):
     """As fla decodes: fewer queries than keys in every sequence, with a cu_seqlens for each."""
     ends, last = [9, 26, 31], [2, 5, 1]
@@ -141,6 +142,7 @@ def test_window_and_gates(device, impl, window, monkeypatch):
 
 @everywhere
 @pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.slow
 def test_factory(device, impl, is_causal):
     """As tilelang's own example calls it: T as padding, sorted, int32."""
     batch, tokens, kv_heads, heads, dim, slots, block_size = 2, 24, 1, 16, 32, 1, 8
@@ -175,6 +177,7 @@ def test_everything_selected_is_causal_attention(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     (q, k, v), indices, counts, block_size = case("two heads, counts", device)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -268,6 +271,7 @@ def test_gradients_by_differences():
 
 
 @pytest.mark.parametrize("impl", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.slow
 def test_compiles_without_a_break(impl):
     (q, k, v), indices, counts, block_size = case("two heads, counts", "cpu")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -315,54 +319,3 @@ def test_gpu_never_waits_and_fits_a_cuda_graph():
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     assert_never_waits_and_fits_a_cuda_graph(step)
-
-
-def call(**changes):
-    q, k, v = inputs(1, 8, 4, 2, 16, 16, "cpu")
-    arguments = dict(q=q, k=k, v=v, block_indices=torch.zeros(1, 8, 2, 3, dtype=torch.int32), block_size=4)
-    return parallel_nsa(**(arguments | changes))
-
-
-@pytest.mark.parametrize("changes, error, message", [
-    (dict(q=[1]), TypeError, "q must be a tensor, got list"),
-    (dict(k=torch.zeros(8, 2, 16).half()), ValueError, r"k must be \[batch, tokens, heads, head_dim\], got shape \(8, 2, 16\)"),
-    (dict(k=torch.zeros(1, 8, 2, 16)), TypeError, "k must have q's dtype torch.float16, got torch.float32"),
-    (dict(v=torch.zeros(1, 7, 2, 16, dtype=torch.float16)), ValueError, r"v must have k's shape \(1, 8, 2, 16\) but for the head_dim"),
-    (dict(q=torch.zeros(1, 8, 3, 16, dtype=torch.float16)), ValueError, "q's heads must be a multiple of k's 2, got 3"),
-    (dict(block_indices=[0]), TypeError, "block_indices must be a tensor"),
-    (dict(block_indices=torch.zeros(1, 8, 2, 3)), TypeError, "block_indices must be int32 or int64, got torch.float32"),
-    (dict(block_indices=torch.zeros(1, 8, 4, 3).int()), ValueError, r"block_indices must be \[B, T, H, S\] = \[1, 8, 2, any\]"),
-    (dict(block_counts=torch.zeros(1, 8, 4, dtype=torch.int32)), ValueError, r"block_counts must be \[B, T, H\] = \[1, 8, 2\]"),
-    (dict(block_counts=-1), ValueError, "block_counts must be at least 0, got -1"),
-    (dict(block_size=0), ValueError, "block_size must be at least 1, got 0"),
-    (dict(scale=0.0), ValueError, "scale must be positive and finite"),
-    (dict(cu_seqlens=torch.zeros(1, dtype=torch.int32)), ValueError, "cu_seqlens must hold at least two entries, got 1"),
-    (dict(g_cmp=torch.zeros(1, 8, 2)), ValueError, r"g_cmp must be \[B, T, HQ\] = \[1, 8, 4\]"),
-    (dict(g_swa=torch.zeros(1, 8, 2)), ValueError, r"g_swa must be \[B, T, HQ\] = \[1, 8, 4\]"),
-    (dict(g_slc=torch.zeros(1, 8, 2)), ValueError, r"g_slc must be \[B, T, HQ\] = \[1, 8, 4\]"),
-    (dict(impl="hopper"), ValueError, "impl must be one of 'auto', 'torch', 'triton', got 'hopper'"),
-])
-def test_refuses_before_any_kernel_runs(changes, error, message):
-    with pytest.raises(error, match=message):
-        call(**changes)
-
-
-def test_factory_refuses():
-    with pytest.raises(ValueError, match="heads must be a multiple of groups = 3, got 4"):
-        native_sparse_attention(1, 4, 8, 16, True, groups=3)
-    with pytest.raises(TypeError, match="is_causal must be a bool, got int"):
-        native_sparse_attention(1, 4, 8, 16, 1)
-    kernel = native_sparse_attention(1, 4, 8, 16, True, groups=2, selected_blocks=3)
-    q, k, v = inputs(1, 9, 4, 2, 16, 16, "cpu")
-    with pytest.raises(ValueError, match=r"Q must be the size that it was made for = \[1, 8, 4, 16\], got shape \(1, 9, 4, 16\)"):
-        kernel(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"BlockIndices must be the size that it was made for = \[1, 9, 2, 2\], got shape \(1, 9, 2, 3\)"):
-        native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=16, groups=2, selected_blocks=2)
-
-
-def test_empty_inputs():
-    q, k, v = inputs(2, 6, 4, 2, 16, 16, "cpu")
-    nothing = selected_attention(q, k, v, torch.zeros(2, 6, 2, 0, dtype=torch.int32))
-    assert nothing.shape == q.shape and (nothing == 0).all()
-    none = q[:, :0]
-    assert selected_attention(none, k[:, :0], v[:, :0], torch.zeros(2, 0, 2, 3, dtype=torch.int32)).shape == none.shape

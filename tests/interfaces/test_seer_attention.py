@@ -49,6 +49,7 @@ def visible_keys(mask, lengths, block_size, heads, tokens, rows_of=1):
 @everywhere
 @pytest.mark.parametrize("function", [block_1d_gqa_sparse_attn_varlen_func, block_1d_gqa_sparse_attn_varlen_sim_func])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(4, 2, 8), (3, 3, 5)])
+@pytest.mark.slow
 def test_one_row_a_token(device, impl, function, heads, kv_heads, block_size):
     # More tokens than the sequences take: the last ones belong to none.
     tokens, longest = sum(LENGTHS) + 3, max(LENGTHS)
@@ -78,6 +79,7 @@ def test_mask_of_blocks_by_blocks(device, impl, mask_heads):
 
 
 @everywhere
+@pytest.mark.slow
 def test_upstream_argument_order(device, impl):
     """All positional, as in SeerAttention's README; everything selected is causal attention of each sequence."""
     cu, longest, scale = packed(LENGTHS, device), max(LENGTHS), 16 ** -0.5
@@ -157,6 +159,7 @@ def test_pooling_with_attention(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     cu, longest = packed(LENGTHS, device), max(LENGTHS)
     q, k, v = (x.requires_grad_() for x in inputs(sum(LENGTHS), 4, 2, 16, device))
@@ -229,7 +232,8 @@ def call(function=block_1d_gqa_sparse_attn_varlen_func, **changes):
     (dict(k=torch.zeros(11, 2, 16).half(), v=torch.zeros(11, 2, 16).half()), ValueError, "k must have q's 12 tokens, got 11"),
     (dict(cu_seqlens_q=[0, 7]), TypeError, "cu_seqlens_q must be a tensor, got list"),
     (dict(cu_seqlens_k=torch.zeros(2).int()), ValueError, r"cu_seqlens_k must be \[B \+ 1\] = \[3\], got shape \(2,\)"),
-    (dict(max_seqlen=7.0), TypeError, "max_seqlen must be an int, got float"),
+    (dict(cu_seqlens_q=torch.zeros(1).int()), ValueError, "cu_seqlens_q must hold at least two entries, got 1"),
+    (dict(max_seqlen=7.0), TypeError, "max_seqlen must be an int, got 7.0"),
     (dict(block_size=0), ValueError, "block_size must be at least 1, got 0"),
     (dict(block_mask=torch.ones(2, 2, 7, 2)), TypeError, "block_mask must be bool, got torch.float32"),
     (dict(block_mask=torch.ones(2, 4, 7, 2) > 0), ValueError, r"block_mask must be \[B, Hkv, max_seqlen, blocks\] = \[2, 2, 7, 2\]"),
@@ -241,6 +245,29 @@ def call(function=block_1d_gqa_sparse_attn_varlen_func, **changes):
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@everywhere
+@pytest.mark.parametrize("cu", [[0, 3, 50], [0, 3, 2**32 + 12], [-5, 3, 12]])
+def test_sequences_are_cut_at_the_tensors(device, impl, cu):
+    """The two forms agree on offsets of another batch, and with those that end where the tensors do."""
+    q, k, v = inputs(12, 4, 2, 16, device)
+    results = []
+    for offsets in (cu, [0, 3, 12]):
+        offsets = torch.tensor(offsets, device=device)
+        rows = torch.ones(2, 2, 9, 3, dtype=torch.bool, device=device)
+        results.append(block_1d_gqa_sparse_attn_varlen_func(q, k, v, offsets, offsets, 9, 0.25, rows, 4, impl=impl))
+        blocks = torch.ones(2, 2, 3, 3, dtype=torch.bool, device=device)
+        results.append(block_2d_sparse_attn_varlen_func(q, k, v, offsets, offsets, 9, 0.25, blocks, 4, impl=impl))
+    for result in results[1:]:
+        assert (result - results[0]).abs().max() < 2e-3
+
+
+def test_pooling_of_float64_is_as_exact():
+    q, k = torch.randn(10, 2, 8).double(), torch.randn(10, 1, 8).double()
+    by_block, (by_token,) = attn_pooling(q, k, torch.tensor([0, 10]), 10, 0.3, 4)
+    peaks = torch.nn.functional.pad(by_token[0], (0, 0, 0, 2)).unflatten(1, (3, 4)).amax(2)
+    assert (by_block[0] - peaks / (peaks.sum(-1, keepdim=True) + 1e-6)).abs().max() < 1e-14
 
 
 def test_pooling_refuses():

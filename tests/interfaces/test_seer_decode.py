@@ -182,13 +182,50 @@ def call(**changes):
     (dict(v_cache=torch.zeros(5, 44, 2, 16).half()), ValueError, "v_cache must have k_cache's shape"),
     (dict(cache_seqlens=torch.zeros(4).int()), ValueError, r"cache_seqlens must be \[B\] = \[5\], got shape \(4,\)"),
     (dict(max_cache_seqlen=44), ValueError, "max_cache_seqlen must be k_cache's 45 tokens, got 44"),
-    (dict(max_selected_blocks=4), ValueError, r"block_indices must be \[B, Hkv, S\] = \[5, 2, 4\], got shape \(5, 2, 3\)"),
+    (dict(max_selected_blocks=4), ValueError, "max_selected_blocks must be block_indices' 3, got 4"),
+    (dict(max_selected_blocks=None), TypeError, "max_selected_blocks must be an int, got None"),
+    (dict(max_selected_blocks="1"), TypeError, "max_selected_blocks must be an int, got '1'"),
+    (dict(max_selected_blocks=-1), ValueError, "max_selected_blocks must be at least 0, got -1"),
     (dict(block_indices=torch.zeros(5, 2, 3)), TypeError, "block_indices must be int32, got torch.float32"),
     (dict(sm_scale="x"), TypeError, "scale must be a number, got str"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+FUNCTIONS = {
+    block_sparse_flash_decode_gqa_indice: ("max_cache_seqlen", "max_selected_blocks", "block_indices"),
+    block_sparse_flash_decode_gqa_mask: ("max_cache_seqlen", "block_mask"),
+    block_sparse_flash_decode_leftpad_gqa_indice: ("block_indices",),
+    block_sparse_flash_decode_leftpad_gqa_mask: ("block_mask",),
+}
+
+
+def decode_everything(function, q, k, v):
+    """All blocks of 4 of full caches."""
+    batch, capacity, kv_heads, _ = k.shape
+    blocks = -(-capacity // 4)
+    arguments = dict(max_cache_seqlen=capacity, max_selected_blocks=blocks, block_mask=torch.ones(batch, kv_heads, blocks) > 0,
+                     block_indices=torch.arange(blocks, dtype=torch.int32).expand(batch, kv_heads, blocks))
+    return function(q, k, v, torch.full((batch,), capacity), **{name: arguments[name] for name in FUNCTIONS[function]}, block_size=4)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("kv_heads, spare", [(1, 4), (1, 0), (3, 4)])
+def test_a_cache_of_one_token_may_be_a_transposed_view(function, kv_heads, spare):
+    """One key each: the result is its value."""
+    base = torch.randn(1 + spare, 3, kv_heads, 4)
+    kv = base[:1].transpose(0, 1)
+    out = decode_everything(function, torch.randn(3, kv_heads, 4), kv, kv)
+    assert torch.allclose(out, kv[:, 0])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("batch, capacity", [(0, 8), (2, 0), (0, 0)])
+def test_no_sequence_or_no_place_in_the_cache(function, batch, capacity):
+    out = decode_everything(function, torch.randn(batch, 2, 4), *torch.randn(2, batch, capacity, 2, 4).unbind())
+    assert out.shape == (batch, 2, 4) and (out == 0).all()
 
 
 def test_debug_is_refused():

@@ -10,6 +10,7 @@ from ssta.kernels.reference import reference_attention
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.slow
 def test_compiles_without_a_break(impl):
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16))
     mask = torch.rand(2, 3, 3) < 0.6

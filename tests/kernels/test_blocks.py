@@ -1,12 +1,14 @@
 """BlockLists: every conversion there and back, the transpose, and what the constructor refuses."""
 
+import numpy as np
 import pytest
 import torch
+from cases import everywhere, inputs, patterns
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ssta.kernels import BlockLists
+from ssta.kernels import BlockLists, block_sparse_attention, merge_attention
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 6), st.integers(1, 7))
 
@@ -128,12 +130,16 @@ def _fields(**changes):
     (dict(counts=torch.ones(1, 2, 3)), TypeError, "counts must be int32, got torch.float32"),
     (dict(counts=torch.ones(2, 3, dtype=torch.int32)), ValueError, r"counts must have 3 dimensions, got shape \(2, 3\)"),
     (dict(indices=torch.zeros(1, 2, 4, 4, dtype=torch.int32)), ValueError, "indices must have counts' shape"),
-    (dict(q_offsets=0), ValueError, "q_offsets must be a block size of at least 1 token, got 0"),
+    (dict(q_offsets=0), ValueError, "q_offsets must be at least 1, got 0"),
     (dict(kv_offsets=True), TypeError, "kv_offsets must be an int"),
     (dict(q_offsets=torch.zeros(5, dtype=torch.int32)), ValueError, "q_offsets must have 4 entries"),
     (dict(q_lengths=torch.zeros(3)), TypeError, "q_lengths must be int32"),
     (dict(kv_lengths=torch.zeros(3, dtype=torch.int32)), ValueError, "num_kv_blocks must be given with kv_lengths"),
     (dict(kv_offsets=torch.zeros(5, dtype=torch.int32), num_kv_blocks=3), ValueError, "num_kv_blocks must be 4"),
+    (dict(num_kv_blocks=np.bool_(True)), TypeError, "num_kv_blocks must be an int"),
+    (dict(num_kv_blocks=torch.tensor(3)), TypeError, "num_kv_blocks must be an int"),
+    (dict(max_q_length=15), ValueError, "max_q_length must be q_offsets = 16 or None with uniform blocks, got 15"),
+    (dict(max_kv_length=17), ValueError, "max_kv_length must be kv_offsets = 16 or None with uniform blocks, got 17"),
 ])
 def test_constructor_refuses(changes, error, message):
     with pytest.raises(error, match=message):
@@ -165,3 +171,165 @@ def test_conversions_refuse_what_they_cannot_read():
         BlockLists.from_bsr(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 16, 16, num_kv_blocks=2)
     with pytest.raises(ValueError, match="num_kv_blocks must be given for to_mask"):
         BlockLists(**_fields()).to_mask()
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda b: BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 4, 4, num_kv_blocks=2), ValueError,
+     "num_kv_blocks must be the mask's 3 columns or left out, got 2"),
+    (lambda b: BlockLists.from_bsr(torch.zeros(2, dtype=torch.int32, device="meta"), torch.zeros(1).int(), 4, 4, num_kv_blocks=2),
+     ValueError, "indices must be on indptr's device meta, got cpu"),
+    (lambda b: b.to_topk(1.5), TypeError, "fill must be an int, got 1.5"),
+    (lambda b: b.to_topk(2**31), ValueError, "fill must be an int of 32 bits, got 2147483648"),
+    (lambda b: b.to_topk(-2**31 - 1), ValueError, "fill must be at least -2147483648"),
+    (lambda b: b.to_bsr(1), ValueError, r"batch must lie in \[-1, 1\), got 1"),
+    (lambda b: b.to_bsr(0, 9), ValueError, r"head must lie in \[-2, 2\), got 9"),
+    (lambda b: b.to_bsr(-7), ValueError, "batch must be at least -1, got -7"),
+    (lambda b: b.to_bsr("0"), TypeError, "batch must be an int, got '0'"),
+    (lambda b: b.to_block_mask("a", 48), TypeError, "q_len must be an int, got 'a'"),
+    (lambda b: b.to_block_mask(48, None), TypeError, "kv_len must be an int, got None"),
+    (lambda b: b.to_block_mask(48, 2.5), TypeError, "kv_len must be an int, got 2.5"),
+    (lambda b: b.to_block_mask(-5, 48), ValueError, "q_len must be at least 1, got -5"),
+    (lambda b: b.to_block_mask(100, 48), ValueError, "q_len must be cut into 3 blocks of 16 tokens, got 100"),
+    (lambda b: b.to_block_mask(48, 3), ValueError, "kv_len must be cut into 3 blocks of 16 tokens, got 3"),
+    (lambda b: BlockLists.from_mask(torch.ones(0, 0, dtype=torch.bool), 4, 4).to_block_mask(0, 0), ValueError, "q_len must be at least 1"),
+    (lambda b: b.check_values(None, 48), TypeError, "q_len must be an int, got None"),
+    (lambda b: b.check_values(48, "48"), TypeError, "kv_len must be an int, got '48'"),
+    (lambda b: b[0, 0, 0], ValueError, "at most, got 3"),
+    (lambda b: b["0"], TypeError, "batch must be an int, got '0'"),
+    (lambda b: b[:, 2], ValueError, r"head must lie in \[-2, 2\), got 2"),
+    (lambda b: b[:, -3], ValueError, "head must be at least -2, got -3"),
+    (lambda b: b[:, ::2], ValueError, "head must be a slice without a step, got a step of 2"),
+    (lambda b: b[:, 0.5:], TypeError, "head must be an int, got 0.5"),
+    (lambda b: b.slice_kv(2, 1), ValueError, "first and last must ascend within the 3 key blocks, got 2 to 1"),
+    (lambda b: b.slice_kv(0, 4), ValueError, "first and last must ascend within the 3 key blocks, got 0 to 4"),
+    (lambda b: b.slice_kv(-1, 2), ValueError, "first must be at least 0, got -1"),
+])
+def test_methods_refuse(call, error, message):
+    with pytest.raises(error, match=message):
+        call(BlockLists.from_mask(torch.ones(1, 2, 3, 3, dtype=torch.bool), 16, 16))
+
+
+@pytest.mark.parametrize("number", [2**32, 2**32 + 1, 2**31, torch.iinfo(torch.int64).min, -1])
+def test_ids_of_64_bits_that_name_no_block_are_absent(number):
+    absent = [[[[False, False]]]]
+    assert BlockLists.from_topk(torch.tensor([[[number]]]), 4, 4, num_kv_blocks=2).to_mask().tolist() == absent
+    assert BlockLists.from_bsr(torch.tensor([0, 1]), torch.tensor([number]), 4, 4, num_kv_blocks=2).to_mask().tolist() == absent
+
+
+@pytest.mark.parametrize("indptr, mask", [
+    ([-4, 1, 2], [[True, False], [False, True]]),
+    ([0, 2**32 + 1, 2], [[True, True], [False, False]]),
+    ([0, 2, 1], [[True, True], [False, False]]),
+    ([0, 1, 9], [[True, False], [False, True]]),
+])
+def test_rows_of_bsr_are_cut_at_the_indices(indptr, mask):
+    lists = BlockLists.from_bsr(torch.tensor(indptr), torch.tensor([0, 1]), 4, 4, num_kv_blocks=2)
+    assert lists.to_mask()[0, 0].tolist() == mask
+
+
+def test_zero_sizes():
+    none = torch.zeros(0, 1, 3, dtype=torch.int32)
+    lists = BlockLists(none, torch.zeros(0, 1, 3, 2, dtype=torch.int32), torch.zeros(0, 1, 4, dtype=torch.int32), 4)
+    assert lists.max_q_length == 1
+    assert BlockLists.from_mask(torch.ones(0, 0, dtype=torch.bool), 4, 4)[:1, :1].num_q_blocks == 0
+
+
+def test_numpy_integers_are_integers():
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    lists = BlockLists.from_mask(mask, np.int64(16), np.int32(8), capacity=np.int8(2), num_kv_blocks=np.int64(2))
+    assert type(lists.q_offsets) is int and type(lists.num_kv_blocks) is int and type(lists.max_kv_length) is int
+    lists.check_values(np.int64(48), np.int64(16))
+    assert lists.to_block_mask(np.int64(48), np.int64(16)).seq_lengths == (48, 16)
+    assert torch.equal(lists[np.int64(0)].slice_kv(np.int64(0), np.int64(1)).to_mask(), lists.to_mask()[..., :1])
+
+
+# Looking at lists, and at parts of them
+
+
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_fields_there_and_back(name):
+    lists = patterns("cpu")[name][0]
+    again = BlockLists.from_fields(*lists.to_fields())
+    assert all(x is None or isinstance(x, (torch.Tensor, int)) for x in lists.to_fields())
+    for field in vars(again):
+        old, new = getattr(lists, field), getattr(again, field)
+        assert torch.equal(old, new) if isinstance(old, torch.Tensor) else old == new
+
+
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_print_says_the_sizes_in_a_few_lines(name):
+    lists = patterns("cpu")[name][0]
+    text = str(lists)
+    assert f"{lists.num_q_blocks} query blocks" in text
+    if lists.num_kv_blocks is not None:
+        assert f"of {lists.num_kv_blocks} key blocks" in text and f"density {float(lists.density()):.3f}" in text
+    assert len(text.splitlines()) <= 18 and max(map(len, text.splitlines())) <= 140
+    assert "\n" not in repr(lists) and "tensor(" not in repr(lists)
+    assert str(lists.to("meta")) == repr(lists.to("meta")), "what has no values must not be read"
+
+
+def test_print_draws_the_first_mask():
+    mask = torch.tensor([[True, False, False], [False, True, True]])
+    assert str(BlockLists.from_mask(mask, 4, 4)).splitlines()[1:] == ["#..", ".##"]
+
+
+def test_to_moves_every_tensor():
+    lists = patterns("cpu")["ragged"][0]
+    assert lists.to("cpu") is lists
+    moved = lists.to("meta")
+    for field, x in vars(lists).items():
+        assert getattr(moved, field).device.type == "meta" if isinstance(x, torch.Tensor) else getattr(moved, field) == x
+
+
+@everywhere
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_a_batch_element_and_its_heads_alone(device, impl, name):
+    lists, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 16, device, impl=impl)
+    whole = block_sparse_attention(q, k, v, lists, impl=impl)
+    own = max(x.shape[1] for x in lists.to_fields() if isinstance(x, torch.Tensor))  # as the lists count heads
+    for batch in range(2):
+        for kv_head in range(kv_heads):
+            group = heads // kv_heads
+            queries = slice(kv_head * group, (kv_head + 1) * group)
+            part = lists[batch, queries if own == heads else kv_head]
+            alone = block_sparse_attention(q[batch:batch + 1, queries], *(x[batch:batch + 1, kv_head:kv_head + 1] for x in (k, v)), part,
+                                           impl=impl)
+            torch.testing.assert_close(alone[0], whole[batch, queries])
+
+
+def test_heads_are_sliced_in_whole_groups():
+    offsets = torch.tensor([[[0, 4, 8], [0, 2, 8]]], dtype=torch.int32)
+    lists = BlockLists.from_mask(torch.ones(1, 4, 2, 2, dtype=torch.bool), 4, offsets)
+    assert torch.equal(lists[:, 2:].kv_offsets, offsets[:, 1:]) and lists[:, 2:].counts.shape[1] == 2
+    assert torch.equal(lists[:, 1].kv_offsets, offsets[:, :1]) and torch.equal(lists[:, -1].kv_offsets, offsets[:, 1:])
+    assert lists[5].counts.shape == lists.counts.shape, "what is shared stays so"
+    assert lists[:, 2:2].counts.shape[1] == 0
+    with pytest.raises(ValueError, match="head must take whole groups of 2, of which kv_offsets have one entry each, got 1 to 3"):
+        lists[:, 1:3]
+
+
+@everywhere
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_shares_of_the_keys_merge_to_the_whole(device, impl, name):
+    """Attention to key blocks [0, cut) and [cut, Nk), merged by lse, is attention to all."""
+    lists, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    if name == "offsets per key head":  # a share begins at the same token for all
+        lists = BlockLists.from_mask(lists.to_mask(), lists.q_offsets, lists.kv_offsets[:, :1])
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 16, device, impl=impl)
+    whole, whole_lse = block_sparse_attention(q, k, v, lists, return_lse=True, impl=impl)
+    starts, parts = lists.kv_bounds(kv_len)[0][0, 0].tolist() + [kv_len], []
+    number = len(starts) - 1
+    for first, last in ((0, number // 2), (number // 2, number)):
+        share = lists.slice_kv(first, last)
+        share.check_values(q_len, starts[last] - starts[first])
+        parts.append(block_sparse_attention(q, *(x[:, :, starts[first]:starts[last]] for x in (k, v)), share, return_lse=True, impl=impl))
+    merged, lse = merge_attention(*zip(*parts))
+    assert (merged - whole).abs().max() < 4e-3
+    torch.testing.assert_close(lse, whole_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_a_share_keeps_the_order_of_its_lists():
+    lists = BlockLists(torch.tensor([[[3]]], dtype=torch.int32), torch.tensor([[[[5, 1, 3, 2]]]], dtype=torch.int32), 4, 4, num_kv_blocks=6)
+    share = lists.slice_kv(1, 4)
+    assert share.counts.tolist() == [[[2]]] and share.indices[0, 0, 0, :2].tolist() == [0, 2] and share.num_kv_blocks == 3

@@ -33,6 +33,7 @@ def everything_together(monkeypatch):
 
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
+@pytest.mark.slow
 def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_together):
     from ssta.kernels.portable import compacted
 

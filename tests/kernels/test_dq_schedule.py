@@ -70,6 +70,7 @@ def test_every_tile_is_listed_once(device, name, causal):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("programs, causal", [(1, False), (3, False), (3, True), (7, True)])
 @pytest.mark.parametrize("name", dq_patterns("cpu"))
+@pytest.mark.slow
 def test_everyone_gets_a_turn(device, name, programs, causal):
     """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
     blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
@@ -103,6 +104,7 @@ def test_everyone_gets_a_turn(device, name, programs, causal):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_work_is_shared_fairly(device):
     """A few key blocks, as text, have far longer lists than the others, and yet no program has much more to do than the average."""
     mask = torch.rand(2, 24, 24, device=device) < 0.3
@@ -121,6 +123,7 @@ def test_work_is_shared_fairly(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_programs_sweep_over_the_queries_together(device):
     """At any time all programs are where their places around the ring say, to within what lists of different lengths let them drift."""
     number, programs = 40, 6

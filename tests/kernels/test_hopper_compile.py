@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from compile_hopper import reloads
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_configuration_compiles_well(tmp_path):

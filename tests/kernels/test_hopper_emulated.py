@@ -12,6 +12,8 @@ from ssta.kernels import BlockLists
 from ssta.kernels.op import with_kv_blocks
 from ssta.kernels.reference import reference_attention
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which cuts the lists here, is off")
 
 

@@ -84,37 +84,6 @@ def test_gpu_more_tiles_than_programs():
     torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def milliseconds(*calls, rounds=9):
-    """Median times of calls that take turns, on a GPU that is busy before each, so that the host's part does not show."""
-    times = [[] for _ in calls]
-    for _ in range(rounds + 2):
-        for call, kept in zip(calls, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            kept.append(start.elapsed_time(end))
-    return [sorted(kept[2:])[rounds // 2] for kept in times]
-
-
-@pytest.mark.gpu
-def test_gpu_long_rows_do_not_end_the_launch():
-    """Two heads, three rows of all 366 blocks among rows of 56: hardly slower than as many tiles spread evenly."""
-    heads, number, sparse, dense = 2, 366, 56, 3
-    q, k, v = inputs(1, heads, heads, number * 384, number * 384, 128, "cuda", torch.bfloat16)
-    order = torch.rand(heads, number, number, device="cuda").argsort(-1).int()
-    counts = torch.full((heads, number), sparse, device="cuda", dtype=torch.int32)
-    counts[:, -dense:] = number
-    spread = torch.full_like(counts, int(counts[0].sum()) // number)
-    spread[:, : int(counts[0].sum() - spread[0].sum())] += 1
-    lists = [BlockLists(x[None].contiguous(), order[None], 384, 384, num_kv_blocks=number) for x in (counts, spread)]
-    assert lists[0].counts.sum() == lists[1].counts.sum()
-    uneven, even = milliseconds(*(partial(block_sparse_attention, q, k, v, blocks, impl="hopper") for blocks in lists))
-    assert uneven < 1.08 * even, f"{uneven:.2f} ms with three long rows a head, {even:.2f} spread evenly"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
 def test_gpu_beyond_32_bit_offsets(impl):
@@ -141,6 +110,7 @@ def test_everything_selected_is_dense_attention(device, impl):
 @everywhere
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=5)
+@pytest.mark.slow
 def test_order_and_spare_entries_of_a_list_change_nothing(device, impl, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = inputs(1, 2, 2, 40, 96, 16, device, impl=impl)
@@ -197,6 +167,7 @@ def test_one_batch_element_alone_is_the_same_in_a_batch(device, impl):
 
 
 @everywhere
+@pytest.mark.slow
 def test_same_bits_twice(device, impl):
     q, k, v = inputs(2, 4, 2, 100, 120, 32, device, impl=impl)
     blocks = BlockLists.from_mask(torch.rand(2, 4, 7, 8, device=device) < 0.5, 16, 16)
@@ -235,6 +206,7 @@ def test_callers_tensors_and_strides(device, impl):
 
 @everywhere
 @pytest.mark.parametrize("name", patterns("cpu"))
+@pytest.mark.slow
 def test_a_result_in_the_place_of_q_is_the_same(device, impl, name):
     """Bit for bit, also beside rows that no block covers; k and v are left alone, and so is q where a gradient may need it."""
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]

@@ -90,6 +90,7 @@ def test_scores_are_those_of_the_definition(heads, kv_heads, blocks, width, lamb
 
 @settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(0, 2), st.booleans(), st.integers(0, 1000))
+@pytest.mark.slow
 def test_selected_blocks_are_the_best_and_the_forced(scored, dense, masked, seed):
     """Scores with many ties, among them infinities, NaN and both zeros."""
     from ssta.kernels.prologue.select_kernel import select
@@ -168,6 +169,7 @@ def layer_case(padding, sparse_type, masked):
 
 @pytest.mark.parametrize("padding, sparse_type, masked", [
     ("none", "ssta", True), ("zero", "ssta", True), ("repeat", "block_attn", False)])
+@pytest.mark.slow
 def test_a_layer_through_the_kernels_is_the_layer_in_plain_torch(request, padding, sparse_type, masked):
     """Forward and backward, and traced into one graph, where the kernels are operators."""
     halves, text_mask, config = layer_case(padding, sparse_type, masked)

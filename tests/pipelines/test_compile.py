@@ -11,6 +11,8 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta.pipelines import Schedule, apply_ssta
 
+pytestmark = pytest.mark.slow
+
 NEVER_DENSE = Schedule()
 # HunyuanVideo 1.5 is in test_pipelines.py; the others left out are variants of what is here.
 LEFT_OUT = {"hunyuan_video_15", "hunyuan_video_i2v", "wan_i2v", "wan_ti2v", "ltx2_gated"}

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
-from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, inputs, run, tiny_transformer
+from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, apply_ssta, inputs, run, tiny_transformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Schedule
 
 # Exactness
 
@@ -243,6 +243,7 @@ def test_the_real_pipeline_off_on_off():
 # Compilation
 
 
+@pytest.mark.slow
 def test_repeated_blocks_compile_into_as_many_graphs_as_stock():
     graphs = []
 
@@ -266,6 +267,7 @@ def test_repeated_blocks_compile_into_as_many_graphs_as_stock():
     assert ssta_graphs == stock_graphs
 
 
+@pytest.mark.slow
 def test_the_whole_model_compiles_and_follows_the_canvas():
     torch._dynamo.reset()
     model = tiny_transformer(layers=1)

@@ -290,6 +290,7 @@ def test_variants_are_resolved_by_the_grid_with_most_frames():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("sparse_type, padding, masked", [("ssta", "none", True), ("sta", "none", False), ("ssta", "zero", True),
                                                           ("block_attn", "repeat", False)])
+@pytest.mark.slow
 def test_compiles_to_one_graph(backend, sparse_type, padding, masked):
     torch._dynamo.reset()
     inputs = [torch.randn(2, 2, 3 * 5 * 6 + 10, 16, requires_grad=True) for _ in range(3)]
@@ -302,6 +303,7 @@ def test_compiles_to_one_graph(backend, sparse_type, padding, masked):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_a_new_resolution():
     torch._dynamo.reset()
     compiled = torch.compile(ssta_3d_attention, fullgraph=True, backend="eager")

@@ -112,7 +112,28 @@ def test_mask_and_attention_together_are_ssta():
 
 @pytest.mark.parametrize("changes, error, message", [
     (dict(canvas_thw=(4, 6, 9)), ValueError, r"canvas_thw must be a multiple of tile_thw \(2, 2, 4\), got \(4, 6, 9\)"),
-    (dict(q=torch.zeros(1, 2, 191, 8)), ValueError, "q must be a tensor .batch, heads, 192 tokens of canvas_thw, head_dim."),
+    (dict(q=torch.zeros(1, 2, 191, 8)), ValueError, r"q must be \[batch, heads, 192 tokens of canvas_thw, head_dim\], got shape"),
+    (dict(k=torch.zeros(2, 192, 8)), ValueError, r"k must be \[batch, heads, 192 tokens"),
+    (dict(q=None), TypeError, "q must be a tensor, got NoneType"),
+    (dict(k=[1.0]), TypeError, "k must be a tensor, got list"),
+    (dict(q=torch.zeros(1, 2, 192, 8).long()), TypeError, "q must be a floating-point tensor, got torch.int64"),
+    (dict(q=torch.zeros(1, 2, 192, 8).cfloat()), TypeError, "q must be a floating-point tensor, got torch.complex64"),
+    (dict(k=torch.zeros(1, 2, 192, 8).long()), TypeError, "k must be a floating-point tensor, got torch.int64"),
+    (dict(k=torch.zeros(1, 2, 192, 8).double()), TypeError, "k must have q's dtype torch.float32, got torch.float64"),
+    (dict(k=torch.zeros(1, 2, 192, 8).to_sparse()), TypeError, "k must be a dense, strided tensor, got torch.sparse_coo"),
+    (dict(q=torch.nested.nested_tensor([torch.zeros(2, 192, 8)], layout=torch.jagged)), TypeError,
+     "q must be a dense, strided tensor, got a nested tensor"),
+    (dict(q=torch.zeros(1, 2, 192, 8, device="meta")), ValueError, "k must be on q's device meta, got cpu"),
+    (dict(k=torch.zeros(1, 2, 192, 8, device="meta")), ValueError, "k must be on q's device cpu, got meta"),
+    (dict(q=torch.zeros(2, 2, 192, 8)), ValueError, r"k must have q's batch 2 and head_dim 8, got shape \(1, 2, 192, 8\)"),
+    (dict(k=torch.zeros(2, 2, 192, 8)), ValueError, r"k must have q's batch 1 and head_dim 8, got shape \(2, 2, 192, 8\)"),
+    (dict(q=torch.zeros(1, 2, 192, 5)), ValueError, r"k must have q's batch 1 and head_dim 5"),
+    (dict(q=torch.zeros(1, 2, 192, 0)), ValueError, r"k must have q's batch 1 and head_dim 0"),
+    (dict(k=torch.zeros(1, 2, 192, 5)), ValueError, r"k must have q's batch 1 and head_dim 8"),
+    (dict(q=torch.zeros(1, 3, 192, 8)), ValueError, "q's heads must be a multiple of k's, at least one of each, got 3 and 2"),
+    (dict(k=torch.zeros(1, 3, 192, 8)), ValueError, "q's heads must be a multiple of k's, at least one of each, got 2 and 3"),
+    (dict(k=torch.zeros(1, 0, 192, 8)), ValueError, "q's heads must be a multiple of k's, at least one of each, got 2 and 0"),
+    (dict(q=torch.zeros(1, 0, 192, 8)), ValueError, "q's heads must be a multiple of k's, at least one of each, got 0 and 2"),
     (dict(q_block_avg_pool=False), ValueError, "q_block_avg_pool must be True"),
     (dict(add_text_mask=1), TypeError, "add_text_mask must be a bool, got int"),
     (dict(sampling_type="importance"), ValueError, "lambda_ must be given with sampling_type 'importance', got None"),
@@ -130,8 +151,16 @@ def test_refuses(changes, error, message):
 @pytest.mark.parametrize("text_mask, error, message", [
     (torch.ones(48), TypeError, "text_mask must be a bool or integer tensor, got torch.float32"),
     (torch.ones(2, 48, dtype=torch.bool), ValueError, r"text_mask must be \[text tokens\] or \[1, text tokens\]"),
+    (torch.ones(49, dtype=torch.bool), ValueError, "text_mask must have the tokens of text_block_num 3 blocks of 16, .* got 49"),
+    (torch.ones(1, 32, dtype=torch.bool), ValueError, "text_mask must have the tokens of text_block_num 3 blocks of 16, .* got 32"),
 ])
 def test_ssta_refuses_a_text_mask(text_mask, error, message):
     x = torch.zeros(1, 2, 192, 8)
     with pytest.raises(error, match=message):
         create_ssta_3d_mask(x, x, CANVAS, 2, TILE, KERNEL, 3, text_mask=text_mask)
+
+
+def test_the_last_text_block_may_be_partial():
+    q, k = torch.randn(2, 1, 2, 192, 8).unbind()
+    masks = [create_ssta_3d_mask(q, k, CANVAS, 2, TILE, KERNEL, 3, text_mask=torch.arange(tokens) < 20) for tokens in (33, 48)]
+    assert torch.equal(*masks)

@@ -4,8 +4,10 @@ import json
 import math
 import sys
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain
 from ssta.plot import plot_block_mask, plot_density, plot_selection
@@ -34,6 +36,17 @@ def test_counts_with_text():
     assert report.padding_share == 0
     assert report.valid_text_tokens is None and report.seconds is None and report.output_error is None
     assert report.implementation == "torch"
+
+
+def test_it_says_why_no_faster_kernels_run():
+    q, k, _ = qkv(32)
+    report = explain(q, k, GRID, **ALONE)
+    assert report.route.name == report.implementation == "torch"
+    assert [name for name, _ in report.route.rejected] == ["hopper", "triton"] and report.why_not == report.route.explain()
+    lines = str(report).splitlines()
+    assert [line.strip() for line in lines[1:3]] == list(report.why_not) and "requires float16 or bfloat16" in lines[1]
+    assert report.to_dict()["why_not"] == list(report.why_not) and "route" not in report.to_dict()
+    assert explain(q, k, GRID, impl="torch", **ALONE).why_not == ()
 
 
 def test_counts_with_partial_tiles():
@@ -183,6 +196,28 @@ def test_bad_input(change, error, message):
         explain(**arguments)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 32, HEAD_DIM), (1, 0, 32, HEAD_DIM), (1, 2, 32, 0)])
+def test_nothing_cannot_be_explained(shape):
+    q, k = torch.zeros(shape), torch.zeros(shape[0], 2, *shape[2:])
+    with pytest.raises(ValueError, match=r"query must have (values to explain|at least one head), got shape \("):
+        explain(q, k, GRID, **ALONE)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("other", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged),
+                                   lambda x: x.to_mkldnn()], ids=["sparse", "nested", "mkldnn"])
+def test_what_is_not_strided_is_named(name, other):
+    tensors = dict(zip(("query", "key", "value"), qkv(32)))
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+        explain(**tensors | {name: other(tensors[name])}, thw=GRID, **ALONE)
+
+
+def test_a_meta_tensor_cannot_be_explained():
+    q = torch.zeros(1, 2, 32, HEAD_DIM, device="meta")
+    with pytest.raises(ValueError, match="query must have values to explain, got .* on meta"):
+        explain(q, q, GRID, **ALONE)
+
+
 # Pictures
 
 
@@ -267,15 +302,80 @@ def test_key_heads_pattern_reaches_their_query_heads():
     (lambda r: plot_selection(r, (5, 0, 0)), r"query_thw must be a \(frame, row, column\) inside the grid \(5, 6, 8\), got \(5, 0, 0\)"),
     (lambda r: plot_selection(r, head=3), "head must be between 0 and 2, got 3"),
     (lambda r: plot_selection(r, batch=1), "batch must be between 0 and 0, got 1"),
-    (lambda r: plot_selection(r, grid=1), "grid must be one of the layout's 1 video grids, got 1"),
+    (lambda r: plot_selection(r, grid=1), "grid must be between 0 and 0, got 1"),
+    (lambda r: plot_selection(r, (1, 2)), r"query_thw must be a \(frame, row, column\) inside the grid \(5, 6, 8\), got \(1, 2\)"),
+    (lambda r: plot_selection(r, frames=[]), r"frames must name at least one of the 5 latent frames, got \[\]"),
+    (lambda r: plot_selection(r, images=torch.rand(5, 0, 8, 3)), r"images must be .* none of them empty, got \(5, 0, 8, 3\)"),
+    (lambda r: plot_selection(r, images=numpy.zeros((5, 6, 8))), r"images must be \[5, height, width, 3\].*, got \(5, 6, 8\)"),
+    (lambda r: plot_density(r, path="/nonexistent/x.png"), "path must lie in a folder that exists, got '/nonexistent/x.png'"),
+    (lambda r: plot_density(r, path="x.nope"), "path must be a file that ends with one of .*png.*, got 'x.nope'"),
+    (lambda r: plot_density(r, path="."), "path must be a file that ends with one of"),
     (lambda r: plot_selection(r, frames=[7]), "frames must name at least one of the 5 latent frames"),
     (lambda r: plot_selection(r, images=torch.rand(4, 6, 8, 3)), r"images must be \[5, height, width, 3\]"),
-    (lambda r: plot_block_mask(r, head=-1), "head must be between 0 and 2, got -1"),
+    (lambda r: plot_block_mask(r, head=-1), "head must be at least 0, got -1"),
     (lambda r: plot_density(r, batch=2), "batch must be between 0 and 0, got 2"),
 ])
 def test_bad_input_of_the_pictures(report, call, message):
     with pytest.raises(ValueError, match=message):
         call(report)
+
+
+PICTURES = [plot_selection, plot_block_mask, plot_density]
+
+
+@pytest.mark.parametrize("plot", PICTURES)
+@pytest.mark.parametrize("other", [None, {}, torch.zeros(2), "report", 3], ids=lambda other: type(other).__name__)
+def test_the_pictures_are_of_a_report(plot, other):
+    with pytest.raises(TypeError, match="report must be a Report, which explain returns, got"):
+        plot(other)
+
+
+@pytest.mark.parametrize("call, message", [
+    *((lambda r, plot=plot, head=head: plot(r, head=head), "head must be an int, got")
+      for plot in PICTURES[:2] for head in ("0", None, 0.5, True)),
+    *((lambda r, plot=plot: plot(r, batch="0"), "batch must be an int, got '0'") for plot in PICTURES),
+    *((lambda r, plot=plot: plot(r, path=3), "path must be a str or a Path, got 3") for plot in PICTURES),
+    (lambda r: plot_selection(r, grid="0"), "grid must be an int, got '0'"),
+    (lambda r: plot_selection(r, 3), "query_thw must be a sequence of ints, got 3"),
+    (lambda r: plot_selection(r, "123"), "query_thw must be a sequence of ints, got '123'"),
+    (lambda r: plot_selection(r, (1, 2.5, 1)), r"query_thw\[1\] must be an int, got 2.5"),
+    (lambda r: plot_selection(r, frames=3), "frames must be a sequence of ints, got 3"),
+    (lambda r: plot_selection(r, frames="01"), "frames must be a sequence of ints, got '01'"),
+    (lambda r: plot_selection(r, frames=[0.5]), r"frames\[0\] must be an int, got 0.5"),
+    (lambda r: plot_selection(r, images=torch.zeros(5, 6, 8, 3).long()), r"images must be floats in \[0, 1\] or uint8 .*, got torch.int64"),
+    (lambda r: plot_selection(r, images=[numpy.zeros((6, 8, 3)), numpy.zeros((3, 8, 3))]), "images must be .* 5 pictures of one size"),
+])
+def test_bad_types_of_the_pictures(report, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(report)
+
+
+def background(figure):
+    return torch.as_tensor(numpy.asarray(figure.axes[0].images[0].get_array()))
+
+
+def test_images_as_users_have_them(report):
+    """Tensors, arrays and lists of them, floats and bytes: the same picture, and right."""
+    exact = torch.arange(5 * 6 * 8 * 3, dtype=torch.uint8).reshape(5, 6, 8, 3)
+    floats = exact.float() / 255
+    before = exact.clone()
+    for images in (exact, exact.numpy(), list(exact), list(exact.numpy()), floats.tolist(), floats, floats.numpy(),
+                   floats.double(), list(floats), [Image.fromarray(image) for image in exact.numpy()]):
+        torch.testing.assert_close(background(plot_selection(report, frames=[2], images=images)).float(), floats[2])
+    assert torch.equal(exact, before)
+
+
+def test_indices_may_be_numpy_and_frames_come_as_often_as_named(report):
+    figure = plot_selection(report, numpy.array([3, 5, 1]), head=numpy.int64(1), frames=torch.tensor([4, 0, 4]))
+    assert [axes.get_title().split(" (")[0] for axes in figure.axes] == ["latent frame 4", "latent frame 0", "latent frame 4"]
+
+
+def test_a_layout_without_video_has_no_frames_to_draw():
+    q, k, _ = qkv(12)
+    report = explain(q, k, TokenLayout((DenseRun(12),)), tile_thw=(2, 2, 2))
+    with pytest.raises(ValueError, match="report must be of a layout with a video grid"):
+        plot_selection(report)
+    assert len(plot_density(report).axes) == 1
 
 
 def test_without_matplotlib_the_message_names_the_extra(report, monkeypatch):

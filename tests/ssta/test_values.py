@@ -210,6 +210,6 @@ def test_a_call_checks_its_arguments_at_most_twice():
             ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
         finally:
             sys.setprofile(None)
-    for name in ("autocast_inputs", "check_inputs", "resolve_scale", "_settle_axis", "__post_init__", "_cut", "near"):
+    for name in ("autocast_inputs", "check_inputs", "require_triple", "resolve_scale", "_settle_axis", "__post_init__", "_cut", "near"):
         assert seen.get(name, 0) <= 2, name
-    assert "require_int" not in seen and "for_canvas" in seen
+    assert seen["for_canvas"] == 1

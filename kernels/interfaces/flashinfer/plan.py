@@ -10,9 +10,18 @@ from torch import Tensor
 
 from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...checks import DTYPES, resolve_scale
+from ...checks import DTYPES, require_bool, require_int, resolve_scale
 from ...routing import KERNEL_DTYPES
-from ..arguments import ENOUGH_ROWS, pack_heads, require_bool, require_groups, require_int, require_tensor, unpack_heads
+from ..arguments import (
+    ENOUGH_ROWS,
+    pack_heads,
+    require_groups,
+    require_integers,
+    require_mask,
+    require_tensor,
+    require_values,
+    unpack_heads,
+)
 from .within_blocks import attention_within_blocks, listed_keys
 
 LOG2E = 1.4426950408889634
@@ -158,7 +167,8 @@ def plan_bsr(
     o_dtype: torch.dtype, non_blocking: bool, device: torch.device,
 ) -> Plan:
     """The plan of block-sparse rows, or of a mask of blocks for every head. Reads indptr and indices back."""
-    group = require_groups(require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1))
+    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
+    group = heads // kv_heads
     if N % C:
         raise ValueError(f"N must be a multiple of C = {C}, got {N}")
     rows, columns = -(-M // R), N // C
@@ -167,8 +177,9 @@ def plan_bsr(
     if block_mask is not None:
         if mask is not None or packed_mask is not None:
             raise ValueError("mask and packed_mask must be None with block_mask, which has no stored blocks that they could name")
-        if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
-            raise TypeError(f"block_mask must be a bool tensor, got {getattr(block_mask, 'dtype', type(block_mask).__name__)}")
+        if indptr is not None or indices is not None:
+            raise ValueError("indptr and indices must be None with block_mask, which says what is attended to in their place")
+        require_values("block_mask", require_mask("block_mask", block_mask))
         if tuple(block_mask.shape) not in ((heads, rows, columns), (kv_heads, rows, columns)):
             raise ValueError(f"block_mask must be [{heads} or {kv_heads}, {rows}, {columns}], got shape {tuple(block_mask.shape)}")
         packed = _packed(R, group) if block_mask.shape[0] == kv_heads else 1
@@ -179,9 +190,7 @@ def plan_bsr(
     if packed_mask is not None:
         mask = _unpack_mask(packed_mask, indptr, (len(indices), R, C), device, non_blocking)
     elif mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-        if tuple(mask.shape) != (len(indices), R, C):
+        if tuple(require_values("mask", require_mask("mask", mask)).shape) != (len(indices), R, C):
             raise ValueError(f"mask must be [nnz, R, C] = [{len(indices)}, {R}, {C}], got shape {tuple(mask.shape)}")
         mask = mask.to(device, non_blocking=non_blocking)
     if mask is not None and longest * R * C >= 2**31:
@@ -196,16 +205,15 @@ def plan_bsr(
 def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, heads: int, kv_heads: int, head_dim: int,
                     options: Options, device: torch.device) -> Plan:
     """The plan of the loose form, by tensors like those that run: q ``[B, S, heads, head_dim]``, mask ``[B, Nq, Nk]``."""
-    group = require_groups(require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1))
-    size = require_int("block_size", block_size, 1)
+    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
+    group, size = heads // kv_heads, require_int("block_size", block_size, 1)
     for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
         require_tensor(name, x, "[batch, tokens, heads, head_dim]", device)
         if x.shape[0] != q.shape[0] or x.shape[2:] != (count, head_dim):
             raise ValueError(f"{name} must be [{q.shape[0]}, tokens, {count}, {head_dim}], got shape {tuple(x.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"the block mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    require_mask("the block mask", mask)
     shape = (-(-q.shape[1] // size), -(-k.shape[1] // size))
     mask = mask[:, None] if mask.dim() == 3 else mask
     if not 2 <= mask.dim() <= 4 or tuple(mask.shape[-2:]) != shape:
@@ -225,16 +233,13 @@ def plan_variable(
     dtype: torch.dtype, non_blocking: bool, device: torch.device,
 ) -> Plan:
     """The plan of blocks of any sizes. Reads the bounds of the sizes back, all at once."""
-    require_groups(require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1))
-    if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask_map must be a bool tensor, got {getattr(block_mask, 'dtype', type(block_mask).__name__)}")
+    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
+    require_values("block_mask_map", require_mask("block_mask_map", block_mask))
     if block_mask.dim() != 3 or block_mask.shape[0] != kv_heads or 0 in block_mask.shape:
         raise ValueError(f"block_mask_map must be [{kv_heads}, MB, NB], got shape {tuple(block_mask.shape)}")
     named = (("block_row_sz", row_sizes, block_mask.shape[1]), ("block_col_sz", column_sizes, block_mask.shape[2]))
     for name, x, number in named:
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-        if tuple(x.shape) != (kv_heads, number):
+        if tuple(require_values(name, require_integers(name, x)).shape) != (kv_heads, number):
             raise ValueError(f"{name} must be [{kv_heads}, {number}], got shape {tuple(x.shape)}")
     bounds = [torch.stack([x.min(), x.max(), *x.sum(1).aminmax()]).to(row_sizes.device) for _, x, _ in named]
     offsets, longest, lengths = [], [], []
@@ -267,9 +272,13 @@ def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype 
 
 
 def bsr_places(indptr: Tensor, nnz: int, R: int, C: int) -> Tensor:
-    """int64 ``[nnz, R, C]``: where each element stands once every row of blocks is one matrix of R rows, one row after the other."""
+    """int64 ``[nnz, R, C]``: where each element stands once every row of blocks is one matrix of R rows, one row after the other.
+
+    Every place is taken once, whatever indptr holds.
+    """
     device = indptr.device
-    bounds = torch.nn.functional.pad(indptr.long().clamp(max=nnz), (0, 1), value=nnz)
+    ascending = indptr.long().clamp(0, nnz).cummax(0).values
+    bounds = torch.cat([ascending.new_zeros(1), ascending, ascending.new_full((1,), nnz)])
     entry = torch.arange(nnz, device=device)
     row = torch.searchsorted(bounds, entry, right=True) - 1
     first, width = bounds[row], bounds.diff()[row]
@@ -281,6 +290,12 @@ def _listed(options: Options, lists: BlockLists, kv_len: int) -> tuple[Tensor, T
     return listed_keys(lists, kv_len) if options.causal else None
 
 
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    heads, kv_heads = require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1)
+    require_groups(heads, kv_heads)
+    return heads, kv_heads, require_int("head_dim", head_dim, 1)
+
+
 def _packed(block: int, group: int) -> int:
     """How many query heads of a token become rows of a block."""
     return group if block < ENOUGH_ROWS else 1
@@ -289,9 +304,7 @@ def _packed(block: int, group: int) -> int:
 def _check_bsr(indptr: Tensor | None, indices: Tensor | None, rows: int, columns: int) -> int:
     """The longest row. Reads both tensors back, at once."""
     for name, x in (("indptr", indptr), ("indices", indices)):
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-        if x.dim() != 1:
+        if require_values(name, require_integers(name, x)).dim() != 1:
             raise ValueError(f"{name} must have one dimension, got shape {tuple(x.shape)}")
     if len(indptr) != rows + 1:
         raise ValueError(f"indptr must be [ceil(M / R) + 1] = [{rows + 1}], got shape {tuple(indptr.shape)}")
@@ -314,7 +327,7 @@ def _unpack_mask(packed: Tensor, indptr: Tensor, shape: tuple[int, int, int], de
     bits = math.prod(shape)
     if not isinstance(packed, Tensor) or packed.dtype != torch.uint8:
         raise TypeError(f"packed_mask must be a uint8 tensor, got {getattr(packed, 'dtype', type(packed).__name__)}")
-    if packed.dim() != 1 or len(packed) != -(-bits // 8):
+    if require_values("packed_mask", packed).dim() != 1 or len(packed) != -(-bits // 8):
         raise ValueError(f"packed_mask must be [ceil(nnz * R * C / 8)] = [{-(-bits // 8)}], got shape {tuple(packed.shape)}")
     packed = packed.to(device, non_blocking=non_blocking)
     flat = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten()[:bits].bool()
@@ -328,3 +341,7 @@ def _check_buffer(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: to
         raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
     if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
         raise ValueError(f"{name} must be {shape} in {dtype} on {device}, got {tuple(x.shape)} in {x.dtype} on {x.device}")
+    if x.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, because results carry none, got requires_grad=True")
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
+        raise ValueError(f"{name} must hold every element in memory of its own, got an expanded tensor with strides {x.stride()}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...blocks import BlockLists, per_query_head
-from ...op import flatten, unflatten
+from ...block_masks import in_range, prefix_mask
+from ...blocks import BlockLists
+from ...checks import without_autocast
 from ...routing import choose_route, require_impl
 
 
@@ -30,17 +31,16 @@ def attention_within_blocks(
     Raises:
         ValueError: an ``impl`` that is not there or cannot run on such tensors.
     """
-    try:
-        impl = require_impl(impl, ("auto", "torch", "triton"))
-    except ValueError as error:
-        raise ValueError(f"with a soft cap, masks inside blocks or causal order {error}") from None
+    if impl == "hopper":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got 'hopper'")
+    impl = require_impl(impl, ("auto", "torch", "triton"))
     if impl == "auto":
         impl = "torch" if q.device.type == "cpu" else "triton"
     if impl == "triton":
         choose_route(impl, q.device, q.dtype, q.shape[-1])
     order, total = listed or (None, None)
     with torch.no_grad():
-        return _forward(q, k, v, *flatten(blocks), mask, first_entry, order, total, scale, soft_cap, packed, impl)
+        return _forward(q, k, v, *blocks.to_fields(), mask, first_entry, order, total, scale, soft_cap, packed, impl)
 
 
 def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     key blocks' bounds, where these have several."""
     sizes = blocks.kv_bounds(kv_len)[1].expand(*blocks.counts.shape[:2], -1)
     ids = blocks.indices
-    known = (torch.arange(blocks.capacity, device=blocks.device) < blocks.counts[..., None]) & (ids >= 0) & (ids < sizes.shape[-1])
+    known = in_range(ids, prefix_mask(blocks.counts, blocks.capacity), sizes.shape[-1])
     size = sizes.gather(2, ids.where(known, 0).flatten(2).long()).view(ids.shape).where(known, 0)
     behind = size.cumsum(-1, dtype=torch.int32)
     return behind - size, size.sum(-1, dtype=torch.int32)
@@ -61,55 +61,18 @@ def _forward(
     mask: Tensor | None, first_entry: Tensor | None, order: Tensor | None, total: Tensor | None,
     scale: float, soft_cap: float, packed: int, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-    with torch.autocast(q.device.type, enabled=False):
+    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                                    max_kv_length)
+    with without_autocast(q.device.type):
         if impl == "triton":
             from ...portable.gathered import Within, gathered_forward
 
             return gathered_forward(q, k, v, blocks, scale, False, Within(soft_cap, mask, first_entry, order, total, packed))
-        return _loop(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
+        from ...eager.within import torch_within
+
+        return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
 
 
 @_forward.register_fake
 def _(q, k, v, *_):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-
-
-def _loop(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, soft_cap: float, mask: Tensor | None,
-          first_entry: Tensor | None, total: Tensor | None, packed: int) -> tuple[Tensor, Tensor]:
-    """One query block of one head after the other. Reads the lists, so it waits where they are on a GPU."""
-    batch, heads, q_len, _ = q.shape
-    group, dtype = heads // k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    counts, indices = (per_query_head(x, batch, heads).tolist() for x in (blocks.counts, blocks.indices))
-    q_starts, q_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.q_bounds(q_len))
-    kv_starts, kv_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.kv_bounds(k.shape[2]))
-    for b in range(batch):
-        for h in range(heads):
-            for i, count in enumerate(counts[b][h]):
-                starts, sizes = kv_starts[b][h], kv_sizes[b][h]
-                entries = [(e, x) for e, x in enumerate(indices[b][h][i][:count]) if 0 <= x < len(starts) and sizes[x] > 0]
-                rows = slice(q_starts[b][h][i], q_starts[b][h][i] + q_sizes[b][h][i])
-                if not entries or rows.stop <= rows.start:
-                    continue
-                tokens = (rows.stop - rows.start) // packed
-                spans = [slice(starts[x], starts[x] + sizes[x]) for _, x in entries]
-                key, value = (torch.cat([x[b, h // group, span] for span in spans]).to(dtype) for x in (k, v))
-                scores = (q[b, h, rows].to(dtype) @ key.mT) * scale
-                if soft_cap:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                visible = torch.ones(tokens, len(key), dtype=torch.bool, device=q.device)
-                if mask is not None:
-                    visible = torch.cat([mask[first_entry[i] + e, :tokens, :sizes[x]] for e, x in entries], 1)
-                if total is not None:
-                    visible = visible.tril(len(key) - tokens)
-                visible = visible.repeat_interleave(packed, 0)
-                scores = scores.masked_fill(~visible, float("-inf"))
-                row_lse = torch.logsumexp(scores, -1)
-                empty = ~visible.any(-1)
-                weights = torch.exp(scores - row_lse.masked_fill(empty, 0.0)[:, None])
-                # Zero times a NaN is NaN: a value that is not finite may reach just the rows that see it.
-                bad = ~value.isfinite()
-                part = (weights @ value.masked_fill(bad, 0.0)).masked_fill(visible.to(dtype) @ bad.to(dtype) > 0, float("nan"))
-                out[b, h, rows], lse[b, h, rows] = part.to(q.dtype), row_lse
-    return out, lse

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..arguments import require_bool, require_int
+from ...checks import require_bool, require_int
+from ..arguments import require_integers
 from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
@@ -22,20 +23,19 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
     Args:
         mask: ``[nnz, R, C]``, any dtype.
-        indptr: int32 or int64 ``[MB + 1]``: row i holds the blocks ``indptr[i]`` up to ``indptr[i + 1]``; ends past nnz count as nnz.
+        indptr: int32 or int64 ``[MB + 1]``: row i holds the blocks ``indptr[i]`` up to ``indptr[i + 1]``. Values are not read: what lies
+            outside [0, nnz] is cut there, and a row that ends before it begins is empty.
 
     Returns:
-        ``[nnz * R * C]`` in mask's dtype, on its device: for a row of n blocks R rows of n * C columns. Never waits for the device, in one
-        step for all rows. Blocks behind the last row, which upstream leaves unwritten, follow as one more row.
+        ``[nnz * R * C]`` in mask's dtype, on its device: for a row of n blocks R rows of n * C columns. Never synchronises, in one
+        step for all rows. Blocks before the first row or behind the last one, which upstream leaves unwritten, are a row of their own.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 3:
         raise ValueError(f"mask must be a tensor [nnz, R, C], got {getattr(mask, 'shape', type(mask).__name__)}")
-    if not isinstance(indptr, Tensor) or indptr.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indptr must be an int32 or int64 tensor, got {getattr(indptr, 'dtype', type(indptr).__name__)}")
-    if indptr.dim() != 1 or len(indptr) < 1:
+    if require_integers("indptr", indptr).dim() != 1 or len(indptr) < 1:
         raise ValueError(f"indptr must be [MB + 1], got shape {tuple(indptr.shape)}")
     places = bsr_places(indptr.to(mask.device), *mask.shape)
     return torch.empty(mask.numel(), dtype=mask.dtype, device=mask.device).scatter_(0, places.flatten(), mask.reshape(-1))
@@ -88,7 +88,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
     """Attention with a block-sparse matrix as its mask; ``flashinfer.sparse.BlockSparseAttentionWrapper``.
 
     Inference only: results carry no gradients. ``plan`` says what is attended to, ``run`` attends; one plan serves any number of runs,
-    which never wait for the device and may be captured in a CUDA graph.
+    which never synchronise and may be captured in a CUDA graph.
     """
 
     def plan(
@@ -100,7 +100,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         o_data_type: str | torch.dtype = "float16", non_blocking: bool = True, block_mask: Tensor | None = None,
         kv_cache_page_size: int | None = None, block_size: int | None = None,
     ) -> None:
-        """Prepares what ``run`` needs. Waits for the device once, to read the bounds of indptr and indices; not at all where these are on a
+        """Prepares what ``run`` needs. Synchronises once, to read the bounds of indptr and indices; not at all where these are on a
         CPU or with ``block_mask``.
 
         Args:
@@ -115,7 +115,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 first in the lowest place.
             causal: a row block of L query tokens and n listed keys, in the order in which they are listed: token u sees the first
                 n - L + u + 1 of them. Not by positions in the sequence. Without effect where a mask is given, as upstream.
-            pos_encoding_mode: must be "NONE"; rope_scale and rope_theta then have no meaning.
+            pos_encoding_mode: must be "NONE"; rope_scale and rope_theta then have no meaning and are not read.
             use_fp16_qk_reduction: must be False: scores are summed in float32.
             logits_soft_cap: c > 0 caps a scaled score x to c * tanh(x / c); None and 0 do not.
             sm_scale: factor on the scores; default 1 / sqrt(head_dim).
@@ -123,14 +123,15 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 float8_e4m3fn and float8_e5m2 too: such inputs are scaled to o_data_type first, or to bfloat16 where no kernel takes that.
             o_data_type: dtype of what ``run`` returns; float16 unless said otherwise, whatever q's, as upstream.
             non_blocking: copies from the CPU to the device do not wait.
-            block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices: a pattern for every head.
+            block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices, which must then be None: a pattern
+                for every head.
             kv_cache_page_size: p entries a page: keys lie in a cache of pages, of which the first N entries are planned for; column c is
                 entry c % p of page c // p. C must be 1.
 
         The loose form ``plan(q, k, v, block_mask, num_qo_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`` takes the first four
         in place of indptr, indices, M and N: q ``[B, S, num_qo_heads, head_dim]``, k and v ``[B, S, num_kv_heads, head_dim]``, block_mask
         bool ``[Nq, Nk]``, ``[B, Nq, Nk]`` or ``[B, H, Nq, Nk]``, and block_size tokens for both. dtypes are q's; ``run`` then takes and
-        returns tensors of these shapes. It never waits for the device.
+        returns tensors of these shapes. It never synchronises.
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
@@ -166,7 +167,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, scale_v: Tensor | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends as planned. Never waits for the device.
+        """Attends as planned. Never waits for the device (synchronises).
 
         Args:
             q: ``[M, num_qo_heads, head_dim]`` in the planned dtype.
@@ -174,8 +175,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 "HND" ``[pages, num_kv_heads, p, head_dim]``, of at least N entries.
             scale_q, scale_k, scale_v: float32 ``[num_qo_heads]``, ``[num_kv_heads]`` and ``[num_kv_heads]`` with float8 inputs, what each
                 head's are to be multiplied with; None for 1, and for all others.
-            out: takes the result, in its shape and dtype; default a new tensor.
-            lse: takes the log-sum-exp, in its shape and dtype, with ``return_lse``.
+            out: takes the result, in its shape and dtype, every element in memory of its own and without a gradient; default a new tensor.
+            lse: takes the log-sum-exp, such a tensor too, with ``return_lse``.
             return_lse: also return the log-sum-exp of each row's scores.
             enable_pdl: a hint about how FlashInfer's kernels are launched, without a meaning here.
 
@@ -185,7 +186,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
-            RuntimeError: nothing is planned.
+            RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
         """
         return self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
 
@@ -218,7 +219,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
     ) -> None:
-        """Prepares what ``run`` needs. Waits for the device once, to read the bounds of the block sizes; not where these are on a CPU.
+        """Prepares what ``run`` needs. Synchronises once, to read the bounds of the block sizes; not where these are on a CPU.
 
         Args:
             block_mask_map: bool ``[num_kv_heads, MB, NB]``, on a CPU or the device; shared by the query heads of a key/value head.
@@ -249,15 +250,12 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends as planned. Never waits for the device.
+        """Attends as planned. Never waits for the device (synchronises).
 
         Args:
             q: ``[num_qo_heads, qo_len, head_dim]`` in the planned dtype.
             k, v: ``[num_kv_heads, kv_len, head_dim]``.
-            out: takes the result, in its shape and dtype; default a new tensor.
-            lse: takes the log-sum-exp, in its shape and dtype, with ``return_lse``.
-            return_lse: also return the log-sum-exp of each row's scores.
-            enable_pdl: a hint about how FlashInfer's kernels are launched, without a meaning here.
+            out, lse, return_lse, enable_pdl: as in ``BlockSparseAttentionWrapper.run``.
 
         Returns:
             out ``[num_qo_heads, qo_len, head_dim]`` in the planned dtype; with ``return_lse`` also lse, float32
@@ -266,7 +264,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
-            RuntimeError: nothing is planned.
+            RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
 
         What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
         layout there and returns copies.

@@ -1,4 +1,4 @@
-"""What native sparse attention does with whole blocks: their mean keys and values, attention to those, and the choice of blocks by it.
+"""What native sparse attention does with blocks as a whole: their mean keys and values, attention to those, and the choice of blocks by it.
 
 ``parallel_nsa_compression`` and ``parallel_nsa_topk`` have fla's names and arguments.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...checks import check_tensor, check_token_inputs, resolve_scale
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_ids
-from ..arguments import require_int
 
 DIMS = "[batch, tokens, heads, head_dim]"
-INTEGERS = (torch.int32, torch.int64)
 # Means that the compressed branch takes as one block.
 MEANS_AT_ONCE = 64
 # Scores, or sums of them, of tokens with blocks that are held at once: 32 MiB of float32, and three times as much to rank them.
@@ -36,19 +34,21 @@ def parallel_nsa_compression(
         TK: tokens that the keys stand for; with cu_seqlens of all sequences together. With TK > T the queries are the last T positions.
         block_size: tokens of a block.
         scale: factor on the scores; default 1 / sqrt(D).
-        cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1.
+        cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1. Values are
+            not read; what leads outside the tokens is cut.
         impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends
         at or before, lse too, as upstream.
 
-    Differentiable in q, k and v, also through lse; the same bits for the same inputs, without waiting for the device. Groups of any size.
+    Differentiable in q, k and v, also through lse; bitwise deterministic; never synchronises. Groups of any size.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
+    TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
     firsts, origin, position = _places(packed, block_size)
     rows = k.shape[0] * k.shape[1]
@@ -81,20 +81,21 @@ def parallel_nsa_topk(
     Returns:
         int32 ``[B, T, H, S]``, S the largest count: block numbers within the sequence, -1 where there are no more or a count is smaller.
 
-    No gradient. In float32, for some tokens at a time; waits for the device just to read a tensor of block_counts.
+    No gradient. In float32, for some tokens at a time; synchronises just to read a tensor of block_counts.
     Differs from fla on purpose: S is not rounded up to a power of two, and may be more than half of block_size.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
+    TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
     scale, kernel = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
     limits = None
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, (*q.shape[:2], k.shape[2]), "[B, T, H]", q.device)
         limits, block_counts = block_counts, max(int(block_counts.max()), 1) if block_counts.numel() else 1
-    require_int("block_counts", block_counts, 1)
+    block_counts = require_int("block_counts", block_counts, 1)
     if lse is None:
         lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
     check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
@@ -114,16 +115,17 @@ def parallel_nsa_topk(
             for first in range(0, q.shape[1], at_once):
                 some = slice(first, first + at_once)
                 # Of a single sequence no more than the blocks that the last of these tokens is in or behind.
-                reach = k.shape[1] if cu_seqlens is not None else (TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1) // block_size + 1
-                weights = importance(q[b, some], k[b, :reach], log_sums[some], first_row[some], seen[some], scale)
-                ids = _best(weights, number[:reach] - first_row[some, None], place[some, None], block_size, block_counts)
+                last = TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1
+                number_seen = k.shape[1] if cu_seqlens is not None else last // block_size + 1
+                weights = importance(q[b, some], k[b, :number_seen], log_sums[some], first_row[some], seen[some], scale)
+                ids = _topk_blocks(weights, number[:number_seen] - first_row[some, None], place[some, None], block_size, block_counts)
                 chosen[b, some, :, :ids.shape[2]] = ids
     if limits is not None:
         chosen.masked_fill_(torch.arange(block_counts, device=q.device) >= limits[..., None], -1)
     return chosen
 
 
-def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
+def _topk_blocks(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
     """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined, and which is written over.
 
     block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or
@@ -143,13 +145,14 @@ def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, 
 def block_means(x: Tensor, packed: Tensor, block_size: int) -> Tensor:
     """[B, TC, H, D], or [1, TC and spare rows, H, D] of packed sequences: the mean of every block of x [B, T, H, D], in x's dtype."""
     _, starts, sizes = packed.key_blocks(block_size)
-    if packed.sequences == x.shape[0]:  # without spare blocks
-        starts, sizes = (part[:x.shape[0] * -(-x.shape[1] // block_size)] for part in (starts, sizes))
+    # Blocks of a batch element: with a single cu_seqlens the spare ones stay.
+    number = -(-x.shape[1] // block_size) if packed.sequences == x.shape[0] else len(starts)
+    starts, sizes = (part[:x.shape[0] * number] for part in (starts, sizes))
     places = torch.arange(block_size, device=x.device)
     rows, real = starts[:, None] + places, (places < sizes[:, None])[..., None, None]
     blocks = x.flatten(0, 1)[rows.clamp(max=max(x.shape[0] * x.shape[1] - 1, 0))].masked_fill(~real, 0)
     total = blocks.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (total / sizes.clamp(min=1)[:, None, None]).to(x.dtype).unflatten(0, (x.shape[0], -1))
+    return (total / sizes.clamp(min=1)[:, None, None]).to(x.dtype).unflatten(0, (x.shape[0], number))
 
 
 def packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
@@ -176,13 +179,11 @@ def packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | t
     check_tensor("cu_seqlens", cu_k, INTEGERS, cu_q.shape, "[N + 1]", q.device)
     if len(cu_q) < 2:
         raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_q)}")
-    return Packed(cu_q.int(), cu_k.int(), q_tokens, k_tokens)
+    return Packed.checked(cu_q, cu_k, q_tokens, k_tokens)
 
 
 def _packed_blocks(q: Tensor, k: Tensor, TK: int, block_size: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
     """The tokens' sequences, with k checked to have a row for each block of theirs."""
-    require_int("TK", TK, 1)
-    require_int("block_size", block_size, 1)
     if cu_seqlens is None and k.shape[1] != -(-TK // block_size):
         raise ValueError(f"k must have ceil(TK / block_size) = {-(-TK // block_size)} blocks, got {k.shape[1]}")
     return packed_sequences(q, k, TK, cu_seqlens)

@@ -12,17 +12,18 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ...checks import check_tensor, check_token_inputs
+from ...checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import lists_from_ids
-from ..arguments import require_bool, require_int
-from .compressed import DIMS, INTEGERS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
+from .compressed import DIMS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
 
 # Keys that the window branch takes as one block.
 WINDOW_BLOCK = 64
 # Blocks that a token selects where nothing else is asked for; fla's default.
 SELECTED_BLOCKS = 16
+# Of gates that make no result wider than float32.
+GATES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def selected_attention(
@@ -41,14 +42,15 @@ def selected_attention(
         block_size: tokens of a block.
         scale: factor on the scores; default 1 / sqrt(D).
         cu_seqlens: int32 or int64 ``[N + 1]``: B is 1 and sequences lie behind one another; blocks and block_indices begin anew in each.
-            Or a pair of such, of the queries and of the keys: the queries of a sequence are then its last positions.
+            Or a pair of such, of the queries and of the keys: the queries of a sequence are then its last positions. Values are not read;
+            what leads outside the tokens is cut.
         return_lse: also return the log-sum-exp of each row's scaled scores.
         impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
 
-    Differentiable in q, k and v; the same bits for the same inputs, without waiting for the device.
+    Differentiable in q, k and v; bitwise deterministic: the same bits for the same inputs. Never waits for the device (synchronises).
 
     Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
     counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
@@ -58,14 +60,14 @@ def selected_attention(
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
-    require_int("block_size", block_size, 1)
+    block_size = require_int("block_size", block_size, 1)
+    require_bool("return_lse", return_lse)
     packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
         block_counts = block_counts.flatten(0, 1)
     elif block_counts is not None:
-        require_int("block_counts", block_counts, 0)
-        block_indices, block_counts = block_indices[..., :block_counts], None
+        block_indices, block_counts = block_indices[..., :require_int("block_counts", block_counts, 0)], None
     lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, _lists_impl(q, v, impl))
     out, lse = _attend(q, k, v, lists, scale, impl)
     return (out, lse) if return_lse else out
@@ -82,9 +84,9 @@ def parallel_nsa(
     Args:
         q, k, v, block_size, cu_seqlens, impl: as in ``selected_attention``.
         g_cmp: ``[B, T, HQ]`` gate of the compressed branch, in which every token attends to the mean key and mean value of each block
-            that is over at it; None for no such branch.
-        g_slc: ``[B, T, HQ]`` gate of the selected branch, or None for 1.
-        g_swa: ``[B, T, HQ]`` gate of the window branch, or None for 1. Without effect where there is no window, as upstream.
+            that is over at it; None for no such branch. Gates are floating-point, and float64 just where q is.
+        g_slc: such a gate of the selected branch, or None for 1.
+        g_swa: such a gate of the window branch, or None for 1. Without effect where there is no window, as upstream.
         block_indices: as in ``selected_attention``, and taken whether or not g_cmp is given. None: ``parallel_nsa_topk`` selects them by
             the mean keys; no gradient flows through the selection.
         block_counts: as in ``selected_attention``; where blocks are selected here, how many, None being 16, and the largest of a tensor
@@ -94,18 +96,18 @@ def parallel_nsa(
             upstream, where flash-attn is called without it.
 
     Returns:
-        ``[B, T, HQ, Dv]``. Differentiable in q, k, v and the gates. Differences as in ``selected_attention`` and ``parallel_nsa_topk``;
-        block_counts defaults to all of given block_indices; blocks are selected without g_cmp too.
+        ``[B, T, HQ, Dv]`` in the dtype that torch promotes q's and the gates' to. Differentiable in q, k, v and the gates. Differences as
+        in ``selected_attention`` and ``parallel_nsa_topk``; block_counts defaults to all of given block_indices; blocks are selected
+        without g_cmp too.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    require_int("window_size", window_size, 0)
-    require_int("block_size", block_size, 1)
+    window_size, block_size = require_int("window_size", window_size, 0), require_int("block_size", block_size, 1)
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         if gate is not None:
-            check_tensor(name, gate, (gate.dtype,) if isinstance(gate, Tensor) else (), q.shape[:3], "[B, T, HQ]", q.device)
+            check_tensor(name, gate, DTYPES if q.dtype == torch.float64 else GATES, q.shape[:3], "[B, T, HQ]", q.device)
     compressed = lse = None
     if g_cmp is not None or block_indices is None:
         packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
@@ -194,8 +196,8 @@ def native_sparse_attention(*problem, **options):
 def _for_size(batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
               groups: int = 1, selected_blocks: int = 16) -> NativeSparseAttention:
     sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
-    for name, value in sizes.items():
-        require_int(name, value, 1)
+    sizes = {name: require_int(name, value, 1) for name, value in sizes.items()}
+    heads, groups = sizes["heads"], sizes["groups"]
     require_bool("is_causal", is_causal)
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
@@ -205,6 +207,8 @@ def _for_size(batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = 
 def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
                     block_size: int = 64, groups: int = 1, selected_blocks: int = 16, *, impl: str = "auto") -> Tensor:
     q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+    if require_int("dim", dim, 1) != q.shape[3]:
+        raise ValueError(f"dim must be the head dimension of Q, {q.shape[3]}, got {dim}")
     kernel = _for_size(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
     return kernel(q, k, v, BlockIndices, impl=impl)
 

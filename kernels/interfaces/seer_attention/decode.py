@@ -8,13 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...checks import check_tensor, check_token_inputs
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import PaddedCache, TokenLists, lists_from_rows
-from ..arguments import require_bool, require_int
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 def block_sparse_flash_decode_gqa_indice(
@@ -27,7 +24,7 @@ def block_sparse_flash_decode_gqa_indice(
         q: ``[B, Hq, D]`` or ``[B, 1, Hq, D]``, float16 or bfloat16; in plain torch also float32 and float64.
         k_cache: ``[B, Smax, Hkv, D]``, Hq a multiple of Hkv; a slice of a longer cache costs no copy.
         v_cache: ``[B, Smax, Hkv, Dv]``.
-        cache_seqlens: int32 or int64 ``[B]``.
+        cache_seqlens: int32 or int64 ``[B]``. Values are not read; those outside [0, Smax] count as the nearer bound.
         max_cache_seqlen: Smax.
         max_selected_blocks: S.
         block_indices: int32 ``[B, Hkv, S]`` in any order, each at most once; negative ones and blocks past the sequence are skipped.
@@ -36,7 +33,7 @@ def block_sparse_flash_decode_gqa_indice(
         impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
-        ``[B, Hq, Dv]`` in q's dtype. The same bits for the same inputs; does not wait for the device.
+        ``[B, Hq, Dv]`` in q's dtype. Bitwise deterministic; does not wait for the device (synchronise).
 
     Differs from upstream on purpose: a sequence without a visible key gives 0, not NaN; parts are merged in float32, not in q's dtype;
     the number of splits follows the GPU's multiprocessors.
@@ -46,7 +43,9 @@ def block_sparse_flash_decode_gqa_indice(
     """
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
     cache.check_capacity(max_cache_seqlen)
-    cache.check_indices(block_indices, max_selected_blocks)
+    cache.check_indices(block_indices)
+    if require_int("max_selected_blocks", max_selected_blocks, 0) != block_indices.shape[2]:
+        raise ValueError(f"max_selected_blocks must be block_indices' {block_indices.shape[2]}, got {max_selected_blocks}")
     return cache.attend(cache.listed(block_indices, left=False), sm_scale, impl)
 
 
@@ -123,22 +122,22 @@ class _Cache:
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"k_cache must have q's batch {q.shape[0]}, got {k.shape[0]}")
         check_tensor("cache_seqlens", cache_seqlens, INTEGERS, (q.shape[0],), "[B]", q.device)
-        require_int("block_size", block_size, 1)
-        self.q, self.lengths, self.block_size = q[:, 0], cache_seqlens, block_size
+        self.q, self.lengths, self.block_size = q[:, 0], cache_seqlens, require_int("block_size", block_size, 1)
         self.capacity, self.kv_heads = k.shape[1], k.shape[2]
         self.pitch = _pitch(k)
         if self.pitch is None or _pitch(v) != self.pitch:
-            k, v, self.pitch = k.contiguous(), v.contiguous(), self.capacity
-        self.k, self.v = (x.as_strided((max(x.shape[0] - 1, 0) * self.pitch + x.shape[1], *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+            # A tensor with a dimension of 1 may call itself contiguous whatever its stride there, which a clone does not keep.
+            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+            self.pitch = self.capacity
+        rows = (len(k) - 1) * self.pitch + self.capacity if len(k) and self.capacity else 0
+        self.k, self.v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
 
     def check_capacity(self, max_cache_seqlen: int) -> None:
-        require_int("max_cache_seqlen", max_cache_seqlen, 1)
-        if max_cache_seqlen != self.capacity:
+        if require_int("max_cache_seqlen", max_cache_seqlen, 0) != self.capacity:
             raise ValueError(f"max_cache_seqlen must be k_cache's {self.capacity} tokens, got {max_cache_seqlen}")
 
-    def check_indices(self, block_indices: Tensor, max_selected_blocks: int | None = None) -> None:
-        check_tensor("block_indices", block_indices, (torch.int32,), (self.q.shape[0], self.kv_heads, max_selected_blocks), "[B, Hkv, S]",
-                     self.q.device)
+    def check_indices(self, block_indices: Tensor) -> None:
+        check_tensor("block_indices", block_indices, (torch.int32,), (self.q.shape[0], self.kv_heads, None), "[B, Hkv, S]", self.q.device)
 
     def check_mask(self, block_mask: Tensor) -> None:
         blocks = -(-self.capacity // self.block_size)

@@ -1,6 +1,6 @@
 """SeerAttention's prefill kernels (Gao et al. 2024) under their own names: attention on packed sequences, and attention pooling.
 
-Its decode kernels are in seer_decode.py. Arguments stand in upstream's order, cu_seqlens_k before cu_seqlens_q.
+Its decode kernels are in decode.py. Arguments stand in upstream's order, cu_seqlens_k before cu_seqlens_q.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...checks import check_tensor, check_token_inputs, resolve_scale
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_mask
-from ..arguments import require_int
-
-INTEGERS = (torch.int32, torch.int64)
+from ..arguments import require_values
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -30,7 +28,7 @@ def block_1d_gqa_sparse_attn_varlen_func(
         k: ``[T, Hkv, D]``, Hq a multiple of Hkv.
         v: ``[T, Hkv, Dv]``.
         cu_seqlens_k, cu_seqlens_q: int32 or int64 ``[B + 1]``, where each sequence begins and the last one ends. Both hold the same values,
-            which are not read to check it.
+            which are not read to check it; what leads outside the tensors is cut.
         max_seqlen: tokens of the longest sequence. Tokens past it attend to nothing.
         sm_scale: factor on the scores.
         block_mask: bool ``[B, Hkv, max_seqlen, ceil(max_seqlen / block_size)]``; blocks begin anew in every sequence. Token t sees key j
@@ -41,13 +39,14 @@ def block_1d_gqa_sparse_attn_varlen_func(
     Returns:
         ``[T, Hq, Dv]`` in q's dtype; 0 for a token that sees nothing.
 
-    Differentiable in q, k and v for any group size; the same bits for the same inputs. Does not wait for the device, where upstream reads
+    Differentiable in q, k and v for any group size; bitwise deterministic. Does not synchronise, where upstream reads
     cu_seqlens back; takes 4 bytes an entry of block_mask, twice that with gradients. Keyword arguments work, unlike upstream.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen, block_size)
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
+    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
     blocks = -(-max_seqlen // block_size)
     check_tensor("block_mask", block_mask, (torch.bool,), (packed.sequences, k.shape[1], max_seqlen, blocks),
                  "[B, Hkv, max_seqlen, blocks]", q.device)
@@ -92,7 +91,8 @@ def block_2d_sparse_attn_varlen_func(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen, block_size)
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
+    q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
     batch, number = packed.sequences, -(-max_seqlen // block_size)
     check_tensor("block_mask", block_mask, (torch.bool,), (batch, None, number, number), "[B, Hq or Hkv, N, N]", q.device)
     if block_mask.shape[1] not in (k.shape[1], q.shape[1]):
@@ -135,8 +135,7 @@ def attn_pooling(
     """
     q, k, _ = check_token_inputs(q, k, k)
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
-    for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        require_int(name, value, 1)
+    max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     scale, impl = resolve_scale(sm_scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     if impl == "triton":
         from ...portable.pooling import LARGEST_BLOCK
@@ -146,14 +145,15 @@ def attn_pooling(
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
         from ...eager.pooling import torch_pooling as pool
-    bounds = cu_seqlens.tolist()
+    bounds = require_values("cu_seqlens", cu_seqlens).tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     if not lengths or bounds[0] < 0 or min(lengths) < 0 or bounds[-1] > min(q.shape[0], k.shape[0]):
         raise ValueError(f"cu_seqlens must ascend within the {min(q.shape[0], k.shape[0])} tokens of q and k, got {bounds}")
     if max(lengths) > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the longest sequence's {max(lengths)} tokens, got {max_seqlen}")
     number = -(-max_seqlen // block_size)
-    by_block = torch.zeros(len(lengths), q.shape[1], number, number, dtype=torch.float32, device=q.device)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    by_block = torch.zeros(len(lengths), q.shape[1], number, number, dtype=dtype, device=q.device)
     by_token = []
     with torch.no_grad():
         for into, start, end in zip(by_block, bounds, bounds[1:]):
@@ -192,18 +192,15 @@ def attn_pooling_qkv_varlen(
     return out, pooled
 
 
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor, max_seqlen: int, block_size: int
-                  ) -> tuple[Tensor, Tensor, Tensor, Packed]:
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor) -> tuple[Tensor, Tensor, Tensor, Packed]:
     q, k, v = check_token_inputs(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
     check_tensor("cu_seqlens_q", cu_q, INTEGERS, (None,), "[B + 1]", q.device)
-    check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
     if len(cu_q) < 2:
         raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_q)}")
-    for name, value in (("max_seqlen", max_seqlen), ("block_size", block_size)):
-        require_int(name, value, 1)
-    return q, k, v, Packed(cu_q.int(), cu_k.int(), q.shape[0], k.shape[0])
+    check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
+    return q, k, v, Packed.checked(cu_q, cu_k, q.shape[0], k.shape[0])
 
 
 def _block_offsets(cu: Tensor, block_size: int, number: int) -> Tensor:
