@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_scales, watched
+from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_rstd, watched
 
 from .rope import apply_rope
 
@@ -60,8 +60,8 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
 def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm, x = stream.norm, stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
-        weight, scales = (norm.weight.view(heads, -1), token_scales(x, norm.eps)) if across_heads else (norm.weight, None)
-        norm = RMSNorm(weight, norm.eps, norms[type(norm)], scales)
+        weight, rstd = (norm.weight.view(heads, -1), token_rstd(x, norm.eps)) if across_heads else (norm.weight, None)
+        norm = RMSNorm(weight, norm.eps, norms[type(norm)], rstd)
     angles = None
     if stream.angles is not None:
         angles = tuple(of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)

@@ -38,8 +38,8 @@ def by_kernel(monkeypatch):
         launches.append(args)
         real(*args)
 
-    real = norm_rope_kernel.finish
-    monkeypatch.setattr(norm_rope_kernel, "finish", launch)
+    real = norm_rope_kernel.materialize
+    monkeypatch.setattr(norm_rope_kernel, "materialize", launch)
     return launches
 
 
