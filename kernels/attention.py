@@ -10,7 +10,7 @@ from torch import Tensor
 from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
 from .notices import warn_once
-from .op import attention_operator, flatten, route_of, run_forward, with_kv_blocks
+from .op import attention_operator, route_of, run_forward, with_kv_blocks
 from .operators import refuse_forward_mode, watched
 from .routing import PatternFacts, Problem, Route, require_impl
 
@@ -150,7 +150,7 @@ def _attend(
     transposes = needs_grad and (_may_transpose(name, q, k, blocks, causal) if route is None else route.needs_transpose)
     # The transpose is an input of the operator, so that lists used by many layers are transposed once.
     flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if transposes else None
-    out, lse = attention_operator(q, k, v, *flatten(blocks), *((flipped.counts, flipped.indices) if flipped else (None, None)),
+    out, lse = attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                                   float(scale), causal, deterministic, name)
     return out, lse, route
 

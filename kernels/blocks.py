@@ -355,7 +355,7 @@ class BlockLists:
         (counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length), where offsets of None
         mean uniform blocks of the longest one's size.
         """
-        ragged = (x if isinstance(x, Tensor) else None for x in (self.q_offsets, self.kv_offsets))
+        ragged = [x if isinstance(x, Tensor) else None for x in (self.q_offsets, self.kv_offsets)]
         return (self.counts, self.indices, *ragged, self.q_lengths, self.kv_lengths, self.num_kv_blocks, self.max_q_length,
                 self.max_kv_length)
 

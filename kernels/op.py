@@ -9,22 +9,6 @@ from .blocks import BlockLists
 from .checks import without_autocast
 from .routing import PatternFacts, Route, choose_route
 
-# The operator takes tensors and numbers only, so BlockLists travels as its fields; offsets None means uniform, of the longest's size.
-
-
-def flatten(blocks: BlockLists) -> tuple:
-    """The fields of a pattern, as the operators take them."""
-    ragged = [x if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets)]
-    return (blocks.counts, blocks.indices, *ragged, blocks.q_lengths, blocks.kv_lengths, blocks.num_kv_blocks, blocks.max_q_length,
-            blocks.max_kv_length)
-
-
-def unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length) -> BlockLists:
-    """What ``flatten`` took apart."""
-    q_offsets = max_q_length if q_offsets is None else q_offsets
-    kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
-    return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-
 
 def with_kv_blocks(blocks: BlockLists, kv_len: int) -> BlockLists:
     """``blocks`` itself, or with the number of key blocks that ``kv_len`` implies where it was left out."""
@@ -61,7 +45,8 @@ def attention_operator(
     counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). ``impl`` is a route's name, or "auto" in a graph that was compiled before its GPU was known."""
-    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                                    max_kv_length)
     return run_forward(route_of(impl, q, k, blocks, causal), q, k, v, blocks, scale, causal)
 
 
@@ -77,11 +62,12 @@ def _backward(
     max_q_length: int, max_kv_length: int, counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool,
     deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = unflatten(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                                    max_kv_length)
     flipped = None
     if counts_t is not None:
-        flipped = unflatten(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks, max_kv_length,
-                            max_q_length)
+        flipped = BlockLists.from_fields(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks,
+                                         max_kv_length, max_q_length)
     route = route_of(impl, q, k, blocks, causal)
     order = (deterministic,) if route.takes_deterministic else ()
     with without_autocast(q.device.type):

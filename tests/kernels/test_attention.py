@@ -59,11 +59,11 @@ def test_whoever_watches_sees_the_operator():
 
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
-    from ssta.kernels.op import attention_operator, flatten
+    from ssta.kernels.op import attention_operator
 
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
     blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
-    torch.library.opcheck(attention_operator, (q, k, v, *flatten(blocks), None, None, 0.25, False, True, "torch"))
+    torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), None, None, 0.25, False, True, "torch"))
 
 
 @pytest.mark.gpu
