@@ -46,7 +46,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
     cache = None if lists.cache is None else list(map(int, lists.cache))
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.whole, *keys, cache, lists.block_size, scale, impl)
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, cache, lists.block_size, scale, impl)
 
 
 @lru_cache
@@ -71,12 +71,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
 
 @torch.library.custom_op("ssta::token_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, whole: Tensor | None, starts: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, full: Tensor | None, starts: Tensor | None,
     sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, cache: list[int] | None,
     block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor]:
     padded = None if cache is None else PaddedCache(cache[0], cache[1], bool(cache[2]))
-    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, whole=whole, cache=padded), scale, impl)
+    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, full=full, cache=padded), scale, impl)
 
 
 @_forward.register_fake
@@ -88,11 +88,11 @@ def _(q, k, v, *_):
 @torch.library.custom_op("ssta::token_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
-    spans: Tensor, whole: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
+    spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
     key_counts: Tensor | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)
-    lists = TokenLists(ids, counts, spans, block_size, whole=whole)
+    lists = TokenLists(ids, counts, spans, block_size, full=full)
     with without_autocast(q.device.type):
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 

@@ -45,7 +45,7 @@ class TokenLists:
             ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
         block_size: tokens of a key block.
         invert: makes the KeyLists; None where no gradient is asked for.
-        whole: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
+        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
             others at the back. None where nothing is known of them.
         cache: where given, ``spans`` is instead int32 or int64 ``[T]``, the keys of each token's own padded cache.
     """
@@ -55,7 +55,7 @@ class TokenLists:
     spans: Tensor
     block_size: int
     invert: Callable[[], KeyLists] | None = None
-    whole: Tensor | None = None
+    full: Tensor | None = None
     cache: PaddedCache | None = None
 
     def used(self) -> Tensor:
@@ -64,9 +64,9 @@ class TokenLists:
         slot = torch.arange(capacity, device=self.ids.device)
         if self.counts is None:
             return torch.ones_like(self.ids, dtype=torch.bool)
-        if self.whole is None:
+        if self.full is None:
             return slot < self.counts[..., None]
-        return (slot < self.whole[..., None]) | (slot >= capacity - (self.counts - self.whole)[..., None])
+        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
 
     def token_spans(self) -> Tensor:
         """``spans`` in its full form, int32 [T, 3]."""
@@ -152,8 +152,8 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     if impl == "triton":
         from .lowering.token_lists import chosen_blocks
 
-        ids, counts, whole = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
-        lists = TokenLists(ids, counts, spans, block_size, whole=whole)
+        ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
+        lists = TokenLists(ids, counts, spans, block_size, full=full)
         return replace(lists, invert=partial(_invert, lists, packed))
     nowhere = torch.iinfo(torch.int32).max
     blocks = (spans[:, 2] + (block_size - 1)) // block_size
@@ -192,8 +192,8 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     if impl == "triton":
         from .lowering.token_lists import key_tokens, token_blocks
 
-        ids, counts, whole = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
-        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), whole)
+        ids, counts, full = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
+        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), full)
     sequence, position, inside = packed.places()
     inside = inside & (position < mask.shape[2])
     rows = mask[sequence, :, position.clamp(0, max(mask.shape[2] - 1, 0))] & inside[:, None, None]

@@ -16,7 +16,7 @@ LISTS = 32
 
 
 @triton.jit
-def _lists_kernel(mask, ids, counts, whole, cu_seqlens, mask_batch, mask_head, mask_row, mask_item, heads, rows, items, tokens, block_size,
+def _lists_kernel(mask, ids, counts, full, cu_seqlens, mask_batch, mask_head, mask_row, mask_item, heads, rows, items, tokens, block_size,
                   ROWS_ARE_TOKENS: tl.constexpr, SEGMENT: tl.constexpr):
     """The items of a row whose entry is True, ascending. A row is a token and its items blocks, or the other way round.
 
@@ -43,7 +43,7 @@ def _lists_kernel(mask, ids, counts, whole, cu_seqlens, mask_batch, mask_head, m
         tl.store(ids + count + tl.cumsum(kept.to(tl.int32), 0) - 1, base + item, mask=kept)
         count += tl.sum(kept.to(tl.int32), 0)
     if ROWS_ARE_TOKENS:
-        tl.store(whole + out_row, count)
+        tl.store(full + out_row, count)
         own = row // block_size
         if own < items:
             if tl.load(mask + tl.cast(own, tl.int64) * mask_item) != 0:
@@ -68,7 +68,7 @@ def _rows_kernel(mask, ids, counts, mask_token, mask_head, mask_item, heads, ite
 
 
 @triton.jit
-def _chosen_kernel(given, limits, spans, ids, counts, whole, lists, heads, capacity, block_size,
+def _chosen_kernel(given, limits, spans, ids, counts, full, lists, heads, capacity, block_size,
                    LISTS: tl.constexpr, CAPACITY: tl.constexpr):
     """Of each list the ids that name a block of the span, each once: those of blocks wholly in it at the front, the others at the back."""
     row = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
@@ -97,7 +97,7 @@ def _chosen_kernel(given, limits, spans, ids, counts, whole, lists, heads, capac
     tl.store(ids + at + (tl.cumsum(complete.to(tl.int32), 1) - 1 - slot[None, :]), item, mask=complete)
     tl.store(ids + at + (capacity - tl.cumsum(cut.to(tl.int32), 1) - slot[None, :]), item, mask=cut)
     tl.store(counts + row, tl.sum(kept.to(tl.int32), 1), mask=real)
-    tl.store(whole + row, tl.sum(complete.to(tl.int32), 1), mask=real)
+    tl.store(full + row, tl.sum(complete.to(tl.int32), 1), mask=real)
 
 
 def _like_lists(given: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,27 +107,27 @@ def _like_lists(given: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("chosen_blocks", _like_lists)
 def chosen_blocks(given: Tensor, limits: Tensor | None, spans: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int32 [T, H, S], counts int32 [T, H], whole int32 [T, H]), as TokenLists, of any ids [T, H, S]; contiguous all."""
+    """(ids int32 [T, H, S], counts int32 [T, H], full int32 [T, H]), as TokenLists, of any ids [T, H, S]; contiguous all."""
     tokens, heads, capacity = given.shape
-    ids, counts, whole = _like_lists(given)
+    ids, counts, full = _like_lists(given)
     if not given.numel():
-        return ids, counts.zero_(), whole.zero_()
+        return ids, counts.zero_(), full.zero_()
     padded = triton.next_power_of_2(capacity)
     at_once = max(1, LISTS * 32 // max(padded, 32))
     _chosen_kernel[(triton.cdiv(tokens * heads, at_once),)](
-        given, limits, spans, ids, counts, whole, tokens * heads, heads, capacity, block_size, LISTS=at_once, CAPACITY=padded)
-    return ids, counts, whole
+        given, limits, spans, ids, counts, full, tokens * heads, heads, capacity, block_size, LISTS=at_once, CAPACITY=padded)
+    return ids, counts, full
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int32 [T, H, N], counts int32 [T, H], whole int32 [T, H]), as TokenLists: the blocks up to its own that each token of a causal
+    """(ids int32 [T, H, N], counts int32 [T, H], full int32 [T, H]), as TokenLists: the blocks up to its own that each token of a causal
     mask [B, H, L, N] keeps."""
     batch, heads, rows, items = mask.shape
     ids = torch.empty(tokens, heads, items, dtype=torch.int32, device=mask.device)
     # Tokens outside every sequence have no row.
-    counts, whole = torch.zeros(2, tokens, heads, dtype=torch.int32, device=mask.device)
-    _launch(mask, mask.stride(), ids, counts, whole, cu_seqlens, rows, items, tokens, block_size, True)
-    return ids, counts, whole
+    counts, full = torch.zeros(2, tokens, heads, dtype=torch.int32, device=mask.device)
+    _launch(mask, mask.stride(), ids, counts, full, cu_seqlens, rows, items, tokens, block_size, True)
+    return ids, counts, full
 
 
 def row_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,10 +152,10 @@ def key_tokens(mask: Tensor, cu_seqlens: Tensor, block_size: int) -> tuple[Tenso
     return tokens.flatten(), firsts, counts
 
 
-def _launch(mask, strides, ids, counts, whole, cu_seqlens, rows, items, tokens, block_size, rows_are_tokens) -> None:
+def _launch(mask, strides, ids, counts, full, cu_seqlens, rows, items, tokens, block_size, rows_are_tokens) -> None:
     if mask.numel():
         _lists_kernel[(rows, mask.shape[1], mask.shape[0])](
-            mask.view(torch.uint8), ids, counts, whole, cu_seqlens.int(), *strides, mask.shape[1], rows, items, tokens, block_size,
+            mask.view(torch.uint8), ids, counts, full, cu_seqlens.int(), *strides, mask.shape[1], rows, items, tokens, block_size,
             ROWS_ARE_TOKENS=rows_are_tokens, SEGMENT=SEGMENT)
     else:
         counts.zero_()

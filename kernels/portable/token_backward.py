@@ -216,13 +216,13 @@ def triton_token_backward(
         token_view(out), do_view, None if dlse is None else token_view(dlse), lse, delta, lse2, heads, tokens * heads,
         M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
 
-    config = token_config(group, dim, v_dim, device_limits(q.device), lists.whole is not None)
+    config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
     k_tiles = v_tiles = None
-    if lists.whole is not None:
+    if lists.full is not None:
         k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
         q_view, k_view, v_view, k_tiles, v_tiles, do_view, token_view(dq), lse2, delta,
-        TokenIds(lists.ids, lists.counts, lists.whole), lists.spans, kv_heads, capacity, scale * LOG2E, scale,
+        TokenIds(lists.ids, lists.counts, lists.full), lists.spans, kv_heads, capacity, scale * LOG2E, scale,
         M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         num_warps=config.num_warps, num_stages=config.num_stages)
 

@@ -164,7 +164,7 @@ def triton_token_forward(
     capacity = lists.ids.shape[2]
     if q.numel() == 0 or k.numel() == 0 or capacity == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device), lists.whole is not None)
+    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device), lists.full is not None)
     if splits is None:
         splits = token_splits(tokens * kv_heads, -(-capacity * lists.block_size // config.block_n), multiprocessors(q.device))
     parts, part_lse = out, lse
@@ -173,11 +173,11 @@ def triton_token_forward(
         part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
     dim_pad, v_dim_pad = (max(triton.next_power_of_2(size), 16) for size in (dim, v_dim))
     k_tiles = v_tiles = None
-    if lists.whole is not None:
+    if lists.full is not None:
         k_tiles, v_tiles = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
     cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
     _forward_kernel[(tokens, kv_heads, splits)](
-        token_view(q), token_view(k), token_view(v), k_tiles, v_tiles, parts, part_lse, TokenIds(lists.ids, lists.counts, lists.whole),
+        token_view(q), token_view(k), token_view(v), k_tiles, v_tiles, parts, part_lse, TokenIds(lists.ids, lists.counts, lists.full),
         lists.spans, tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
         CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
         BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,
