@@ -149,9 +149,10 @@ def _padded_steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: b
     kv_starts, kv_sizes = (per_query_head(x, batch, heads) for x in blocks.kv_bounds(kv_len))
     q_at = _heads(q, 2)
     kv_at = (q_at[0], q_at[1] // (heads // kv_heads))
-    q_slot = torch.arange(blocks.max_q_length, device=q.device)
-    kv_slot = torch.arange(blocks.max_kv_length, device=q.device)
-    at_once = max(1, GATHER_ELEMENTS // (batch * heads * dim * width * blocks.max_kv_length))
+    # A bound that came from offsets of any values may lie far beyond the tensors.
+    q_slot = torch.arange(min(blocks.max_q_length, q_len), device=q.device)
+    kv_slot = torch.arange(min(blocks.max_kv_length, kv_len), device=q.device)
+    at_once = max(1, GATHER_ELEMENTS // (batch * heads * dim * width * len(kv_slot)))
     for first in range(0, blocks.num_q_blocks, at_once):
         some = slice(first, first + at_once)
         q_position = torch.where(q_slot < q_sizes[:, :, some, None], q_starts[:, :, some, None] + q_slot, q_len).long()

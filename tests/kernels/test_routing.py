@@ -154,6 +154,16 @@ def test_a_key_that_nobody_sees_has_no_gradient_whatever_its_value(monkeypatch):
     assert (k.grad[0, 0, 0] == 0).all()
 
 
+def test_a_padded_step_is_no_longer_than_the_tensors():
+    """Whatever bound comes with the blocks, such as one that was read from offsets of any values."""
+    from ssta.kernels.eager.steps import _padded_steps
+
+    q, k = torch.randn(1, 1, 8, 4), torch.randn(1, 1, 12, 4)
+    blocks = BlockLists.from_mask(torch.tensor([[True, False], [True, True]]), torch.tensor([0, 3, 8], dtype=torch.int32),
+                                  torch.tensor([0, 7, 12], dtype=torch.int32), max_q_length=1000, max_kv_length=1000)
+    assert [(step.q.shape[3], step.k.shape[3]) for step in _padded_steps(q, k, k, blocks, False)] == [(8, 2 * 12)]
+
+
 def test_meta_tensors_have_shapes():
     x = torch.randn(1, 2, 8, 4, device="meta")
     blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), 4, 4)
