@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS
+from .checks import require_integers
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:
@@ -37,7 +37,7 @@ def compact_lists(ids: Tensor, keep: Tensor, capacity: int) -> tuple[Tensor, Ten
 
 def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, indices) as ``BlockLists.from_topk`` wants them."""
-    _check_integers("indices", indices)
+    require_integers("indices", indices)
     if not 2 <= indices.dim() <= 4:
         raise ValueError(f"indices must be [Nq, k], [H, Nq, k] or [B, H, Nq, k], got {tuple(indices.shape)}")
     indices = _to_int32(indices.reshape((1,) * (4 - indices.dim()) + tuple(indices.shape)))
@@ -47,7 +47,7 @@ def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
 def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """(counts, indices) as ``BlockLists.from_bsr`` wants them."""
     for name, tensor in (("indptr", indptr), ("indices", indices)):
-        _check_integers(name, tensor)
+        require_integers(name, tensor)
         if tensor.dim() != 1:
             raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
     if indices.device != indptr.device:
@@ -60,11 +60,6 @@ def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, T
     where = (indptr[:-1, None] + torch.arange(capacity, device=indptr.device)).clamp(max=max(nnz - 1, 0))
     rows = _to_int32(indices)[where] if nnz else torch.zeros_like(where, dtype=torch.int32)
     return counts[None, None], rows[None, None]
-
-
-def _check_integers(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
 
 
 def _to_int32(ids: Tensor) -> Tensor:
@@ -85,7 +80,7 @@ def kept_blocks(block_mask) -> Tensor:
         if masked:
             raise ValueError(f"block_mask must not mask inside a block, got {masked} such blocks under mask_mod "
                              f"{getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         mask |= scatter_mask(block_mask.full_kv_indices, prefix_mask(block_mask.full_kv_num_blocks, nk), nk)
     return mask
 
@@ -94,7 +89,7 @@ def _full_blocks(block_mask) -> Tensor:
     """bool [B, H, Nq, Nk] of a FlexAttention BlockMask: its mask_mod keeps every pair of real tokens in the block."""
     from torch.nn.attention.flex_attention import create_mask
 
-    batch, heads, nq, nk = (*block_mask.kv_indices.shape[:3], block_mask.kv_indices.shape[-1])
+    batch, heads, nq, nk = block_mask.kv_indices.shape
     (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     seen = create_mask(block_mask.mask_mod, batch, heads, q_len, kv_len, device=block_mask.kv_indices.device)
     seen = torch.nn.functional.pad(seen, (0, nk * kv_size - kv_len, 0, nq * q_size - q_len), value=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def tensor_fields(blocks: BlockLists) -> dict[str, Tensor]:
 
 
 def to_device(blocks: BlockLists, device: torch.device, non_blocking: bool) -> BlockLists:
-    moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensor_fields(blocks).items()}
+    moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in tensor_fields(blocks).items()}
     return blocks if moved["counts"] is blocks.counts else replace(blocks, **moved)
 
 
@@ -54,7 +54,7 @@ def slice_heads(blocks: BlockLists, key: int | slice | tuple) -> BlockLists:
     keys = key if isinstance(key, tuple) else (key,)
     if len(keys) > 2:
         raise ValueError(f"blocks[...] must be given a batch and a head at most, got {len(keys)}")
-    fields = tensor_fields(blocks)
+    fields: dict[str, Any] = tensor_fields(blocks)
     for dim, (name, part) in enumerate(zip(("batch", "head"), keys)):
         number = max(x.shape[dim] for x in fields.values())
         first, last = _range(name, part, number)
@@ -122,6 +122,7 @@ def _size(offsets: int | Tensor, longest: int) -> str:
 
 def check_axis_values(axis: str, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> None:
     """Refuses offsets and lengths whose values do not fit ``tokens``; reads them. Raises as ``BlockLists.check_values`` says."""
+    sizes: int | Tensor
     if isinstance(offsets, int):
         if blocks != -(-tokens // offsets):
             raise ValueError(f"{axis}_offsets = {offsets} cuts {tokens} tokens into {-(-tokens // offsets)} blocks, got {blocks}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
 from .block_views import bounds, check_axis_values, describe, slice_heads, slice_keys, to_device
-from .checks import require_int
+from .checks import require_int, require_mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,8 +52,9 @@ class BlockLists:
     q_lengths: Tensor | None = None
     kv_lengths: Tensor | None = None
     num_kv_blocks: int | None = None
-    max_q_length: int | None = None
-    max_kv_length: int | None = None
+    # None is for the constructor only, which settles both.
+    max_q_length: int = None  # type: ignore[assignment]
+    max_kv_length: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         _require_int32("counts", self.counts, 3)
@@ -82,6 +83,7 @@ class BlockLists:
         offsets, lengths = getattr(self, f"{axis}_offsets"), getattr(self, f"{axis}_lengths")
         longest = getattr(self, f"max_{axis}_length")
         if isinstance(offsets, Tensor):
+            assert blocks is not None
             offsets = self._settle_tensor(f"{axis}_offsets", offsets, blocks + 1)
             if longest is None:
                 longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks and offsets.numel() else 1
@@ -157,7 +159,7 @@ class BlockLists:
         """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each."""
         blocks = self.num_kv_blocks
         if blocks is None:
-            blocks = -(-kv_len // self.kv_offsets)
+            blocks = -(-kv_len // self.max_kv_length)
         return bounds(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length, self.device)
 
     def check_values(self, q_len: int, kv_len: int) -> BlockLists:
@@ -198,8 +200,7 @@ class BlockLists:
         ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
         than that loses its last ones. ``fields`` are the constructor's, num_kv_blocks being the mask's. Does not synchronise.
         """
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        require_mask("mask", mask)
         if not 2 <= mask.dim() <= 4:
             raise ValueError(f"mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got {tuple(mask.shape)}")
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
@@ -292,13 +293,13 @@ class BlockLists:
         """
         if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
             raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
-        for name, tokens, size, number in (("q_len", q_len, self.q_offsets, self.num_q_blocks),
-                                           ("kv_len", kv_len, self.kv_offsets, self.num_kv_blocks)):
+        for name, tokens, size, number in (("q_len", q_len, self.max_q_length, self.num_q_blocks),
+                                           ("kv_len", kv_len, self.max_kv_length, self.num_kv_blocks)):
             # FlexAttention itself divides by the number of blocks.
             tokens = require_int(name, tokens, 1)
             if number is not None and -(-tokens // size) != number:
                 raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
-        return full_block_mask(self.counts, self.indices, (self.q_offsets, self.kv_offsets), (int(q_len), int(kv_len)))
+        return full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (int(q_len), int(kv_len)))
 
     # The other direction
 

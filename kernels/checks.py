@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def require_int(name: str, value: int, least: int) -> int:
+def require_int(name: str, value: Any, least: int) -> int:
     """``value`` as an int of at least ``least``; numpy's integers count, a bool does not.
 
     Raises:
@@ -48,6 +49,30 @@ def require_strided(name: str, x: Tensor) -> None:
     """
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense, strided tensor, got {'a nested tensor' if x.is_nested else x.layout}")
+
+
+def require_mask(name: str, x: Tensor | None) -> Tensor:
+    """``x``, a bool tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
+
+
+def require_integers(name: str, x: Tensor | None) -> Tensor:
+    """``x``, an int32 or int64 tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -118,7 +143,8 @@ def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens,
         raise ValueError(f"{key_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"q's heads must be a multiple of {key_name}'s {k.shape[-2]}, got {q.shape[-2]}")
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], what: str, device: torch.device

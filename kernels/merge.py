@@ -48,11 +48,11 @@ def _merge_in_torch(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     total = weights.sum(0)
     empty = total == 0
     divisor = total.masked_fill(empty, 1.0)
-    out = 0
+    out: Tensor | int = 0
     for x, lse, weight in zip(outs, lses, weights):
         out = out + x.to(every.dtype).masked_fill((lse == float("-inf"))[..., None], 0.0) * weight[..., None]
-    out = (out / divisor[..., None]).to(outs[0].dtype)
-    return out, (origin + divisor.log()).masked_fill(empty, float("-inf"))
+    merged = (out / divisor[..., None]).to(outs[0].dtype)
+    return merged, (origin + divisor.log()).masked_fill(empty, float("-inf"))
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ def with_kv_blocks(blocks: BlockLists, kv_len: int) -> BlockLists:
     if blocks.num_kv_blocks is not None:
         return blocks
     return BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
-                      num_kv_blocks=-(-kv_len // blocks.kv_offsets), max_q_length=blocks.max_q_length)
+                      num_kv_blocks=-(-kv_len // blocks.max_kv_length), max_q_length=blocks.max_q_length)
 
 
 def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Route:
@@ -31,6 +31,7 @@ def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockList
         # Triton launches on the current GPU.
         with torch.cuda.device(device):
             return run_forward(route, q, k, v, blocks, scale, causal, **options)
+    assert route.forward is not None
     forward = route.forward.load()
     if not torch.is_autocast_enabled(device.type):
         return forward(q, k, v, blocks, scale, causal, **options)
@@ -69,6 +70,7 @@ def _backward(
         flipped = BlockLists.from_fields(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks,
                                          max_kv_length, max_q_length)
     route = route_of(impl, q, k, blocks, causal)
+    assert route.backward is not None
     order = (deterministic,) if route.takes_deterministic else ()
     with without_autocast(q.device.type):
         return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)

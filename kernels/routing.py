@@ -289,7 +289,7 @@ def _decide_anew(name: str, problem: Problem) -> Route:
             backward_row = _ROWS["triton"]
         if short and backward == "tiles" and backward_row.gathered:
             backward = "gathered"
-    return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" else row.forward),
+    return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" and row.gathered else row.forward),
                  Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.device_type)
 
 

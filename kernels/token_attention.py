@@ -40,6 +40,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     refuse_forward_mode(q=q, k=k, v=v)
     inverse = None
     if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        assert lists.invert is not None, "no gradient through these lists"
         inverse = lists.invert()
     elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
@@ -91,7 +92,8 @@ def _backward(
     spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
     key_counts: Tensor | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)
+    # All five are given, or none.
+    inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
     lists = TokenLists(ids, counts, spans, block_size, full=full)
     with without_autocast(q.device.type):
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)

@@ -23,7 +23,7 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
         if step.visible is not None:
             scores.masked_fill_(~step.visible, float("-inf"))
         weights, total, row_lse = softmax(scores)
-        if causal:
+        if causal and step.visible is not None:
             # Zero times a NaN is NaN: a value that is not finite may reach just the rows that see it.
             bad = ~step.v.isfinite()
             seen = step.visible.to(step.v.dtype) @ bad.to(step.v.dtype) > 0
@@ -63,4 +63,5 @@ def torch_backward(
             query, key = (x.masked_fill(~x.isfinite(), 0.0) for x in (query, key))
         step.write(dq, dscores @ key)
         step.add_to_keys(dk, dscores.mT @ query)
-    return tuple(torch.empty_like(x).copy_(grad[:, :, :-1]) for x, grad in ((q, dq), (k, dk), (v, dv)))
+    dq, dk, dv = (torch.empty_like(x).copy_(grad[:, :, :-1]) for x, grad in ((q, dq), (k, dk), (v, dv)))
+    return dq, dk, dv

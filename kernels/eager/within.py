@@ -37,6 +37,7 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
                     scores = soft_cap * torch.tanh(scores / soft_cap)
                 visible = torch.ones(tokens, len(key), dtype=torch.bool, device=q.device)
                 if mask is not None:
+                    assert first_entry is not None
                     visible = torch.cat([mask[first_entry[i] + e, :tokens, :sizes[x]] for e, x in entries], 1)
                 if total is not None:
                     visible = visible.tril(len(key) - tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, require_strided
+from ..checks import DTYPES, require_strided
 
 # From this many rows on a block fills a program by itself, without the other heads of its group.
 ENOUGH_ROWS = 128
@@ -23,22 +23,6 @@ def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None 
         raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
-    return x
-
-
-def require_mask(name: str, x: Tensor) -> Tensor:
-    """``x``, a bool tensor."""
-    if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    require_strided(name, x)
-    return x
-
-
-def require_integers(name: str, x: Tensor) -> Tensor:
-    """``x``, an int32 or int64 tensor."""
-    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    require_strided(name, x)
     return x
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..checks import require_int
+from ..checks import require_int, require_integers
 from ..routing import SHORTEST_TILE
-from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_integers, require_tensor, unpack_heads
+from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, unpack_heads
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...checks import DTYPES, require_bool, require_int, resolve_scale
+from ...checks import DTYPES, require_bool, require_int, require_integers, require_mask, resolve_scale
 from ...routing import KERNEL_DTYPES
-from ..arguments import (
-    ENOUGH_ROWS,
-    pack_heads,
-    require_groups,
-    require_integers,
-    require_mask,
-    require_tensor,
-    require_values,
-    unpack_heads,
-)
+from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, require_values, unpack_heads
 from .within_blocks import attention_within_blocks, listed_keys
 
 LOG2E = 1.4426950408889634
@@ -79,11 +71,11 @@ class Plan:
             sm_scale=options.scale if sm_scale is None else sm_scale, head_dim=self.q_shape[-1]))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, impl: str, scales: tuple, out: Tensor | None, lse: Tensor | None,
-            return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """The result in the caller's layout, lse to the base 2."""
+            return_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """The result in the caller's layout, and with ``return_lse`` lse to the base 2."""
         device = self.blocks.device
         if self.page is not None:
-            k, v = self._entries(k, v)
+            k, v = self._entries(self.page, k, v)
         for name, x, shape in (("q", q, self.q_shape), ("k", k, self.k_shape), ("v", v, self.k_shape)):
             require_tensor(name, x, f"[{', '.join(map(str, shape))}]", device, DTYPES + FLOAT8)
             if tuple(x.shape) != shape:
@@ -99,10 +91,11 @@ class Plan:
         _check_buffer("lse", lse, self.q_shape[:-1], lse_dtype, device)
         # The planned dtype is what is computed in, under autocast too.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            new_out, new_lse = (self._to_caller(x) for x in self._attend(*map(self._from_caller, (q, k, v)), impl))
+            q, k, v = map(self._from_caller, (q, k, v))
+            new_out, new_lse = map(self._to_caller, self._attend(q, k, v, impl))
             out = new_out.to(self.o_dtype) if out is None else out.copy_(new_out)
             if not return_lse:
-                return out
+                return out, None
             new_lse = new_lse * LOG2E
             return out, new_lse if lse is None else lse.copy_(new_lse)
 
@@ -133,9 +126,9 @@ class Plan:
             raise ValueError(f"{name} must be [heads] = [{x.shape[1]}], got shape {tuple(scale.shape)}")
         return (x.float() * scale[:, None]).to(dtype)
 
-    def _entries(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _entries(self, page: tuple[int, str], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The planned entries of two caches, as k and v without pages."""
-        (size, layout), (entries, heads, dim) = self.page, self.k_shape
+        (size, layout), (entries, heads, dim) = page, self.k_shape
         flat = []
         for name, x in (("k", k), ("v", v)):
             require_tensor(name, x, f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]",
@@ -172,8 +165,8 @@ def plan_bsr(
     if N % C:
         raise ValueError(f"N must be a multiple of C = {C}, got {N}")
     rows, columns = -(-M // R), N // C
-    shapes = dict(q_shape=(M, heads, head_dim), k_shape=(N, kv_heads, head_dim), layout="NHD", dtype=dtype, o_dtype=o_dtype,
-                  options=options)
+    shapes: dict[str, Any] = dict(q_shape=(M, heads, head_dim), k_shape=(N, kv_heads, head_dim), layout="NHD", dtype=dtype,
+                                  o_dtype=o_dtype, options=options)
     if block_mask is not None:
         if mask is not None or packed_mask is not None:
             raise ValueError("mask and packed_mask must be None with block_mask, which has no stored blocks that they could name")
@@ -185,6 +178,7 @@ def plan_bsr(
         packed = _packed(R, group) if block_mask.shape[0] == kv_heads else 1
         lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), R * packed, C)
         return Plan(lists, packed, **shapes, listed=_listed(options, lists, N))
+    indptr, indices = _integer_row("indptr", indptr), _integer_row("indices", indices)
     longest = _check_bsr(indptr, indices, rows, columns)
     indptr, indices = (x.to(device, non_blocking=non_blocking) for x in (indptr, indices))
     if packed_mask is not None:
@@ -301,11 +295,15 @@ def _packed(block: int, group: int) -> int:
     return group if block < ENOUGH_ROWS else 1
 
 
-def _check_bsr(indptr: Tensor | None, indices: Tensor | None, rows: int, columns: int) -> int:
+def _integer_row(name: str, x: Tensor | None) -> Tensor:
+    x = require_values(name, require_integers(name, x))
+    if x.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(x.shape)}")
+    return x
+
+
+def _check_bsr(indptr: Tensor, indices: Tensor, rows: int, columns: int) -> int:
     """The longest row. Reads both tensors back, at once."""
-    for name, x in (("indptr", indptr), ("indices", indices)):
-        if require_values(name, require_integers(name, x)).dim() != 1:
-            raise ValueError(f"{name} must have one dimension, got shape {tuple(x.shape)}")
     if len(indptr) != rows + 1:
         raise ValueError(f"indptr must be [ceil(M / R) + 1] = [{rows + 1}], got shape {tuple(indptr.shape)}")
     counts = indptr.diff()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...checks import require_bool, require_int
-from ..arguments import require_integers
+from ...checks import require_bool, require_int, require_integers
 from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
@@ -43,6 +44,8 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
 class _Wrapper:
     """What both wrappers share: the workspace, and running a plan."""
+
+    run: Callable[..., Any]
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto", kv_layout: str = "NHD") -> None:
         """
@@ -79,6 +82,10 @@ class _Wrapper:
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
         return self._plan
+
+    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+        """``run(..., return_lse=True)``, which upstream's documentation names."""
+        return self.run(q, k, v, return_lse=True, **options)
 
     def end_forward(self) -> None:
         """Does nothing, as upstream; deprecated there."""
@@ -148,18 +155,19 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 raise ValueError("mask, packed_mask, block_mask and kv_cache_page_size must be None where q, k, v and a block mask are "
                                  "planned with")
             self._check_layout()
-            self._plan = plan_block_mask(indptr, indices, M, N, block_size, num_qo_heads, num_kv_heads, head_dim, options, self.device)
+            # Whether they are tensors is asked there.
+            loose: tuple[Any, Any, Any, Any] = (indptr, indices, M, N)
+            self._plan = plan_block_mask(*loose, block_size, num_qo_heads, num_kv_heads, head_dim, options, self.device)
             return
         dtype = planned_dtype(q_data_type, kv_data_type, self.device, float8=True)
-        sizes = {name: require_int(name, value, 1) for name, value in (("M", M), ("N", N), ("R", R), ("C", C))}
-        heads = (num_qo_heads, num_kv_heads, head_dim)
+        M, N, R, C = (require_int(name, value, 1) for name, value in (("M", M), ("N", N), ("R", R), ("C", C)))
         if kv_cache_page_size is None:
             self._check_layout()
         elif require_int("kv_cache_page_size", kv_cache_page_size, 1) and C != 1:
             raise ValueError(f"C must be 1 with kv_cache_page_size, because columns are single entries of the cache, got {C}")
-        plan = plan_bsr(indptr, indices, *sizes.values(), *heads, mask, packed_mask, block_mask, options, dtype,
+        plan = plan_bsr(indptr, indices, M, N, R, C, num_qo_heads, num_kv_heads, head_dim, mask, packed_mask, block_mask, options, dtype,
                         planned_dtype(o_data_type, None, torch.device("cpu"), "o_data_type"), non_blocking, self.device)
-        self._plan = replace(plan, page=kv_cache_page_size and (kv_cache_page_size, self._kv_layout))
+        self._plan = replace(plan, page=None if kv_cache_page_size is None else (kv_cache_page_size, self._kv_layout))
 
     begin_forward = plan
 
@@ -188,11 +196,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             TypeError, ValueError: the argument's name, what was required and what came.
             RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
         """
-        return self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
-
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-        """``run(..., return_lse=True)``, which upstream's documentation names."""
-        return self.run(q, k, v, return_lse=True, **options)
+        result, result_lse = self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
+        return result if result_lse is None else (result, result_lse)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, scale_v: Tensor | None = None,
@@ -204,7 +209,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         None leaves an option as planned, where upstream would forget what was planned, for this call and all that follow.
         """
         plan = self._planned().with_options(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
-        return plan.run(q, k, v, self._impl, (scale_q, scale_k, scale_v), None, None, False)
+        return plan.run(q, k, v, self._impl, (scale_q, scale_k, scale_v), None, None, False)[0]
 
 
 class VariableBlockSparseAttentionWrapper(_Wrapper):
@@ -269,11 +274,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
         layout there and returns copies.
         """
-        return self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
-
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-        """``run(..., return_lse=True)``, which upstream's documentation names."""
-        return self.run(q, k, v, return_lse=True, **options)
+        result, result_lse = self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
+        return result if result_lse is None else (result, result_lse)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
@@ -282,4 +284,4 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     ) -> Tensor:
         """``run``, with options for this call as in ``BlockSparseAttentionWrapper.forward``; deprecated upstream."""
         plan = self._planned().with_options(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
-        return plan.run(q, k, v, self._impl, NO_SCALES, None, None, False)
+        return plan.run(q, k, v, self._impl, NO_SCALES, None, None, False)[0]

@@ -58,7 +58,7 @@ def parallel_nsa_compression(
     ids = torch.arange(-(-(TK // block_size) // MEANS_AT_ONCE), device=q.device).expand(len(spans), k.shape[2], -1)
     lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     lists = lists_from_ids(ids, None, Packed(packed.cu_q, ends, packed.q_tokens, rows), spans, MEANS_AT_ONCE, lists_impl)
-    out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
+    out, lse = token_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lists, scale=scale, impl=impl)
     lse = torch.where((seen > 0)[:, None], lse, 0.0)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 
@@ -142,7 +142,7 @@ def _topk_blocks(importance: Tensor, block: Tensor, position: Tensor, block_size
     return ids.masked_fill_(best == -2**62, -1).transpose(0, 1).int()
 
 
-def block_means(x: Tensor, packed: Tensor, block_size: int) -> Tensor:
+def block_means(x: Tensor, packed: Packed, block_size: int) -> Tensor:
     """[B, TC, H, D], or [1, TC and spare rows, H, D] of packed sequences: the mean of every block of x [B, T, H, D], in x's dtype."""
     _, starts, sizes = packed.key_blocks(block_size)
     # Blocks of a batch element: with a single cu_seqlens the spare ones stay.

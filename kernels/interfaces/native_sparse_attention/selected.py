@@ -7,7 +7,7 @@ The compressed branch and the selection are in compressed.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
-from ...token_lists import lists_from_ids
+from ...token_lists import TokenLists, lists_from_ids
 from .compressed import DIMS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
 
 # Keys that the window branch takes as one block.
@@ -24,6 +24,28 @@ WINDOW_BLOCK = 64
 SELECTED_BLOCKS = 16
 # Of gates that make no result wider than float32.
 GATES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[False] = ...,
+    impl: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[True], impl: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: bool, impl: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selected_attention(
@@ -111,7 +133,7 @@ def parallel_nsa(
     compressed = lse = None
     if g_cmp is not None or block_indices is None:
         packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
-        blocks = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
+        blocks: dict[str, Any] = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
         keys = block_means(k, packed, block_size)
         if g_cmp is not None:
             compressed, lse = parallel_nsa_compression(q, keys, block_means(v, packed, block_size), **blocks)
@@ -122,7 +144,7 @@ def parallel_nsa(
     out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
     if g_slc is not None:
         out = out * g_slc[..., None]
-    if compressed is not None:
+    if compressed is not None and g_cmp is not None:
         out = out + compressed * g_cmp[..., None]
     if window_size:
         near = _window_attention(q, k, v, window_size, cu_seqlens, impl)
@@ -144,9 +166,11 @@ def parallel_nsa_fwd(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+    cu_seqlens = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
-    cu_seqlens = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     return selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
 
 
@@ -259,6 +283,6 @@ def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
     return choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, lists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    out, lse = token_attention(*(x.flatten(0, 1) for x in (q, k, v)), lists, scale=scale, impl=impl)
+def _attend(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    out, lse = token_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lists, scale=scale, impl=impl)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])

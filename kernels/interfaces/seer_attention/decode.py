@@ -124,11 +124,12 @@ class _Cache:
         check_tensor("cache_seqlens", cache_seqlens, INTEGERS, (q.shape[0],), "[B]", q.device)
         self.q, self.lengths, self.block_size = q[:, 0], cache_seqlens, require_int("block_size", block_size, 1)
         self.capacity, self.kv_heads = k.shape[1], k.shape[2]
-        self.pitch = _pitch(k)
-        if self.pitch is None or _pitch(v) != self.pitch:
+        pitch = _pitch(k)
+        if pitch is None or _pitch(v) != pitch:
             # A tensor with a dimension of 1 may call itself contiguous whatever its stride there, which a clone does not keep.
             k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-            self.pitch = self.capacity
+            pitch = self.capacity
+        self.pitch = pitch
         rows = (len(k) - 1) * self.pitch + self.capacity if len(k) and self.capacity else 0
         self.k, self.v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
 

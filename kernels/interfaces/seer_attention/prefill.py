@@ -101,10 +101,10 @@ def block_2d_sparse_attn_varlen_func(
     lists = BlockLists.from_mask(block_mask.tril(), block_size, block_size)
     first = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None, None, None] * number
     counts, indices = (x.transpose(0, 1).flatten(1, 2)[None] for x in (lists.counts, lists.indices + first))
-    offsets = [_block_offsets(cu, block_size, number) for cu in (packed.cu_q, packed.cu_k)]
-    blocks = BlockLists(counts, indices, *offsets, max_q_length=block_size, max_kv_length=block_size)
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = block_sparse_attention(*heads_first, blocks, scale=sm_scale, causal=True, impl=impl)
+    q_offsets, kv_offsets = (_block_offsets(cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
+    blocks = BlockLists(counts, indices, q_offsets, kv_offsets, max_q_length=block_size, max_kv_length=block_size)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = block_sparse_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
     return out[0].transpose(0, 1)
 
 
