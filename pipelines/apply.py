@@ -177,7 +177,7 @@ class _Installation:
         """(name, processor) of the sites where this installation's processor is still in place."""
         found = []
         for name in self.originals:
-            processor = model.get_submodule(name).processor
+            processor: Any = model.get_submodule(name).processor
             if isinstance(processor, SSTAProcessor) and processor.context is self.context:
                 found.append((name, processor))
         return found
@@ -191,9 +191,9 @@ def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
     """
     if isinstance(model, nn.Module):
         return [("", model)]
-    found = [(name, getattr(model, name, None)) for name in _TRANSFORMERS]
-    found = [(name, module) for i, (name, module) in enumerate(found)
-             if isinstance(module, nn.Module) and all(module is not other for _, other in found[:i])]
+    named = [(name, getattr(model, name, None)) for name in _TRANSFORMERS]
+    found = [(name, module) for i, (name, module) in enumerate(named)
+             if isinstance(module, nn.Module) and all(module is not other for _, other in named[:i])]
     if not found:
         raise TypeError(f"model must be a transformer or a pipeline with a .transformer, got {type(model).__name__}")
     return found
@@ -260,8 +260,9 @@ def _sites(family: Family, model: nn.Module) -> list[Site]:
         if type(processor) not in site.classes:
             raise ValueError(f"{site.name} must have its original processor {' or '.join(kind.__name__ for kind in site.classes)}, "
                              f"got {'none' if processor is None else type(processor).__name__}; put the original processor back first")
-        if getattr(processor, "_parallel_config", None) is not None:
-            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {processor._parallel_config}")
+        parallel = getattr(processor, "_parallel_config", None)
+        if parallel is not None:
+            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {parallel}")
     return sites
 
 
@@ -297,9 +298,10 @@ def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[S
     installation = _Installation(context, {}, [])
     try:
         for site, replacement in replacements:
-            installation.originals[site.name] = original = site.module.processor
+            module: Any = site.module
+            installation.originals[site.name] = original = module.processor
             _copy_settings(original, replacement)
-            site.module.processor = replacement
+            module.processor = replacement
         hooks = installation.hooks
         hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
         hooks.append(model.register_forward_hook(context.finish))
@@ -336,7 +338,9 @@ def _contiguous_tokens(x: Any) -> Any:
 
 
 def _uninstall(model: nn.Module) -> None:
-    _undo(model, _installation(model))
+    installation = _installation(model)
+    assert installation is not None
+    _undo(model, installation)
     delattr(model, _ATTRIBUTE)
 
 

@@ -79,7 +79,8 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         return Configuration(text, family.default_config(), family.default_schedule())
     if text in family.presets:
         return Configuration(text, *family.presets[text]())
-    config, schedule = {}, {}
+    config: dict[str, Any] = {}
+    schedule: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
@@ -155,12 +156,14 @@ def _generate(pipe: Any, call: dict, seed: int) -> tuple[Tensor, float]:
 @contextmanager
 def _denoising_time(pipe: Any):
     """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one."""
-    watch, hooks, started = Stopwatch(), [], []
+    watch, started = Stopwatch(), False
+    hooks: list[Any] = []
 
     def start(model, args, kwargs):
+        nonlocal started
         if not started:
             watch.start(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
-            started.append(True)
+            started = True
 
     for _, model in transformers_of(pipe):
         hooks += [model.register_forward_pre_hook(start, with_kwargs=True), model.register_forward_hook(lambda *_: watch.stop())]
@@ -173,7 +176,7 @@ def _denoising_time(pipe: Any):
 
 def table(results: Sequence[Comparison]) -> str:
     """The comparisons as an aligned table."""
-    rows = [("configuration", "s per step", "speed-up", "density", "difference", "PSNR, dB", "SSIM", "LPIPS")]
+    rows: list[tuple[str, ...]] = [("configuration", "s per step", "speed-up", "density", "difference", "PSNR, dB", "SSIM", "LPIPS")]
     for result in results:
         quality = result.quality or {}
         rows.append((

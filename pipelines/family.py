@@ -92,7 +92,8 @@ def stack_sites(
     if len(replacements) != len(classes):
         raise ValueError(f"replacement must be one, or one for each of the {len(classes)} classes of stock, got {len(replacements)}")
     chosen = dict(zip(classes, replacements))
-    for index, block in enumerate(model.get_submodule(stack)):
+    blocks: Any = model.get_submodule(stack)
+    for index, block in enumerate(blocks):
         module = block.get_submodule(attention)
         yield Site(f"{stack}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
 
@@ -164,6 +165,7 @@ def register_family(family: Family | str, place: str | None = None) -> None:
         TypeError: neither a ``Family`` alone nor a class name with a place.
         ValueError: the class name is registered already, or a place of another form.
     """
+    entry: Family | str
     if isinstance(family, str) and isinstance(place, str):
         module, _, name = place.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), name)):

@@ -7,7 +7,7 @@ roundings (which each family says, see ``Norms``), and in what RoPE is applied t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,20 +51,27 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
         tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
     if not all(_by_kernel(stream, heads, across_heads, norms) for stream in (*queries, *keys, *values)):
-        return tuple(_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
+        q, k, v = (_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
+        return q, k, v
     deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams))
                 for streams in (queries, keys, values))
-    return tuple(deferred) if tiles else tuple(x.materialize().transpose(1, 2) for x in deferred)
+    if tiles:
+        query, key, value = deferred
+        return query, key, value
+    q, k, v = (x.materialize().transpose(1, 2) for x in deferred)
+    return q, k, v
 
 
 def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
-    norm, x = stream.norm, stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
+    norm: Any = stream.norm
+    x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
         weight, rstd = (norm.weight.view(heads, -1), token_rstd(x, norm.eps)) if across_heads else (norm.weight, None)
         norm = RMSNorm(weight, norm.eps, norms[type(norm)], rstd)
     angles = None
     if stream.angles is not None:
-        angles = tuple(of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)
+        cos, sin = (of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)
+        angles = cos, sin
     return Projection(x, norm, angles)
 
 

@@ -153,7 +153,8 @@ def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> t
     canvas, tile = require_triple("canvas_thw", canvas_thw), require_triple("tile_thw", tile_thw)
     if any(n % size for n, size in zip(canvas, tile)):
         raise ValueError(f"canvas_thw must be a multiple of tile_thw {tile}, got {canvas}; pad the video, or call ssta_3d_attention")
-    return tuple(n // size for n, size in zip(canvas, tile))
+    t, h, w = (n // size for n, size in zip(canvas, tile))
+    return t, h, w
 
 
 def _with_text(mask: Tensor, blocks: int, selected: bool) -> Tensor:

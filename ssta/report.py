@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -123,7 +122,7 @@ class Report:
 
 @torch.no_grad()
 def explain(
-    query: Tensor, key: Tensor, thw: Sequence[int] | TokenLayout, config: SSTAConfig | None = None, *, value: Tensor | None = None,
+    query: Tensor, key: Tensor, thw: tuple[int, int, int] | TokenLayout, config: SSTAConfig | None = None, *, value: Tensor | None = None,
     text_mask: Tensor | None = None, text_len: int | None = None, scale: float | None = None, impl: str = "auto", **keywords,
 ) -> Report:
     """Says what SSTA would compute for these tensors and, given ``value``, runs it once and says what that gave.
@@ -158,7 +157,7 @@ def explain(
     if query.numel() == 0 or query.is_meta:
         raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
-    if tokens.video:
+    if tokens.longest_video is not None:
         config = config.for_canvas(tokens.longest_video)
     batch, heads, length, head_dim = query.shape
     scale = resolve_scale(scale, head_dim)
@@ -190,7 +189,7 @@ def explain(
     )
 
 
-def _token_layout(thw: Sequence[int] | TokenLayout, text_len: int | None) -> TokenLayout:
+def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None) -> TokenLayout:
     if not isinstance(thw, TokenLayout):
         return TokenLayout.video_text(thw, 0 if text_len is None else text_len)
     if text_len is not None:
@@ -199,7 +198,7 @@ def _token_layout(thw: Sequence[int] | TokenLayout, text_len: int | None) -> Tok
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout, config: SSTAConfig, text_mask: Tensor | None,
-         scale: float | None, impl: str) -> tuple[Tensor, float]:
+         scale: float, impl: str) -> tuple[Tensor, float]:
     """The output, and the seconds until the device had finished it."""
     def finish() -> None:
         if query.device.type == "cuda":
@@ -226,7 +225,7 @@ def _token_pairs(blocks: BlockLists, mask: Tensor, slots: int, batch_times_heads
 
 
 def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Tensor | None, layout: TileLayout, mask: Tensor,
-                   text: TextMask | None, scale: float | None) -> tuple[float | None, float | None]:
+                   text: TextMask | None, scale: float) -> tuple[float | None, float | None]:
     """(attention_kept, output_error) over video rows at even distances, from their full softmax."""
     video = [segment.first_token + torch.arange(math.prod(segment.extent), device=query.device) for segment in layout.video]
     if not video:
@@ -245,7 +244,7 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     selected = selected.repeat_interleave(heads // selected.shape[1], 1).expand(batch, -1, -1, -1).reshape(groups)
     kept = float((weights * selected).sum(-1).mean())
     error = math.nan
-    if output is not None:
+    if output is not None and value is not None:
         dense = weights @ value.to(wide)[:, :, None]
         error = float((output[:, :, rows].to(wide).reshape(groups) - dense).norm() / dense.norm())
     return (kept if math.isfinite(kept) else None), (error if math.isfinite(error) else None)

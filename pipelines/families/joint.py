@@ -30,8 +30,8 @@ class JointSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
         ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
-        conditions = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        layout = self.around(video_len + conditions, after=conditions)
+        after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        layout = self.around(video_len + after, after=after)
         angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
         both = hidden_states
         if encoder_hidden_states is not None and attn.add_q_proj is None:
