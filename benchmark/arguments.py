@@ -13,7 +13,7 @@ SHAPE = "TOKENS,KEPT[,BLOCK[,HEADS[,HEAD_DIM]]]"
 
 def new_parser(doc: str) -> argparse.ArgumentParser:
     """A parser that prints ``doc`` as its help and knows ``--csv``."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--csv", metavar="NAME", type=csv_name, help="also write benchmark/results/NAME.csv")
     return parser
 
@@ -44,6 +44,10 @@ def csv_name(text: str) -> str:
 
 def rounds(text: str) -> int:
     return _at_least_one("a number of rounds", text)
+
+
+def number(text: str) -> int:
+    return _at_least_one("a number", text)
 
 
 def kernel_shape(text: str) -> tuple[Problem, Pattern]:

@@ -1,13 +1,14 @@
 """How fast is the kernel? Lists, forward and backward of block_sparse_attention beside other libraries, on one and the same pattern.
 
-    python benchmark/bench_kernels.py [--full] [--impl hopper triton] [--peers NAME ...] [--shape 46080,48 ...] [--rounds 7] [--csv NAME]
+    python benchmark/bench_kernels.py [--full] [--impl hopper triton] [--peers NAME ...] [--shape 46080,48 ...] [--rounds 7]
+                                       [--against DIR] [--csv NAME]
 
 Patterns: "full" (all blocks), "window" (the 3 x 3 x 3 neighbours of a video's tile) and "random" (so many blocks of every row). All calls
 of one problem are interleaved. Before any time is taken, out, dq, dk and dv are checked at sampled blocks against float64; column error is
 the largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks.
 
 A library that is absent, fails or is wrong gets a row that says so, and no time; after one that leaves the GPU unusable the program starts
-again without it. Where ours is wrong, the program ends.
+again without it. Where ours is wrong, the program ends. With --against ours alone is measured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from typing import NoReturn
 
 import torch
+from against import add_against, compare
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
 from measure import (
     NO_TIMES,
@@ -38,12 +40,14 @@ from peers import PEERS, Calls, Inputs, Peer, Tensors, Unsupported, by_autograd
 from shapes import KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, full, pairs
 from truth import Truth, Wrong, truth
 
-from ssta.kernels import IMPLEMENTATIONS, BlockLists, PatternFacts, block_sparse_attention, choose_route
+from ssta.kernels import BlockLists, block_sparse_attention
 
 OURS = "ssta"
 DIRECTIONS = ("lists", "forward", "backward")
 # Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
 CHOICES = {"hopper": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)}
+# What tells one row from another.
+KEYS = ("what", "provider", "pattern", "tokens", "heads", "head_dim", "block", "kept")
 COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
            "extra_mib", "error", "note")
 
@@ -53,8 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
     parser = new_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="the whole sweep: 11,520 to 138,240 tokens, 16 heads and 1, five patterns")
-    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS,
-                        help="implementations of ours, side by side (default: all kernels that run here)")
+    parser.add_argument("--impl", nargs="+", metavar="NAME",
+                        help="implementations of ours, as block_sparse_attention names them, side by side (default: all kernels that run "
+                             "here)")
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], metavar="NAME",
                         help=f"other libraries (default: all that are installed); of {', '.join(peer.name for peer in PEERS)}")
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, action="append",
@@ -62,8 +67,14 @@ def main(argv: list[str] | None = None) -> None:
                              "block, a share such as 0.4, full or window (default 384 tokens, 16 heads, head_dim 128); may be given "
                              "several times")
     add_rounds(parser, 7 if gpu else 3)
+    add_against(parser)
     parser.add_argument("--lost", nargs=2, action="append", default=[], help=argparse.SUPPRESS)  # NAME REASON, see start_again
     options = parser.parse_args(argv)
+    if options.against:
+        rows = compare(__file__, argv, ("--peers",), options.against, KEYS, ("median_ms", "host_ms", "extra_mib"))
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", rows)
+        return
     sweep: dict[Problem, list[Pattern]] = {}
     for problem, pattern in options.shape or usual_shapes(gpu, options.full):
         sweep.setdefault(problem, []).append(pattern)
@@ -75,12 +86,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{row['provider']} is left out: {row['note']}", flush=True)
     peers = [peer for peer in peers if not reasons[peer.name]]
     for problem, patterns in sweep.items():
-        try:
-            impls = options.impl or runnable(device, dtype, problem)
-            for impl in impls:
-                chosen(impl, device, dtype, problem)
-        except ValueError as error:
-            parser.error(str(error))
+        impls = options.impl or runnable(device, dtype, problem)
+        for impl in impls:
+            reason = refused(impl, device, dtype, problem)
+            if reason:
+                parser.error(reason)
         try:
             found = measure_problem(problem, list(dict.fromkeys(patterns)), impls, peers, options.rounds, device, dtype)
         except Lost as lost:
@@ -96,21 +106,20 @@ def usual_shapes(gpu: bool, everything: bool) -> list[tuple[Problem, Pattern]]:
     return [(problem, pattern(problem)) for problem, patterns in sweep.items() for pattern in patterns]
 
 
-def chosen(impl: str, device: torch.device, dtype: torch.dtype, problem: Problem) -> str:
-    """What ``impl`` stands for here; ValueError where it cannot run."""
-    facts = PatternFacts(problem.block, problem.block, 1, 1, True)
-    return choose_route(impl, device, dtype, problem.head_dim, facts).name
+def refused(impl: str, device: torch.device, dtype: torch.dtype, problem: Problem) -> str:
+    """Empty, or why ``impl`` cannot run on such tensors: one block is tried."""
+    x = torch.zeros(1, 1, problem.block, problem.head_dim, device=device, dtype=dtype)
+    one = BlockLists.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), problem.block, problem.block)
+    try:
+        block_sparse_attention(x, x, x, one, impl=impl)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def runnable(device: torch.device, dtype: torch.dtype, problem: Problem) -> list[str]:
-    """Our kernels that take such tensors here; what "auto" stands for where none does."""
-    found = []
-    for impl in ("hopper", "triton"):
-        try:
-            found.append(chosen(impl, device, dtype, problem))
-        except ValueError:
-            pass
-    return found or [chosen("auto", device, dtype, problem)]
+    """Our kernels that take such tensors here; plain torch where none does."""
+    return [impl for impl in ("hopper", "triton") if not refused(impl, device, dtype, problem)] or ["torch"]
 
 
 def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str], peers: list[Peer], rounds: int, device: torch.device,

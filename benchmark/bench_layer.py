@@ -1,10 +1,10 @@
 """What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
 
-    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--rounds 7] [--csv NAME]
+    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
-therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own. Before any time is taken, sampled tiles
-of the layer's output are checked against float64 over the same selection (column error).
+therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
+Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from against import add_against, compare
 from arguments import add_names, add_rounds, named, new_parser
-from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine
+from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine, write_rows
 from shapes import LAYERS, LAYERS_CPU, LayerShape
-from stages import STAGES, Stopwatch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,6 +24,8 @@ from truth import Wrong, check, exact_query_block
 from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
 from ssta.kernels import BlockLists
 
+KEYS = ("layer", "padding", "stage")
+
 
 def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
@@ -31,15 +33,23 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_names(parser, "layer", layers)
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
+    parser.add_argument("--whole", action="store_true", help="leave the stages out")
     add_rounds(parser, 7 if gpu else 3)
+    add_against(parser)
     options = parser.parse_args(argv)
     chosen = named(parser, "layer", options.layer, layers)
-    print_machine()
     path = RESULTS / f"{options.csv}.csv" if options.csv else None
-    measure_each(chosen, lambda shape: measure_layer(shape, options.pad, options.rounds, "cuda" if gpu else "cpu"), path)
+    if options.against:
+        rows = compare(__file__, argv, ("--whole",), options.against, KEYS, ("median_ms", "host_ms", "extra_mib"))
+        if path:
+            write_rows(path, rows)
+        return
+    print_machine()
+    device = "cuda" if gpu else "cpu"
+    measure_each(chosen, lambda shape: measure_layer(shape, options.pad, options.rounds, device, options.whole), path)
 
 
-def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: str) -> list[dict]:
+def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: str, whole: bool) -> list[dict]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # [B, S, H, D] as projections give it, seen as [B, H, S, D].
@@ -60,8 +70,11 @@ def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: s
         _, blocks = layer(return_blocks=True)
         facts[padding, "total"] = dict(error=sampled_error(shape, q, k, v, layer(), blocks, layout, config),
                                        density=computed_share(blocks, layout, config, device, shape.tokens))
-        watches[padding] = Stopwatch(layer)
-        calls |= {(padding, "total"): layer, (padding, "stages"): watches[padding]}
+        calls[padding, "total"] = layer
+        if not whole:
+            from stages import Stopwatch  # which must know the inside of the layer: beside another checkout there may be another inside
+
+            calls[padding, "stages"] = watches[padding] = Stopwatch(layer)
     memory = {}
     for key, call in calls.items():
         if key[1] == "total":
@@ -84,8 +97,7 @@ def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: s
                 layer=shape.name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, padding=padding, stage=stage,
                 **{column: measured[column] for column in NO_TIMES}, tflops=tflops, density=fact["density"], extra_mib=extra,
                 extra_over_qkvo=extra and extra / tensors_mib, error=fact["error"], note=measured["note"]))
-    order = (*STAGES, "total")
-    return sorted(rows, key=lambda row: (["dense", *paddings].index(row["padding"]), order.index(row["stage"])))
+    return sorted(rows, key=lambda row: (["dense", *paddings].index(row["padding"]), row["stage"] == "total"))
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ LONGEST_WAIT = 8.0  # ms
 CYCLES_PER_MS = 2_000_000
 
 
+def before_round() -> None:
+    """Called before every round; beside another checkout (against.py) a process waits here for its turn."""
+
+
 def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1,
                 failed: Callable[[Hashable, str], None] = lambda name, note: None) -> dict[Hashable, dict[str, object]]:
     """Times of each call, in rounds of one call each, so that a card that throttles slows all alike.
@@ -40,6 +44,7 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, wa
     order = random.Random(0)
     wait = LONGEST_WAIT
     for turn in range(warm + rounds):
+        before_round()
         for name in order.sample(list(calls), len(calls)):
             if notes[name]:
                 continue
@@ -142,8 +147,12 @@ def machine() -> dict[str, str]:
         driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         torch=torch.__version__, triton=triton_version,
         # SSTA_COMMIT names it for a copy that has left its git folder behind.
-        commit=os.environ.get("SSTA_COMMIT") or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"),
+        commit=os.environ.get("SSTA_COMMIT") or commit_of(Path(__file__).parent),
         date=datetime.date.today().isoformat())
+
+
+def commit_of(tree: Path) -> str:
+    return _first_line("git", "-C", str(tree), "rev-parse", "--short=10", "HEAD")
 
 
 def _first_line(*command: str) -> str:

@@ -154,7 +154,7 @@ def model_inputs(latents: Tensor, size: Size, seed: int) -> dict[str, Tensor]:
 
 def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, say: Callable[[str], None]) -> list[dict]:
     """What the model gives, and how fast, with dense attention, with SSTA selecting every tile, and with SSTA."""
-    from ssta.pipelines import apply_ssta
+    from ssta.pipelines import Schedule, apply_ssta
 
     every_tile = SSTAConfig(tile_thw=size.config.tile_thw, topk=math.prod(size.canvas), sparse_type="block_attn")
     if size.stock_dense:
@@ -162,8 +162,8 @@ def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, 
     else:
         dense, torch_name = "dense, without the S x S mask", "torch SDPA"
         install_dense = partial(dense_without_mask, model, sum(size.valid_tokens))
-    ways = {dense: install_dense, "SSTA, every tile (a check)": partial(apply_ssta, model, every_tile),
-            "SSTA": partial(apply_ssta, model, size.config)}
+    sparse = partial(apply_ssta, model, schedule=Schedule())
+    ways = {dense: install_dense, "SSTA, every tile (a check)": partial(sparse, every_tile), "SSTA": partial(sparse, size.config)}
     seconds = {dense: [], "SSTA": []}
 
     runs, reference = [], None

@@ -31,7 +31,6 @@ class Example:
         call: what the pipeline is called with besides prompt and seed, at the resolution and the length that the model is made for.
         fps: frames in a second of video.
         image_pipeline, image_model: the same for a video that begins with an image; None = the family has none here.
-        schedule: the schedule unless the user says otherwise; None = the family's.
         prepare: called with the loaded pipeline.
     """
 
@@ -41,7 +40,6 @@ class Example:
     fps: int
     image_pipeline: str | None = None
     image_model: str | None = None
-    schedule: Schedule | None = None
     prepare: Callable[[Any], None] = field(default=lambda pipe: None)
 
 
@@ -53,7 +51,7 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
     try:
         require_video_writer()
         pipe = load(example, options)
-        config, schedule = settings(example, options, pipe)
+        config, schedule = settings(options, pipe)
         call = call_of(example, options, pipe)
         with apply_ssta(pipe, config, schedule=schedule) as handle:
             if options.compile:
@@ -86,6 +84,7 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--preset", help="settings for weights that were trained with SSTA, by name; the family's defaults if left out")
     parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
     parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
     parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")
@@ -131,10 +130,15 @@ def call_of(example: Example, options: argparse.Namespace, pipe: Any) -> dict[st
     return call | {"prompt": options.prompt, "output_type": "pt"}
 
 
-def settings(example: Example, options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedule]:
+def settings(options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedule]:
     """The family's, with what the command line changes."""
     family = family_of(pipe.transformer)
-    config, schedule = family.default_config(), example.schedule or family.default_schedule()
+    if options.preset is None:
+        config, schedule = family.default_config(), family.default_schedule()
+    elif options.preset in family.presets:
+        config, schedule = family.presets[options.preset]()
+    else:
+        raise ValueError(f"--preset must be {' or '.join(family.presets) or 'left out for this model'}, got {options.preset}")
     changes = {name: getattr(options, name) for name in ("topk", "pad_type") if getattr(options, name) is not None}
     if "topk" in changes:
         # The default's variants would set it back.

@@ -83,11 +83,10 @@ def attend_owned(
     """(out, lse, route) of ``block_sparse_attention`` for a caller that owns q and gives it away: without a gradient, and where kernels
     run over tiles, out takes q's memory.
 
-    For use inside the package: q's memory must be nobody else's, and no part of it may be q twice (an expanded dimension). The arguments,
-    the results and what is raised are as there. ``route`` is None while torch.compile traces: the graph chooses when it runs.
+    For use inside the package: q's memory must be nobody else's, no part of it may be q twice (an expanded dimension), and the caller has
+    checked q, k, v and blocks as is done there, autocast included: nothing is checked again on every call. The arguments and the results
+    are as there. ``route`` is None while torch.compile traces: the graph chooses when it runs.
     """
-    q, k, v = autocast_inputs(q=q, k=k, v=v)
-    _check(q, k, v, blocks)
     return _attend(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, deterministic, impl, owned=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
 from .context import ModelContext
-from .family import Site, family_of
+from .family import Family, Site, family_of
 from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
@@ -27,12 +28,16 @@ _WARM_UP_NOISE = 0.95
 
 
 def apply_ssta(
-    model: Any, config: SSTAConfig | None = None, *, schedule: Schedule | None = None, scheduler: Any = None, impl: str = "auto",
+    model: Any, config: SSTAConfig | None = None, *, schedule: Schedule | None = None, preset: str | None = None, scheduler: Any = None,
+    impl: str = "auto",
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
     Weights, state dict and cross-attention are left alone. The canvas (t, h, w), the text length and its mask are taken from each
     forward, so resolutions may change between calls. A tile larger than the canvas is one tile, and attention then dense.
+
+    One thing outside of attention changes, to the same values: tokens ``[B, S, C]`` that enter the first block of a stack are copied to
+    contiguous memory, where a patch embedding left them with a token's channels far apart, and the blocks after it keep that order.
 
     Apply it to the pipeline that will be called, and fuse projections before rather than after where fusing exchanges the attention
     processors (CogVideoX). ``compile_repeated_blocks(fullgraph=True)`` works before and after; under a torch.compile of the whole model a
@@ -40,35 +45,54 @@ def apply_ssta(
 
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
-        config: what is attended; default the preset of the model's family.
-        schedule: which steps and layers stay dense; default the family's: nothing for models that were trained with SSTA, else
-            ``Schedule.warm_up()``.
+        config: what is attended; default the family's.
+        schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
+        preset: the name of a configuration and a schedule for weights that were trained with SSTA, instead of these two:
+            ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, in which nothing stays dense.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
-            waits for the device once in each forward.
-        impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes.
+            synchronises with the device once in each forward.
+        impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
+            for a model may still move to another device; so a model on the meta device is taken too.
 
     Returns:
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
-        TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, or not a scheduler.
-        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's stock one, context
-            parallelism, a schedule that names layers that the model does not have or that counts steps without a scheduler, or an
-            unknown impl. The model is then as it was.
+        TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, not a scheduler, which has a tensor of timesteps,
+            or a family whose functions return something else than they should.
+        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
+            parallelism, a schedule that names layers that the model does not have or that counts steps without a scheduler, an
+            unknown impl or preset, or a family whose sites are not the model's.
+        ImportError: the model's family does not fit the installed diffusers.
+
+    The model is as it was after any of them.
     """
     for name, value, wanted in (("config", config, SSTAConfig), ("schedule", schedule, Schedule)):
         if value is not None and not isinstance(value, wanted):
             raise TypeError(f"{name} must be {'an' if name == 'config' else 'a'} {wanted.__name__} or None, got {type(value).__name__}")
-    if scheduler is not None and not hasattr(scheduler, "timesteps"):
-        raise TypeError(f"scheduler must be a diffusers scheduler, which has timesteps, got {type(scheduler).__name__}")
+    if scheduler is not None:
+        _require_scheduler(scheduler)
+    if preset is not None:
+        if not isinstance(preset, str):
+            raise TypeError(f"preset must be a name or None, got {type(preset).__name__}")
+        if config is not None or schedule is not None:
+            raise ValueError(f"preset must stand alone, for it is a config and a schedule, got {preset!r} with one of them")
     require_impl(impl)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
-    plans = [(name, module, *_plan(module, config, schedule, progress, impl))
+    plans = [(name, module, *_plan(module, config, schedule, preset, progress, impl))
              for name, module in transformers_of(model)]
-    return SSTAHandle([(name, module, _install(module, context, replacements)) for name, module, context, replacements in plans])
+    installed: list[tuple[str, nn.Module, _Installation]] = []
+    try:
+        for name, module, context, replacements in plans:
+            installed.append((name, module, _install(module, context, replacements)))
+    except BaseException:
+        for _, module, _ in installed:
+            _uninstall(module)
+        raise
+    return SSTAHandle(installed)
 
 
 def remove_ssta(model: Any) -> None:
@@ -143,16 +167,16 @@ class SSTAHandle:
 
 @dataclass
 class _Installation:
-    """What one model's installation changed: processors by site, with the stock ones they replaced, and hooks."""
+    """What one model's installation changed: the processors that were replaced, by site, and hooks."""
 
     context: ModelContext
-    stock: dict[str, Any]
-    hooks: tuple[RemovableHandle, ...]
+    originals: dict[str, Any]
+    hooks: list[RemovableHandle]
 
     def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
         """(name, processor) of the sites where this installation's processor is still in place."""
         found = []
-        for name in self.stock:
+        for name in self.originals:
             processor = model.get_submodule(name).processor
             if isinstance(processor, SSTAProcessor) and processor.context is self.context:
                 found.append((name, processor))
@@ -179,60 +203,118 @@ def _installation(model: nn.Module) -> _Installation | None:
     return vars(model).get(_ATTRIBUTE)
 
 
+def _require_scheduler(scheduler: Any) -> None:
+    """Some of diffusers' schedulers have no timesteps before ``set_timesteps``."""
+    timesteps = getattr(scheduler, "timesteps", "")
+    if not isinstance(timesteps, Tensor) and not (timesteps is None and callable(getattr(scheduler, "set_timesteps", None))):
+        found = f" whose timesteps are {type(timesteps).__name__}" if hasattr(scheduler, "timesteps") else ""
+        raise TypeError(f"scheduler must be a diffusers scheduler, which has a tensor of timesteps, got {type(scheduler).__name__}{found}")
+
+
 def _plan(
-    model: nn.Module, config: SSTAConfig | None, schedule: Schedule | None, progress: Progress, impl: str,
+    model: nn.Module, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress, impl: str,
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
     """The context and, for each site, the processor to install; changes nothing yet."""
     family = family_of(model)
     if _installation(model) is not None:
         raise ValueError(f"model must not have SSTA applied already, got {type(model).__name__} with it; call remove_ssta(model) first")
-    sites = list(family.sites(model))
-    for site in sites:
-        processor, stock = site.module.processor, site.stock if isinstance(site.stock, tuple) else (site.stock,)
-        if type(processor) not in stock:
-            raise ValueError(f"{site.name} must have its stock processor {' or '.join(kind.__name__ for kind in stock)}, "
-                             f"got {type(processor).__name__}; put the stock processor back first")
-        if getattr(processor, "_parallel_config", None) is not None:
-            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {processor._parallel_config}")
-    config = family.default_config() if config is None else config
-    schedule = _settle(schedule, family.default_schedule(), progress)
+    sites = _sites(family, model)
+    config, schedule = _settings(family, config, schedule, preset, progress)
     context = ModelContext(family, config, schedule, progress, impl)
-    replacements = []
+    replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
         processor = site.replacement(context)
+        if not isinstance(processor, SSTAProcessor) or getattr(processor, "context", None) is not context:
+            raise TypeError(f"{site.name}'s Site.replacement must return an SSTAProcessor with the context it was called with, "
+                            f"got {type(processor).__name__}")
+        if any(processor is other for _, other in replacements):
+            raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
         processor.config = own
         replacements.append((site, processor))
     return context, replacements
 
 
-def _settle(schedule: Schedule | None, default: Schedule, progress: Progress) -> Schedule:
-    """The schedule to follow: the user's, or the default in terms of what is known about the steps."""
-    if progress.scheduler is not None:
-        return default if schedule is None else schedule
-    if schedule is None:
-        return replace(default, dense_steps=0.0, dense_above=_WARM_UP_NOISE) if default.dense_steps else default
-    if schedule.dense_steps:
-        raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to the "
-                         "pipeline, give its scheduler, or use dense_above")
-    return schedule
+def _sites(family: Family, model: nn.Module) -> list[Site]:
+    """The family's sites in this model, each of them known to be what it says."""
+    found = family.sites(model)
+    if not isinstance(found, Iterable):
+        raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(found).__name__}")
+    sites = list(found)
+    if not sites:
+        raise ValueError(f"{family.model}'s Family.sites must yield at least one Site, got none")
+    seen: dict[int, str] = {}
+    for site in sites:
+        if not isinstance(site, Site):
+            raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(site).__name__}")
+        try:
+            module = model.get_submodule(site.name)
+        except AttributeError:
+            module = None
+        if module is not site.module:
+            raise ValueError(f"Site.name must be the dotted name of Site.module in {type(model).__name__}, got {site.name!r}, which is "
+                             f"{'no module' if module is None else 'another module'}")
+        if id(module) in seen:
+            raise ValueError(f"Family.sites must yield every module once, got {site.name!r} and {seen[id(module)]!r} for the same one")
+        seen[id(module)] = site.name
+        processor = getattr(module, "processor", None)
+        if type(processor) not in site.classes:
+            raise ValueError(f"{site.name} must have its original processor {' or '.join(kind.__name__ for kind in site.classes)}, "
+                             f"got {'none' if processor is None else type(processor).__name__}; put the original processor back first")
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {processor._parallel_config}")
+    return sites
+
+
+def _settings(
+    family: Family, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress,
+) -> tuple[SSTAConfig, Schedule]:
+    """The user's configuration and schedule, or the preset's, or the family's; the latter two in terms of what is known about the steps."""
+    given = schedule is not None
+    if preset is not None:
+        if preset not in family.presets:
+            known = f"one of {', '.join(map(repr, family.presets))}" if family.presets else f"None for {family.model}, which has none"
+            raise ValueError(f"preset must be {known}, got {preset!r}")
+        made = family.presets[preset]()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"{family.model}'s preset {preset!r} must return (SSTAConfig, Schedule), got {type(made).__name__}")
+        config, schedule = made
+    else:
+        config = family.default_config() if config is None else config
+        schedule = family.default_schedule() if schedule is None else schedule
+    for name, value, wanted in (("configuration", config, SSTAConfig), ("schedule", schedule, Schedule)):
+        if not isinstance(value, wanted):
+            source = "default" if preset is None else f"preset {preset!r}"
+            raise TypeError(f"{family.model}'s {source} {name} must be of class {wanted.__name__}, got {type(value).__name__}")
+    if progress.scheduler is None and schedule.dense_steps:
+        if given:
+            raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to "
+                             "the pipeline, give its scheduler, or use dense_above")
+        schedule = replace(schedule, dense_steps=0.0, dense_above=_WARM_UP_NOISE)
+    return config, schedule
 
 
 def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[Site, SSTAProcessor]]) -> _Installation:
-    stock = {}
-    for site, replacement in replacements:
-        stock[site.name] = site.module.processor
-        _copy_settings(site.module.processor, replacement)
-        site.module.processor = replacement
-    hooks = [model.register_forward_pre_hook(context.capture, with_kwargs=True), model.register_forward_hook(context.finish)]
-    hooks += [block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True) for block in _first_blocks(model, list(stock))]
-    installation = _Installation(context, stock, tuple(hooks))
-    setattr(model, _ATTRIBUTE, installation)
+    installation = _Installation(context, {}, [])
+    try:
+        for site, replacement in replacements:
+            installation.originals[site.name] = original = site.module.processor
+            _copy_settings(original, replacement)
+            site.module.processor = replacement
+        hooks = installation.hooks
+        hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
+        hooks.append(model.register_forward_hook(context.finish))
+        for block in _first_blocks(model, list(installation.originals)):
+            hooks.append(block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True))
+        setattr(model, _ATTRIBUTE, installation)
+    except BaseException:
+        _undo(model, installation)
+        raise
     return installation
 
 
 def _first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
-    """The first block of each stack that has sites, by names such as blocks.0.attn1."""
-    names = [name.rpartition(".")[0] for name in sites]
+    """The first block of each stack that has sites, by names such as blocks.0.attn1. A site without a dot has no block."""
+    names = [name.rpartition(".")[0] for name in sites if "." in name]
     first = {name.rpartition(".")[0]: name for name in reversed(names)}
     return [model.get_submodule(name) for name in first.values()]
 
@@ -254,13 +336,18 @@ def _contiguous_tokens(x: Any) -> Any:
 
 
 def _uninstall(model: nn.Module) -> None:
-    installation = _installation(model)
+    _undo(model, _installation(model))
+    delattr(model, _ATTRIBUTE)
+
+
+def _undo(model: nn.Module, installation: _Installation) -> None:
+    """What was installed so far, taken back."""
     for name, processor in installation.processors(model):
-        _copy_settings(processor, installation.stock[name])
-        model.get_submodule(name).processor = installation.stock[name]
+        original = installation.originals[name]
+        _copy_settings(processor, original)
+        model.get_submodule(name).processor = original
     for hook in installation.hooks:
         hook.remove()
-    delattr(model, _ATTRIBUTE)
 
 
 def _copy_settings(source: Any, target: Any) -> None:

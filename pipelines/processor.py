@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
@@ -15,6 +15,7 @@ from ssta.attention import LayerResult, ssta_layer
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 
+from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
@@ -164,7 +165,7 @@ class SSTAProcessor:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see
         ``Route.outruns_dense``. Models that are trained keep SDPA, whose backward needs less memory. A backend that somebody chose is used.
         """
-        if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
+        if self._attention_backend is not None or not default_is_sdpa():
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False

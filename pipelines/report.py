@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .text_table import aligned
+
 
 @dataclass(frozen=True)
 class LayerRun:
@@ -69,11 +71,8 @@ class RunReport(list):
         shares = [run.time_share for run in self if run.time_share is not None]
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
         rows.append(("all", "", "", "", "", f"{self.mean_density():.1%}", "", "", share))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) if column < 3 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths)))
-                 for row in rows]
         reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
-        return "\n".join([line.rstrip() for line in lines] + list(reasons))
+        return "\n".join([aligned(rows, left=3), *reasons])
 
     __repr__ = __str__
 

@@ -89,7 +89,7 @@ def ssta_3d_attention(
 
 
 def _ints(triple: object) -> bool:
-    return type(triple) is tuple and all([type(entry) is int for entry in triple])
+    return type(triple) is tuple and len(triple) == 3 and type(triple[0]) is type(triple[1]) is type(triple[2]) is int
 
 
 @remember_plain

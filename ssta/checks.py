@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from math import prod
 
 import torch
 from torch import Tensor
@@ -36,15 +37,28 @@ def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
     return t, h, w
 
 
+def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
+    """``require_triple`` of a tile's sides, together at most 2**31 - 1 tokens.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    tile = require_triple(name, value)
+    if prod(tile) > LARGEST:
+        raise ValueError(f"{name} must make tiles of at most {LARGEST} tokens, got {tile}")
+    return tile
+
+
 def require_number(name: str, value: float) -> float:
     """``value``, an int or a float; numpy's numbers as Python's.
 
     Raises:
         TypeError: neither.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if type(value) in (int, float):
         return value
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__") or getattr(value, "shape", None) != ():
+    numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     return float(value)
 

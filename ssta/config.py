@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from .checks import require_choice, require_function, require_int, require_number, require_triple
+from .checks import require_choice, require_function, require_int, require_number, require_tile, require_triple
 from .kernels import require_bool
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
@@ -62,7 +62,7 @@ class SSTAConfig:
     _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._settle("tile_thw", require_triple("tile_thw", self.tile_thw))
+        self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
         self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
         self._settle("topk", require_int("topk", self.topk, 1))
         require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)

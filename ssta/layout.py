@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .checks import require_choice, require_device, require_triple
+from .checks import require_choice, require_device, require_tile
 from .config import PAD_TYPES
 from .kernels import Deferred, gather_blocks, kernels_run, require_strided, take_tokens
 from .memo import remember
@@ -131,7 +131,7 @@ class TileLayout:
     def __repr__(self) -> str:
         tile = " x ".join(map(str, self.tile_thw))
         lengths = f"{self.max_tile_length} slots each" if self.tile_length else f"at most {self.max_tile_length} slots each"
-        return (f"TileLayout of {self.tokens}\n"
+        return (f"TileLayout of {str(self.tokens).removeprefix('TokenLayout of ')}\n"
                 f"  cut into {self.num_video_tiles} video tiles of {tile} and {self.num_dense_tiles} dense tiles, {lengths}\n"
                 f"  padding {self.padding!r}: {self.num_slots:,} slots, on {self.device}")
 
@@ -256,7 +256,7 @@ def tile_layout(
     """
     if not isinstance(tokens, TokenLayout):
         raise TypeError(f"tokens must be a TokenLayout, got {type(tokens).__name__}")
-    return checked_layout(tokens, require_triple("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES),
+    return checked_layout(tokens, require_tile("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES),
                           require_device("device", device))
 
 

@@ -72,18 +72,26 @@ class TextMask:
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
         def reach() -> Tensor:
-            return (self.counts[:, _places(layout)[0]] - _places(layout)[1]).minimum(layout.lengths).clamp(min=0)[:, None]
+            return self._reach(layout, self.counts).minimum(layout.lengths).clamp(min=0)[:, None]
         return self._view(("tile_lengths", layout), reach)
 
     def active_tiles(self, layout: TileLayout) -> Tensor:
         """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
         def reach() -> Tensor:
-            return self.counts.clamp(min=1)[:, _places(layout)[0]] > _places(layout)[1]
+            return self._reach(layout, self.counts.clamp(min=1)) > 0
         return self._view(("active_tiles", layout), reach)
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
         return tuple(self.counts.sum(1).tolist())
+
+    @staticmethod
+    def _reach(layout: TileLayout, counts: Tensor) -> Tensor:
+        """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
+        far beyond its length for a video tile."""
+        runs, starts = _places(layout)
+        # One run's count serves all tiles.
+        return (counts if len(layout.dense) == 1 else counts[:, runs]) - starts
 
     def _count(self) -> Tensor:
         runs = [run.length for run in self.tokens.dense]

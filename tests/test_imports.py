@@ -106,11 +106,11 @@ def violations(path: str, source: str) -> list[str]:
             found.append("triton is imported by kernels/ in the folders that need it, or inside a function")
         elif top == "diffusers" and floor != "ssta.pipelines":
             found.append("diffusers is imported only in pipelines/")
-        elif top == "matplotlib" and (path != "ssta/plot.py" or imported.at_load):
-            found.append("matplotlib is imported only inside the functions of ssta/plot.py")
+        elif top in ("matplotlib", "numpy") and (path != "ssta/plot.py" or imported.at_load):
+            found.append(f"{top} is imported only inside the functions of ssta/plot.py")
         elif top == "lpips" and (path != "pipelines/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/quality.py")
-        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "lpips", *sys.stdlib_module_names}:
+        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", *sys.stdlib_module_names}:
             found.append(f"{top} is no dependency of the package")
 
         if floor == "ssta.kernels" and top == "ssta" and not is_in(target, "ssta.kernels"):

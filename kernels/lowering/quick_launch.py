@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import triton
 from torch import Tensor
+
+# How a compiled kernel's launcher is called is private to Triton. These are the versions that it is checked under (``make compat``); under
+# others every launch goes the public way.
+CHECKED_VERSIONS = ((3, 6), (3, 9))
+
+
+def launcher_known(version: str) -> bool:
+    """Whether ``version`` of Triton is one whose launchers are called directly."""
+    first, last = CHECKED_VERSIONS
+    # Of 3.6.0+git1234 or 3.10.0rc1 the first two numbers.
+    return first <= tuple(map(int, version.split(".")[:2])) <= last
 
 
 class QuickLaunch:
     """``kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)`` in a fifth of the time, from a key's second launch on.
 
     For kernels whose numbers are not specialised (``do_not_specialize``). Settings of Triton that change what is compiled (its debug mode,
-    say) hold for the keys that are launched after they are made; its launch hooks are called at every launch.
+    say) hold for the keys that are launched after they are made; its launch hooks are called at every launch. Under a version of Triton
+    that is not among ``CHECKED_VERSIONS`` every launch is a plain one.
     """
 
     def __init__(self, kernel) -> None:
@@ -21,6 +34,7 @@ class QuickLaunch:
         self.driver, self.knobs = driver, knobs.runtime
         self.kernel = kernel
         self.compiled = {}
+        self.known = launcher_known(triton.__version__)
 
     def __call__(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence, tensors: Sequence[Tensor | None],
                  numbers: Sequence[int | float], constants: dict, options: dict) -> None:
@@ -52,7 +66,7 @@ class QuickLaunch:
             return
         compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)
         # Triton's interpreter gives back nothing, and compiles nothing.
-        if aligned and compiled is not None:
+        if self.known and aligned and compiled is not None:
             self.compiled[key] = compiled
 
 

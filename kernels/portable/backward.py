@@ -147,7 +147,7 @@ def _dkv_step(dk, dv, keys, values, q, dout, q_row, do_row, q_tiles, do_tiles, b
 
 
 @triton.jit
-def _dkv_kernel(q, k, v, dout, q_tiles, do_tiles, dk, dv, lse2, delta, bounds, chunks, kv_heads, group, q_len, shift, scale_log2, scale,
+def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, dk, dv, kv_heads, group, q_len, shift, scale_log2, scale,
                 PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
     batch, kv_head, block, row, rows = own_rows(tl.program_id(0), bounds, kv_heads, N, PARTS)
     if rows <= 0:
@@ -221,7 +221,7 @@ def triton_backward(
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
-        q_view, k_view, v_view, do_view, q_tiles, do_tiles, view(dk), view(dv), lse2, delta, kv_blocks.bounds(kv_heads),
-        chunks.read_by(heads), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
+        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks.read_by(heads), kv_blocks.bounds(kv_heads),
+        view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
         PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, num_warps=for_dkv.num_warps, num_stages=for_dkv.num_stages)
     return dq, dk, dv

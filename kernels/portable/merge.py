@@ -44,13 +44,14 @@ def _merge_kernel(parts, lses, out, lse, heads, tokens, PARTS: tl.constexpr, ROW
 def triton_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``merge_attention`` describes them."""
     batch, heads, tokens, dim = outs[0].shape
+    outs = [strided(x) for x in outs]
     out = torch.empty_like(outs[0])
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=out.device)
-    if not out.numel():
-        return out, lse.fill_(float("-inf"))
-    dim_pad = triton.next_power_of_2(dim)
+    if not lse.numel():
+        return out, lse
+    dim_pad = max(triton.next_power_of_2(dim), 1)
     rows = max(1, ELEMENTS // dim_pad)
     _merge_kernel[(triton.cdiv(tokens, rows), batch * heads)](
-        tuple(view(strided(x)) for x in outs), tuple(map(view, lses)), view(out), lse, heads, tokens,
+        tuple(map(view, outs)), tuple(map(view, lses)), view(out), lse, heads, tokens,
         PARTS=len(outs), ROWS=rows, DIM=dim, DIM_PAD=dim_pad)
     return out, lse

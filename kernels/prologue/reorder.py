@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -48,6 +52,12 @@ def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tens
     return _gather(q, k, v, source, offsets, mean_blocks)
 
 
+@lru_cache
+def _kernels() -> ModuleType:
+    """Loaded when first asked for, because triton is; an import in place of it would take half a microsecond of every call."""
+    return import_module(".reorder_kernel", __package__)
+
+
 def new_tokens(x: Tensor, tokens: int) -> Tensor:
     """Uninitialised ``[B, H, tokens, D]`` in x's memory order."""
     batch, heads, _, dim = x.shape
@@ -65,10 +75,8 @@ def _take_in_torch(x: Tensor, index: Tensor) -> Tensor:
 
 @operator("take_tokens", lambda x, index: new_tokens(x, len(index)))
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    from .reorder_kernel import take
-
     out = new_tokens(x, len(index))
-    take(x, index, out)
+    _kernels().take(x, index, out)
     return out
 
 
@@ -81,8 +89,6 @@ def _new_outputs(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tenso
 def _gather(
     q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from .reorder_kernel import gather
-
     outputs = _new_outputs(q, k, v, source, offsets, mean_blocks)
-    gather(q, k, v, source, offsets, *outputs)
+    _kernels().gather(q, k, v, source, offsets, *outputs)
     return outputs

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -76,11 +80,15 @@ def _select_in_torch(forced: Tensor, scores: Tensor | None, active: Tensor | Non
     return keep_blocks(forced, None if scores is None else topk_blocks(scores, k_per_row), active)
 
 
+@lru_cache
+def _kernels() -> ModuleType:
+    """Loaded when first asked for, because triton is; an import in place of it would take half a microsecond of every call."""
+    return import_module(".select_kernel", __package__)
+
+
 @operator("score_blocks", lambda q, k, lambda_, cosine: q.new_empty(*q.shape[:3], k.shape[2]))
 def _score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
-    from .select_kernel import score
-
-    return score(q, k, lambda_, cosine)
+    return _kernels().score(q, k, lambda_, cosine)
 
 
 def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -92,8 +100,6 @@ def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per
 
 @operator("select_blocks", _new_lists)
 def _select(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    from .select_kernel import pick
-
     counts, indices = _new_lists(forced, scores, active, per_row, k)
-    pick(forced, scores, active, per_row, k, counts, indices)
+    _kernels().pick(forced, scores, active, per_row, k, counts, indices)
     return counts, indices

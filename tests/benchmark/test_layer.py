@@ -29,6 +29,12 @@ def test_layer_end_to_end(bench, tmp_path):
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
+def test_the_whole_layer_alone(bench, tmp_path):
+    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--csv", "mine"])
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        assert [(row["padding"], row["stage"]) for row in csv.DictReader(file)] == [("dense", "total"), ("none", "total")]
+
+
 def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
     whole = bench.ssta_attention
 

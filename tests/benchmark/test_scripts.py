@@ -311,7 +311,7 @@ def test_the_yardstick_of_errors_is_attention():
     ("bench_kernels", ["--shape", "768,1,384,0"], "HEADS must be at least 1, got 0"),
     ("bench_kernels", ["--shape", "1000,1"], "TOKENS must be a multiple of BLOCK 384, got 1000"),
     ("bench_kernels", ["--shape", "768,3"], "KEPT must be at most the 2 blocks of 768 tokens, got 3"),
-    ("bench_kernels", ["--impl", "flash"], "--impl: invalid choice: 'flash'"),
+    ("bench_kernels", ["--impl", "flash"], "impl must be one of 'auto'"),
     ("bench_kernels", ["--impl", "triton", "--shape", "64,1,16,1,300"], "impl='triton' requires"),
     ("bench_kernels", ["--rounds", "0"], "a number of rounds must be at least 1, got 0"),
     ("bench_kernels", ["--csv", "../mine.csv"], "NAME must be letters, digits, _ and -"),
@@ -323,6 +323,43 @@ def test_arguments_that_are_refused(script, capsys, name, arguments, message):
     with pytest.raises(SystemExit) as stop:
         script(name).main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# What the host needs
+
+
+@pytest.fixture
+def host(script, monkeypatch):
+    bench_host = script("bench_host")
+    from shapes import HUNYUAN, LayerShape
+
+    for name in ("LAYERS", "LAYERS_CPU"):
+        monkeypatch.setattr(bench_host, name, (LayerShape("tiny", (3, 9, 10), 130, 120, 1, 64, HUNYUAN),))
+    return bench_host
+
+
+def test_host_times_end_to_end(host, tmp_path):
+    host.main(["--calls", "2", "--rounds", "2", "--csv", "mine"])
+    rows = read(tmp_path / "mine.csv")
+    assert [row["what"] for row in rows] == ["block_sparse_attention", "block_sparse_attention, recording", "ssta_3d_attention"]
+    assert all(0 < float(row["q1_us"]) <= float(row["host_us"]) <= float(row["q3_us"]) for row in rows)
+    assert all((row["extra_over_qkvo"] != "") == torch.cuda.is_available() for row in rows)
+
+
+def test_host_times_are_medians_over_rounds_of_medians(host, monkeypatch):
+    # Calls of two rounds, the first of which is not counted: 9, 9, 9 and 1, 2, 6 ms.
+    clock = iter([0.0, 0.009] * 3 + [0.0, 0.001, 0.0, 0.002, 0.0, 0.006])
+    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(host.torch.cuda, "is_available", lambda: False)
+    assert host.host_times({"a": lambda: None}, 3, 1)["a"]["median_ms"] == pytest.approx(2.0)
+
+
+def test_a_wrong_call_gets_no_host_time(host, monkeypatch, capsys):
+    right = host.ssta_3d_attention
+    monkeypatch.setattr(host, "ssta_3d_attention", lambda *args, **options: 1.01 * right(*args, **options))
+    with pytest.raises(SystemExit, match="is wrong: .*; no time is printed"):
+        host.main(["--calls", "1", "--rounds", "1"])
+    assert "_us" not in capsys.readouterr().out
 
 
 # Lists of single tokens

@@ -7,7 +7,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from ssta.kernels.lowering.quick_launch import QuickLaunch, fit
+from ssta.kernels.lowering.quick_launch import QuickLaunch, fit, launcher_known
 
 
 class Recorder:
@@ -88,3 +88,19 @@ def test_triton_interpreter_is_always_asked():
     for _ in range(2):
         launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
     assert len(kernel.launches) == 2
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "3.10.0rc1", "4.0.0"])
+def test_under_a_version_that_is_not_checked_every_launch_is_a_plain_one(version, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    compiled = Recorder()
+    kernel = Recorder(compiled)
+    launch = QuickLaunch(kernel)
+    for _ in range(3):
+        launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
+    assert len(kernel.launches) == 3 and not compiled.runs and not compiled.launches
+
+
+def test_versions_whose_launchers_are_known():
+    assert all(map(launcher_known, ("3.6.0", "3.7.1", "3.8.0+git12ab", "3.9.0")))
+    assert not any(map(launcher_known, ("3.5.1", "3.10.0", "4.6.0", "2.7.0")))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
-from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, inputs, run, tiny_transformer
+from tiny_hunyuan import SPARSE, WINDOW, apply_ssta, inputs, run, tiny_transformer
 from tiny_models import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssta import SSTAConfig, TokenLayout
-from ssta.pipelines import Family, Schedule, Site, SSTAProcessor, apply_ssta, family, register_family, remove_ssta, supported_models
+from ssta import SSTAConfig
+from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
 
 
 def stock_everywhere(model) -> bool:
@@ -42,10 +42,14 @@ def test_off_on_off_is_bit_identical():
     assert len(model._forward_pre_hooks) == hooks and not any("ssta" in name for name in vars(model))
 
 
-def test_the_default_config_is_the_preset():
+def test_a_checkpoint_trained_with_ssta_is_named():
+    """What a model's weights were trained with cannot be seen, so nothing is left sparse throughout unless the user says so."""
     model = tiny_transformer()
     with apply_ssta(model) as handle:
-        assert handle.config == SSTAConfig.hunyuan_video_15()
+        assert (handle.config, handle.schedule.dense_above, handle.schedule.dense_layers) == (SSTAConfig.hunyuan_video_15(), 0.95, (0,))
+        assert run(model).isfinite().all()
+    with apply_ssta(model, preset="hunyuan_video_15_sparse") as handle:
+        assert (handle.config, handle.schedule) == (SSTAConfig.hunyuan_video_15(), Schedule())
         assert run(model).isfinite().all()
 
 
@@ -247,63 +251,6 @@ def test_both_transformers_of_a_pipeline():
     assert stock_everywhere(pipeline.transformer_2)
 
 
-# The register
-
-
-class ToyTransformer(nn.Module):
-    """A video transformer of one attention without projections, to show what registering takes."""
-
-    class Attention(nn.Module):
-        processor = None
-
-        def forward(self, x):
-            return self.processor(self, x)
-
-    def __init__(self):
-        super().__init__()
-        self.attn = self.Attention()
-        self.attn.processor = ToyProcessor()
-
-    def forward(self, x):
-        batch, channels, *thw = x.shape
-        return self.attn(x.flatten(2).mT).mT.reshape(x.shape)
-
-
-class ToyProcessor:
-    def __call__(self, attn, x):
-        x = x.unflatten(2, (1, -1)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
-
-
-class ToySSTAProcessor(SSTAProcessor):
-    def __call__(self, attn, x):
-        layout = TokenLayout.video_text(self.canvas(x.shape[1]), 0)
-        x = x.unflatten(2, (1, -1))
-        return self.attend(x, x, x, layout).flatten(2)
-
-
-def test_another_family_can_be_registered(monkeypatch):
-    monkeypatch.setattr(family, "_FAMILIES", dict(family._FAMILIES))
-    toy = Family(
-        "ToyTransformer", lambda model: iter([Site("attn", model.attn, ToyProcessor, ToySSTAProcessor)]),
-        lambda model, arguments: tuple(arguments["x"].shape[2:]), lambda: SPARSE, Schedule)
-    model, x = ToyTransformer(), torch.randn(2, 16, *CANVAS)
-    with pytest.raises(ValueError, match="register_family"):
-        apply_ssta(model)
-    register_family(toy)
-    assert "ToyTransformer" in supported_models() and sorted(supported_models()) == list(supported_models())
-    before = model(x)
-    with apply_ssta(model, EVERYTHING):
-        torch.testing.assert_close(model(x), before)
-    with apply_ssta(model):
-        assert not torch.allclose(model(x), before)
-    assert torch.equal(model(x), before)
-    with pytest.raises(ValueError, match="not registered yet, got 'ToyTransformer'"):
-        register_family(toy)
-    with pytest.raises(TypeError, match="family must be a Family, got str"):
-        register_family("ToyTransformer")
-
-
 # Mistakes
 
 
@@ -320,6 +267,13 @@ def test_an_unsupported_model_is_refused_by_name():
 @pytest.mark.parametrize("options, error, message", [
     ({"config": {"topk": 3}}, TypeError, "config must be an SSTAConfig or None, got dict"),
     ({"impl": "fastest"}, ValueError, "impl must be one of .*'auto'.*, got 'fastest'"),
+    ({"preset": "sparse"}, ValueError, "preset must be one of 'hunyuan_video_15_sparse', got 'sparse'"),
+    ({"preset": ["sparse"]}, TypeError, "preset must be a name or None, got list"),
+    ({"preset": "hunyuan_video_15_sparse", "schedule": Schedule()}, ValueError, "preset must stand alone"),
+    ({"preset": "hunyuan_video_15_sparse", "config": SPARSE}, ValueError, "preset must stand alone"),
+    ({"scheduler": SimpleNamespace(timesteps=[3, 2, 1])}, TypeError, "a tensor of timesteps, got SimpleNamespace whose timesteps are list"),
+    ({"scheduler": SimpleNamespace(timesteps=None)}, TypeError, "a tensor of timesteps, got SimpleNamespace whose timesteps are NoneType"),
+    ({"scheduler": torch.arange(3)}, TypeError, "must be a diffusers scheduler, .*, got Tensor"),
 ])
 def test_bad_options_install_nothing(options, error, message):
     model = tiny_transformer(layers=1)
@@ -356,7 +310,7 @@ def test_a_replaced_processor_is_refused_and_later_left_alone():
     model, other = tiny_transformer(), Other()
     stock = model.transformer_blocks[1].attn.processor
     model.transformer_blocks[1].attn.set_processor(other)
-    with pytest.raises(ValueError, match=r"transformer_blocks\.1\.attn must have its stock processor .*, got Other"):
+    with pytest.raises(ValueError, match=r"transformer_blocks\.1\.attn must have its original processor .*, got Other"):
         apply_ssta(model, SPARSE)
     assert type(model.transformer_blocks[0].attn.processor) is HunyuanVideo15AttnProcessor2_0 and not model._forward_pre_hooks
     model.transformer_blocks[1].attn.set_processor(stock)

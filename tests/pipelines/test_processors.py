@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
-from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, inputs, run, tiny_transformer
+from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, apply_ssta, inputs, run, tiny_transformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Schedule
 
 # Exactness
 

@@ -125,6 +125,8 @@ def test_a_transformer_alone_follows_the_noise_level():
     with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
         run(model, TINY["wan_ti2v"].call())
         assert handle.report()[0].implementation.startswith("dense")
+    with apply_ssta(TINY["hunyuan_video_15"].build(), preset="hunyuan_video_15_sparse") as handle:
+        assert handle.schedule == Schedule()
 
 
 def test_the_scheduler_may_be_exchanged_and_the_pipeline_copied_or_dropped():
@@ -290,5 +292,5 @@ def test_wrong_kinds_are_refused():
     model = TINY["wan"].build()
     with pytest.raises(TypeError, match="schedule must be a Schedule or None, got float"):
         apply_ssta(model, schedule=0.15)
-    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has timesteps, got str"):
+    with pytest.raises(TypeError, match="scheduler must be a diffusers scheduler, which has a tensor of timesteps, got str"):
         apply_ssta(model, scheduler="ddim")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from ssta import SSTAConfig
+from ssta import SSTAConfig, pipelines
+from ssta.pipelines import Schedule
 
 CANVAS = (3, 6, 8)
 EVERYTHING = SSTAConfig(tile_thw=(2, 4, 4), sparse_type="block_attn", topk=10_000)
@@ -39,6 +40,11 @@ def inputs(thw=CANVAS, prompts=(4,), seed: int = 1, image: bool = False, text_le
         "encoder_hidden_states_2": random(batch, 5, 8), "encoder_attention_mask_2": (torch.arange(5) < lengths - 2).long(),
         "image_embeds": random(batch, 6, 8) if image else torch.zeros(batch, 6, 8),
     }
+
+
+def apply_ssta(model, config=None, **options) -> pipelines.SSTAHandle:
+    """As the library's; but a configuration that a test gives is for every step and layer unless it gives a schedule too."""
+    return pipelines.apply_ssta(model, config, **({} if config is None else {"schedule": Schedule()}) | options)
 
 
 @torch.no_grad()
