@@ -67,7 +67,7 @@ def test_what_tune_advises(best, said):
 def test_dkv_is_written_as_its_line_in_the_launch_table():
     import tune
 
-    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without a copy engine.
+    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without TMA.
     config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, tma=False))
     assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
     assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"
