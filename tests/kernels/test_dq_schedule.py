@@ -159,7 +159,7 @@ def test_programs_sweep_over_the_queries_together(device):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch, block", [(2, 64), (1, 200), (1, 384)])
 def test_more_tiles_than_multiprocessors(batch, block, dim):
-    """Every program takes several, with lists of many lengths, and all wait for one another: right gradients, and the same bits each time."""
+    """Each program takes several, with lists of many lengths, and all wait for one another: right gradients, the same bits each time."""
     length = 20 * block - 31
     blocks = BlockLists.from_mask(torch.rand(batch, 8, 20, 20, device="cuda") < torch.rand(20, device="cuda"), block, block)
     q, k, v = (torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for heads in (8, 4, 4))
