@@ -1,7 +1,7 @@
 """The stages of an SSTA layer, and a stopwatch that times them inside a call of the layer.
 
-The stopwatch stands in for the stages' functions while it runs. Ranges of torch.profiler in the library itself would cost every user
-2 to 9 microseconds a stage and call even when nobody profiles.
+The stopwatch stands in for the stages' functions while it runs. Ranges of torch.profiler in the library itself would cost every call of
+every user microseconds a stage, even when nobody profiles.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, 
             run=name, implementation=layers[0].implementation if layers else torch_name, tiles=layers[0].tiles if layers else None,
             density=statistics.fmean(layer.density for layer in layers) if layers else 1.0,
             relative_difference=float((output - reference).norm() / reference.norm())))
-    # In turns, so that whatever else the machine does meets both alike.
+    # Interleaved, so that whatever else the machine does meets both alike.
     for turn in range(size.repeats):
         say(f"measuring, turn {turn + 1} of {size.repeats}")
         for name, measured in seconds.items():

@@ -9,7 +9,7 @@ if __name__ == "ssta.kernels":
     from .merge import merge_attention
     from .notices import logger, warn_once
     from .operators import kernels_run, watched
-    from .prologue.deferred import Deferred, token_scales
+    from .prologue.deferred import Deferred, token_rstd
     from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
     from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
@@ -22,5 +22,5 @@ if __name__ == "ssta.kernels":
         "warn_once", "watched", "without_autocast",
         # what prepares and selects for it
         "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
-        "token_scales", "topk_blocks",
+        "token_rstd", "topk_blocks",
     ]

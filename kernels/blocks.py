@@ -22,9 +22,10 @@ class BlockLists:
     numpy's is too.
 
     Args:
-        counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal.
-        indices: int32 ``[B|1, H|1, Nq, capacity]``. Their ids, each at most once, in any order. Entries past ``counts``
-            are ignored, whatever they hold.
+        counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
+            counts as the nearer bound.
+        indices: int32 ``[B|1, H|1, Nq, capacity]``. Their ids, each at most once (which is not checked), in any order. Entries past
+            ``counts`` are ignored, whatever they hold, and ids out of range are absent.
         q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
             ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
             the tensors are cut there, and a block whose end lies before its start is empty.
@@ -336,8 +337,8 @@ class BlockLists:
 
         For attention to a share of the keys: k and v to go with it begin at the first token of block ``first`` and end at the end of block
         ``last - 1``; with ragged blocks per batch element or head these must be the same tokens for all, which is not read. Results over
-        shares that together are all blocks, merged by lse, are the result over all of them. Not for ``causal``, whose diagonal depends on
-        where the keys begin. Order in a list is kept. Does not synchronise.
+        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal
+        depends on where the keys begin. Order in a list is kept. Does not synchronise.
 
         Raises:
             TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.

@@ -234,7 +234,9 @@ def choose_route(
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     kind = capability(device) if device.type == "cuda" else None
-    return _decide(require_impl(impl), Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts))
+    # A compiler traces what is not cached.
+    decide = _decide_anew if torch.compiler.is_compiling() else _decide
+    return decide(require_impl(impl), Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts))
 
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
@@ -265,8 +267,7 @@ TOKEN_IMPLEMENTATIONS = ("auto", "torch", "triton")
 _SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
 
 
-@lru_cache(maxsize=1024)
-def _decide(name: str, problem: Problem) -> Route:
+def _decide_anew(name: str, problem: Problem) -> Route:
     if name == "reference":
         return Route(name, None, None, (), problem.device_type)
     rejected = []
@@ -290,6 +291,9 @@ def _decide(name: str, problem: Problem) -> Route:
             backward = "gathered"
     return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" else row.forward),
                  Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.device_type)
+
+
+_decide = lru_cache(maxsize=1024)(_decide_anew)
 
 
 @lru_cache

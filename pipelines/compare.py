@@ -22,6 +22,7 @@ from .family import family_of
 from .quality import describe, require_video_writer, write_video
 from .report import RunReport, Stopwatch
 from .schedule import Schedule
+from .text_table import aligned
 
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
 _CONFIG_FIELDS = {field.name for field in fields(SSTAConfig)} - {"variants", "budget"}
@@ -64,8 +65,9 @@ def dense(pipe: Any) -> Configuration:
 
 
 def parse_configuration(text: str, pipe: Any) -> Configuration:
-    """``"default"``, ``"stock"`` (without SSTA), or fields of ``SSTAConfig`` and ``Schedule`` that differ from the default, such as
-    ``"topk=16,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``. A configuration given by fields has no variants.
+    """``"default"``, ``"stock"`` (without SSTA), the name of one of the family's presets, or fields of ``SSTAConfig`` and ``Schedule`` that
+    differ from the default, such as ``"topk=16,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``. A configuration given by
+    fields has no variants.
 
     Raises:
         ValueError: an unknown field, or a value that the field does not take.
@@ -75,11 +77,14 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         return Configuration(text, None)
     if text == "default":
         return Configuration(text, family.default_config(), family.default_schedule())
+    if text in family.presets:
+        return Configuration(text, *family.presets[text]())
     config, schedule = {}, {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
-            raise ValueError(f"a configuration must be 'default', 'stock' or fields such as topk=16 of "
+            names = ", ".join(map(repr, ("default", "stock", *family.presets)))
+            raise ValueError(f"a configuration must be {names} or fields such as topk=16 of "
                              f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {part!r}")
         (config if name in _CONFIG_FIELDS else schedule)[name] = _value(name, value)
     try:
@@ -175,9 +180,7 @@ def table(results: Sequence[Comparison]) -> str:
             result.name, f"{result.seconds:.3f}", f"{results[0].seconds / result.seconds:.2f}", _number(result.density, ".1%"),
             *(_number(quality.get(name), style) for name, style in (("relative_difference", ".2e"), ("psnr", ".2f"), ("ssim", ".4f"),
                                                                      ("lpips", ".4f")))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
-                     for row in rows)
+    return aligned(rows)
 
 
 def _number(value: float | None, style: str) -> str:
@@ -189,8 +192,8 @@ def main(arguments: list[str] | None = None) -> list[Comparison]:
     parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.compare", description=__doc__)
     parser.add_argument("model", help="a diffusers pipeline with a supported transformer: a repository's name or a folder")
     parser.add_argument("--config", action="append", default=[], metavar="FIELDS",
-                        help="'default', 'stock' (without SSTA), or what differs from the default, such as topk=16,tile_thw=4x8x8,"
-                             "dense_steps=0.1; give it several times; default: default")
+                        help="'default', 'stock' (without SSTA), a preset's name, or what differs from the default, such as "
+                             "topk=16,tile_thw=4x8x8,dense_steps=0.1; give it several times; default: default")
     parser.add_argument("--prompt", default="A cat walks on the grass, realistic")
     parser.add_argument("--negative-prompt", default=None)
     parser.add_argument("--image", default=None, help="first frame, for image-to-video pipelines: a file or an address")

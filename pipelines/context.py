@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels import warn_once
 
+from .family import Family
 from .progress import Generation, Progress, read
 from .report import Stopwatch
 from .schedule import Schedule
-
-if TYPE_CHECKING:
-    from .family import Family
 
 
 class CallState(NamedTuple):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, ssta_attention
-from ssta.kernels import PatternFacts, choose_route
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
+from ssta.attention import LayerResult, ssta_layer
+from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 
+from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
@@ -20,6 +23,19 @@ from .streams import TORCH_NORMS, Norms, Stream, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
+
+
+class _Run(NamedTuple):
+    """What an attention leaves for the report."""
+
+    dense: bool
+    backend: str | None  # of diffusers, where that attended
+    route: Route | None  # of the library's kernels; None while torch.compile traces
+    kind: tuple | None   # what the route follows from, then
+    thw: tuple[int, int, int]
+    tokens: int
+    tiles: int | None
+    counts: Tensor | None
 
 
 class SSTAProcessor:
@@ -41,7 +57,7 @@ class SSTAProcessor:
         # None = dense at every step.
         self.config: SSTAConfig | None = context.config
         self._stopwatch = Stopwatch()
-        self._last: tuple | None = None
+        self._last: _Run | None = None
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
         """The canvas (t, h, w) of the forward in progress.
@@ -114,45 +130,42 @@ class SSTAProcessor:
         timed = not torch.compiler.is_compiling()
         if timed:
             self._stopwatch.start(query.device)
-        if self.dense:
-            out, *ran = self._attend_densely(query, key, value, layout, text_mask)
-        else:
-            out, *ran = self._attend_sparsely(query, key, value, layout, text_mask)
+        dense = self.dense
+        attended = self._attend_densely if dense else self._attend_sparsely
+        (out, selection, route), backend = attended(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
-        implementation, tiles, counts = ran
-        self._last = (implementation, self.context.thw, layout.length, tiles, counts)
-        return out
+        blocks = None if selection is None else selection.blocks
+        kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length,
+                          *((None, None) if dense else (blocks.num_q_blocks, blocks.counts)))
+        return out.transpose(1, 2)
 
-    def _attend_sparsely(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
-        """(output, implementation, tiles, how many of them each of them attends to)."""
-        impl = self.context.impl
+    def _attend_sparsely(
+        self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
+    ) -> tuple[LayerResult, str | None]:
+        """The result, and diffusers' backend where that attended."""
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-        out, blocks = ssta_attention(q, k, v, layout, self.config, text_mask=text_mask, impl=impl, return_blocks=True)
-        ran = choose_route(impl, out.device, out.dtype, out.shape[-1], PatternFacts.of(blocks)).name
-        return out.transpose(1, 2), ran, blocks.num_q_blocks, blocks.counts
+        return ssta_layer(q, k, v, layout, self.config, text_mask=text_mask, impl=self.context.impl), None
 
-    def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> tuple:
-        """The same, exactly. With a mask through lists of blocks, whose last ones are short, because diffusers' attention backends would
-        want a mask for every token and leave their fast kernels for it; without one through whichever is faster."""
+    def _attend_densely(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+    ) -> tuple[LayerResult, str | None]:
+        """The same, exactly. With a mask through lists of blocks, because diffusers' backends would want one for every token and leave
+        their fast kernels for it; without one through whichever is faster."""
         if text_mask is None and not self._blocks_are_faster(query):
             backend = self._attention_backend
-            out = dispatch_attention_fn(query, key, value, backend=backend)
             name = "default backend" if backend is None else AttentionBackendName(backend).value
-            return out, f"dense, {name}", None, None
+            return LayerResult(dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), None, None), name
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, _, route = dense_attention(q, k, v, layout, text_mask, impl=self.context.impl)
-        return out.transpose(1, 2), "dense" if route is None else f"dense, {route.name}", None, None
+        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
-        """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend.
-
-        On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with heads
-        of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv). Models that are trained keep SDPA,
-        whose backward needs less memory. A backend that somebody chose is used.
+        """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see
+        ``Route.outruns_dense``. Models that are trained keep SDPA, whose backward needs less memory. A backend that somebody chose is used.
         """
-        if self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE:
+        if self._attention_backend is not None or not default_is_sdpa():
             return False
         if torch.is_grad_enabled() and query.requires_grad:
             return False
@@ -160,14 +173,18 @@ class SSTAProcessor:
 
     def last_run(self, layer: str) -> LayerRun | None:
         """What ran last, under the name ``layer``; None if nothing did, or only on fake tensors. Synchronises the device."""
-        if self._last is None:
+        run = self._last
+        if run is None or run.counts is not None and is_fake(run.counts):
             return None
-        *facts, tiles, counts = self._last
-        if counts is not None and is_fake(counts):
-            return None
-        density = 1.0 if counts is None else float(counts.double().mean()) / tiles
+        route = run.route
+        if route is None and run.kind is not None:
+            # Inside a compiled graph, which asked for the same when it ran.
+            route = choose_route(self.context.impl, *run.kind)
+        name = run.backend if route is None else str(route)
+        density = 1.0 if run.counts is None else float(run.counts.double().mean()) / run.tiles
         steps = self.context.steps
         dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole
-        return LayerRun(layer, *facts, tiles, density, steps, dense, seconds, share)
+        return LayerRun(layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds,
+                        share, () if route is None else route.explain())

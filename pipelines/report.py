@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .text_table import aligned
+
 
 @dataclass(frozen=True)
 class LayerRun:
@@ -16,8 +18,8 @@ class LayerRun:
 
     Attributes:
         layer: the attention module's dotted name; in a pipeline after the transformer's.
-        implementation: the kernel, as ``block_sparse_attention`` names it; after "dense, " where the layer attended densely, then that
-            or the attention backend of diffusers.
+        implementation: the kernels, as ``Route`` prints itself, which begins with the name ``block_sparse_attention`` has for them; after
+            "dense, " where the layer attended densely, then that or the attention backend of diffusers.
         thw: the canvas, in tokens.
         tokens: length of the attended sequence, conditions included.
         tiles: how many tiles that makes, conditions included; None where it attended densely.
@@ -27,6 +29,7 @@ class LayerRun:
         dense_steps: in how many of them the layer was dense.
         seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
         time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
+        explanation: for each faster implementation that was not taken, why.
     """
 
     layer: str
@@ -39,10 +42,11 @@ class LayerRun:
     dense_steps: int | None = None
     seconds: float | None = None
     time_share: float | None = None
+    explanation: tuple[str, ...] = ()
 
 
 class RunReport(list):
-    """A list of ``LayerRun``, in the order of ``models`` models' layers, which prints as a table."""
+    """A list of ``LayerRun``, in the order of ``models`` models' layers, which prints as a table and, below it, why nothing faster ran."""
 
     def __init__(self, runs: Iterable[LayerRun] = (), models: int = 1) -> None:
         super().__init__(runs)
@@ -67,10 +71,8 @@ class RunReport(list):
         shares = [run.time_share for run in self if run.time_share is not None]
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
         rows.append(("all", "", "", "", "", f"{self.mean_density():.1%}", "", "", share))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) if column < 3 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths)))
-                 for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
+        return "\n".join([aligned(rows, left=3), *reasons])
 
     __repr__ = __str__
 

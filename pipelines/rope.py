@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channels 2i and 2i + 1 are a point in the plane, turned by the angle i.
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channels 2i and 2i + 1 are a point in the plane, rotated by the angle i.
 
     Args:
         x: ``[..., D]``.
@@ -18,5 +18,5 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x's shape and dtype; computed in float32 or wider, rounded once.
     """
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(even * sin, odd, cos)
-    return torch.stack([half.to(x.dtype) for half in turned], dim=-1).flatten(-2)
+    rotated = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(even * sin, odd, cos)
+    return torch.stack([half.to(x.dtype) for half in rotated], dim=-1).flatten(-2)

@@ -1,7 +1,7 @@
-"""From projections to attention: q, k and v of one or more streams of tokens, normed, turned by RoPE, joined and tiled, in one pass.
+"""From projections to attention: q, k and v of one or more streams of tokens, normed, rotated by RoPE, joined and tiled, in one pass.
 
 The families that come this way differ in what a mean square is taken over (a head or all of them), in the class of their norms and its
-roundings (which each family says, see ``Norms``), and in what RoPE turns and whether the angles are each head's own.
+roundings (which each family says, see ``Norms``), and in what RoPE is applied to and whether the angles are each head's own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_scales, watched
+from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_rstd, watched
 
-from .rope import turn_pairs
+from .rope import apply_rope
 
 # Classes of RMSNorm that the kernel computes as they do -> whether they round to the weight's dtype before they multiply by the weight.
 Norms = Mapping[type[nn.Module], bool]
@@ -60,8 +60,8 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
 def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm, x = stream.norm, stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
-        weight, scales = (norm.weight.view(heads, -1), token_scales(x, norm.eps)) if across_heads else (norm.weight, None)
-        norm = RMSNorm(weight, norm.eps, norms[type(norm)], scales)
+        weight, rstd = (norm.weight.view(heads, -1), token_rstd(x, norm.eps)) if across_heads else (norm.weight, None)
+        norm = RMSNorm(weight, norm.eps, norms[type(norm)], rstd)
     angles = None
     if stream.angles is not None:
         angles = tuple(of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)
@@ -69,11 +69,11 @@ def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) ->
 
 
 def _by_modules(streams: Sequence[Stream], heads: int, across_heads: bool) -> Tensor:
-    parts = [_normed_and_turned(stream, heads, across_heads) for stream in streams]
+    parts = [_normed_and_rotated(stream, heads, across_heads) for stream in streams]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _normed_and_turned(stream: Stream, heads: int, across_heads: bool) -> Tensor:
+def _normed_and_rotated(stream: Stream, heads: int, across_heads: bool) -> Tensor:
     x, norm = stream.projected, stream.norm
     if norm is not None and across_heads:
         x = norm(x)
@@ -83,7 +83,7 @@ def _normed_and_turned(stream: Stream, heads: int, across_heads: bool) -> Tensor
     if stream.angles is None:
         return x
     step = stream.angles[0].shape[-1] // (x.shape[-1] // 2)
-    return turn_pairs(x, *(of[..., ::step] for of in stream.angles))
+    return apply_rope(x, *(of[..., ::step] for of in stream.angles))
 
 
 def _by_kernel(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> bool:

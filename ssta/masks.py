@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
+from .kernels import require_strided
 from .layout import tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
@@ -132,8 +133,7 @@ def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            raise TypeError(f"{name} must be a strided tensor, got {'a nested one' if x.is_nested else x.layout}")
+        require_strided(name, x)
         if x.dim() != 4 or x.shape[2] != tokens:
             raise ValueError(f"{name} must be [batch, heads, {tokens} tokens of canvas_thw, head_dim], got shape {tuple(x.shape)}")
         if not x.is_floating_point():

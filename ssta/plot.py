@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .kernels import require_int
 from .layout import TiledSegment
 from .report import Report
 
@@ -223,25 +223,17 @@ def _check_path(path: str | Path, endings: list[str]) -> None:
 
 
 def _index(name: str, value: int, size: int) -> int:
-    index = _int(name, value)
-    if not 0 <= index < size:
+    index = require_int(name, value, 0)
+    if index >= size:
         raise ValueError(f"{name} must be between 0 and {size - 1}, got {index}")
     return index
 
 
-def _int(name: str, value: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
-
-
 def _ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+    entries = values.tolist() if hasattr(values, "tolist") else values  # of an array or a tensor
+    if isinstance(entries, (str, bytes)) or not hasattr(entries, "__iter__"):
         raise TypeError(f"{name} must be a sequence of ints, got {values!r} ({type(values).__name__})")
-    return tuple(_int(f"{name}[{place}]", value) for place, value in enumerate(values))
+    return tuple(require_int(f"{name}[{place}]", entry, 0) for place, entry in enumerate(entries))
 
 
 def _pictures(images: Any, frames: int) -> Tensor:

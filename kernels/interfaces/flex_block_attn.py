@@ -26,8 +26,8 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
             attends to the whole block.
 
     Returns:
-        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, the same bits for the same inputs. Never
-        waits for the device, and fits into CUDA graphs and compiled graphs.
+        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, bitwise deterministic. Never waits
+        for the device (synchronises), and fits into CUDA graphs and compiled graphs.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.

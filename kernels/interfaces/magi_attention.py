@@ -74,14 +74,14 @@ def block_sparse_attn(
 
     Returns:
         (out, lse): out ``[Sq, Hq, D]`` in q's dtype, scaled by 1 / sqrt(D); lse float32 ``[Sq, Hq]``, natural logarithm (float64 for
-        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, the same bits for
-        the same inputs. Never waits for the device, and fits into CUDA graphs and compiled graphs.
+        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, bitwise
+        deterministic. Never waits for the device (synchronises), and fits into CUDA graphs and compiled graphs.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
 
     What differs from upstream: any GPU and CPUs too; lengths need not be multiples of the blocks; a list is a set, so an id named twice is
-    a mistake (which is not checked: it would wait for the device). ``pack_gqa`` holds for the backward too.
+    a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         require_tensor(name, x, "[tokens, heads, head_dim]")

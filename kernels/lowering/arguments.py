@@ -20,6 +20,22 @@ class View(NamedTuple):
     row: int
 
 
+class TokenView(NamedTuple):
+    """A tensor [tokens, H, ...] whose last stride, of further dimensions, is 1."""
+
+    ptr: Tensor
+    row: int    # strides, in elements
+    head: int
+
+
+class TokenIds(NamedTuple):
+    """The lists of tokens, as in ``TokenLists``; ids stand in rows of a capacity that is passed beside them."""
+
+    ids: Tensor
+    counts: Tensor | None
+    full: Tensor | None
+
+
 class Bounds(NamedTuple):
     """Where the blocks of an axis lie: entry ``batch * its stride + head // group * its stride + block`` of starts and sizes."""
 
@@ -59,3 +75,7 @@ class ChunkLists(NamedTuple):
 
 def view(x: Tensor) -> View:
     return View(x, *x.stride()[:3])
+
+
+def token_view(x: Tensor) -> TokenView:
+    return TokenView(x, *x.stride()[:2])

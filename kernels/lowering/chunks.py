@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from .arguments import Bounds, ChunkLists
-from .primitives import block_bounds, load_rows
+from .arguments import Bounds, ChunkLists, Lists
+from .primitives import block_bounds, load_rows, row_of_lists
 from .quick_launch import QuickLaunch, fit
 
 # List entries read at once by one program.
@@ -74,9 +74,12 @@ class Partition(NamedTuple):
 
     def bounds(self, heads: int) -> Bounds:
         """As a kernel of ``heads`` heads takes them."""
-        if self.uniform:
-            return Bounds(None, None, 0, 0, 1, self.length, self.tokens)
-        return Bounds(self.starts, self.sizes, *shared_strides(self.starts, heads), self.length, self.tokens)
+        return Bounds(*self.tensors, *self.strides(heads), self.length, self.tokens)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """starts and sizes as a kernel takes them, which tells by None that blocks are uniform."""
+        return (None, None) if self.uniform else (self.starts, self.sizes)
 
     @property
     def geometry(self) -> Geometry:
@@ -115,41 +118,30 @@ def _longest(bound: int, uniform: bool, tokens: int) -> int:
     return bound if uniform else min(bound, max(tokens, 1))
 
 
-# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Members of a tuple cannot be left
+# out (see arguments.py), so the numbers of these kernels come one by one and get their names inside.
 _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
-            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift",
-            "norms_at", "norm_batches", "norm_heads", "norm_group"]
+            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift"]
+_QUEUE_NUMBERS = [*_NUMBERS, "norms_at", "norm_batches", "norm_heads", "norm_group"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, full, partial,
-                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
-                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                   norms_at, norm_batches, norm_heads, norm_group,
-                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr,
-                   UNIFORM_ROWS: tl.constexpr, UNIFORM_ITEMS: tl.constexpr, QUEUE: tl.constexpr, NORMS: tl.constexpr):
-    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_list = batch.to(tl.int64) * list_batch + (head // list_group) * list_head
-    list_row = first_list + row
-    row_at = batch * row_batch + (head // row_group) * row_head
-    item_at = batch * item_batch + (head // item_group) * item_head
-    first_row = (batch.to(tl.int64) * heads + head) * rows
-    out_row = first_row + row
-    if QUEUE:
-        entries = starts + HEADER
-        total = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
-        starts = entries + total * ENTRY
-        sizes = starts + total * width
-    row_start, row_size = block_bounds(row_starts, row_sizes, row_at, row, row_length, row_tokens, UNIFORM_ROWS)
-    count = tl.minimum(tl.load(counts + list_row), capacity)
-    number_full, number_partial = 0, 0
+@triton.jit
+def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, width, parts, shift,
+                 CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+    """Writes the chunks of one row to its ``starts`` and ``sizes``: (first token of the row, its tokens, full chunks, partial chunks)."""
+    list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
+    row_at = batch * bounds.batch + head // bounds.group * bounds.head
+    item_at = batch * item_bounds.batch + head // item_bounds.group * item_bounds.head
+    row_start, row_size = block_bounds(bounds.starts, bounds.sizes, row_at, row, bounds.length, bounds.tokens, bounds.starts is None)
+    count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
+    n_full, n_partial = 0, 0
     for first in range(0, count * parts, SEGMENT):
         slot = first + tl.arange(0, SEGMENT)
-        item = tl.load(indices + list_row * capacity + slot // parts, mask=slot < count * parts, other=-1)
+        item = tl.load(lists.indices + list_row * lists.capacity + slot // parts, mask=slot < count * parts, other=-1)
         # Ids out of range count as absent.
-        known = (item >= 0) & (item < items)
-        item_start, item_size = block_bounds(item_starts, item_sizes, item_at, tl.where(known, item, 0), item_length, item_tokens,
-                                             UNIFORM_ITEMS)
+        known = (item >= 0) & (item < lists.items)
+        item_start, item_size = block_bounds(item_bounds.starts, item_bounds.sizes, item_at, tl.where(known, item, 0),
+                                             item_bounds.length, item_bounds.tokens, item_bounds.starts is None)
         offset = (slot % parts) * CHUNK
         start, size = item_start + offset, tl.minimum(item_size - offset, CHUNK)
         seen, complete = known & (size > 0), size == CHUNK
@@ -162,51 +154,90 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
                 seen = seen & (row_start <= start + size - 1 + shift)
                 complete = complete & (row_start + row_size - 1 <= start + shift)
         is_full, is_partial = seen & complete, seen & (complete == 0)
-        at_front = number_full + tl.cumsum(is_full.to(tl.int32), 0) - 1
-        at_back = width - (number_partial + tl.cumsum(is_partial.to(tl.int32), 0))
-        tl.store(starts + out_row * width + at_front, start, mask=is_full)
-        tl.store(starts + out_row * width + at_back, start, mask=is_partial)
-        tl.store(sizes + out_row * width + at_back, size, mask=is_partial)
-        number_full += tl.sum(is_full.to(tl.int32), 0)
-        number_partial += tl.sum(is_partial.to(tl.int32), 0)
+        at_front = n_full + tl.cumsum(is_full.to(tl.int32), 0) - 1
+        at_back = width - (n_partial + tl.cumsum(is_partial.to(tl.int32), 0))
+        tl.store(starts + at_front, start, mask=is_full)
+        tl.store(starts + at_back, start, mask=is_partial)
+        tl.store(sizes + at_back, size, mask=is_partial)
+        n_full += tl.sum(is_full.to(tl.int32), 0)
+        n_partial += tl.sum(is_partial.to(tl.int32), 0)
     # A row without real tokens attends to nothing.
-    number_full, number_partial = tl.where(row_size > 0, number_full, 0), tl.where(row_size > 0, number_partial, 0)
-    if QUEUE:
-        # The rank is the number of rows that go first: those with longer lists, and of equally long ones the later, which under a
-        # causal mask see more.
-        rank = 0
-        for first in range(0, rows, SEGMENT):
-            other = first + tl.arange(0, SEGMENT)
-            length = tl.minimum(tl.load(counts + first_list + other, mask=other < rows, other=-1), capacity)
-            sooner = (length > count) | ((length == count) & (other > row))
-            rank += tl.sum((sooner & (other < rows)).to(tl.int32), 0)
-        entry = entries + (first_row + rank) * ENTRY
-        tl.store(entry, row_start)
-        tl.store(entry + 1, row_size)
-        tl.store(entry + 2, number_full)
-        tl.store(entry + 3, number_partial)
-        tl.store(entry + 4, row)
-        if out_row == 0:
-            tl.store(entries - HEADER, 0)
-        if NORMS:
-            # For each (batch, norm head) that reads this list.
-            norms = entries - HEADER + norms_at
-            blocks = norms + tl.cast(norm_batches, tl.int64) * norm_heads * rows
-            lists = tl.num_programs(2)
-            shared = norm_heads // heads
-            for reader in range(0, norm_batches // lists * shared):
-                at_batch, at_head = batch + reader // shared, head * shared + reader % shared
-                at_block = (at_batch.to(tl.int64) * (norm_heads // norm_group) + at_head // norm_group) * items
-                largest = tl.zeros([SEGMENT], tl.int32)
-                for first in range(0, count, SEGMENT):
-                    slot = first + tl.arange(0, SEGMENT)
-                    item = tl.load(indices + list_row * capacity + slot, mask=slot < count, other=-1)
-                    known = (item >= 0) & (item < items)
-                    largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
-                tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
-    else:
-        tl.store(full + out_row, number_full)
-        tl.store(partial + out_row, number_partial)
+    return row_start, row_size, tl.where(row_size > 0, n_full, 0), tl.where(row_size > 0, n_partial, 0)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, full, partial,
+                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
+                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+    lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
+    bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
+    item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    out_row = (batch.to(tl.int64) * heads + head) * rows + row
+    _, _, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + out_row * width, sizes + out_row * width,
+                                           width, parts, shift, CHUNK, SEGMENT, CAUSAL, ROWS_ARE_QUERIES)
+    tl.store(full + out_row, n_full)
+    tl.store(partial + out_row, n_partial)
+
+
+@triton.jit(do_not_specialize=_QUEUE_NUMBERS)
+def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
+                  list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
+                  heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                  norms_at, norm_batches, norm_heads, norm_group,
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, NORMS: tl.constexpr):
+    """The same as a ``Queue``."""
+    lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
+    bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
+    item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = (batch.to(tl.int64) * heads + head) * rows
+    total = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+    starts = queue + HEADER + total * ENTRY
+    sizes = starts + total * width
+    at = (first_row + row) * width
+    row_start, row_size, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at,
+                                                          width, parts, shift, CHUNK, SEGMENT, CAUSAL, True)
+    rank = _rank(lists, row_of_lists(lists, batch.to(tl.int64), head, 0), row, rows, SEGMENT)
+    entry = queue + HEADER + (first_row + rank) * ENTRY
+    tl.store(entry, row_start)
+    tl.store(entry + 1, row_size)
+    tl.store(entry + 2, n_full)
+    tl.store(entry + 3, n_partial)
+    tl.store(entry + 4, row)
+    if first_row + row == 0:
+        tl.store(queue, 0)
+    if NORMS:
+        list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
+        count = tl.minimum(tl.load(counts + list_row), capacity)
+        norms = queue + norms_at
+        blocks = norms + tl.cast(norm_batches, tl.int64) * norm_heads * rows
+        # For each (batch, norm head) that reads this list.
+        shared = norm_heads // heads
+        for reader in range(0, norm_batches // tl.num_programs(2) * shared):
+            at_batch, at_head = batch + reader // shared, head * shared + reader % shared
+            at_block = (at_batch.to(tl.int64) * (norm_heads // norm_group) + at_head // norm_group) * items
+            largest = tl.zeros([SEGMENT], tl.int32)
+            for first in range(0, count, SEGMENT):
+                slot = first + tl.arange(0, SEGMENT)
+                item = tl.load(indices + list_row * capacity + slot, mask=slot < count, other=-1)
+                known = (item >= 0) & (item < items)
+                largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
+            tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
+
+
+@triton.jit
+def _rank(lists, first_list, row, rows, SEGMENT: tl.constexpr):
+    """How many rows go before ``row``: those with longer lists, and of equally long ones the later, which under a causal mask see more."""
+    count = tl.minimum(tl.load(lists.counts + first_list + row), lists.capacity)
+    rank = 0
+    for first in range(0, rows, SEGMENT):
+        other = first + tl.arange(0, SEGMENT)
+        length = tl.minimum(tl.load(lists.counts + first_list + other, mask=other < rows, other=-1), lists.capacity)
+        sooner = (length > count) | ((length == count) & (other > row))
+        rank += tl.sum((sooner & (other < rows)).to(tl.int32), 0)
+    return rank
 
 
 # Not specialised on any number, as above.
@@ -215,10 +246,10 @@ _NORM_NUMBERS = ["at", "k_batch", "k_head", "k_row", "item_batch", "item_head", 
 
 @triton.jit(do_not_specialize=_NORM_NUMBERS)
 def _norms_kernel(queue, k, item_starts, item_sizes, at, k_batch, k_head, k_row, item_batch, item_head, item_group, item_length,
-                  item_tokens, ROWS: tl.constexpr, DIM: tl.constexpr, UNIFORM_ITEMS: tl.constexpr):
+                  item_tokens, ROWS: tl.constexpr, DIM: tl.constexpr):
     item, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     item_at = batch * item_batch + (head // item_group) * item_head
-    start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, UNIFORM_ITEMS)
+    start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, item_starts is None)
     # Rows begin at multiples of 16 bytes. Without these words, as numbers are not specialised on, they would be read entry by entry, in
     # four times the time.
     k += (batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head) // 8 * 8
@@ -248,7 +279,7 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
     batch, heads, width = plan.extent
     starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
     full, partial = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
-    _launch(plan, blocks, rows, items, starts, sizes, full, partial)
+    _launch(_launch_chunks, plan, blocks, rows, items, starts, sizes, full, partial)
     return Chunks(starts, sizes, full, partial)
 
 
@@ -264,9 +295,9 @@ def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int
     if keys is not None:
         dim, strides = keys.shape[3], keys.stride()
         numbers = (plan.size - heads[0] * heads[1] * items.number, *strides[:3], *plan.item_strides, items.length, items.tokens)
-        _find_norms((data.get_device(), keys.dtype, dim, items.uniform, fit(numbers)), (items.number, heads[1], heads[0]), (),
-                    (data, keys, items.starts, items.sizes), numbers, dict(ROWS=NORM_ROWS, DIM=dim, UNIFORM_ITEMS=items.uniform), {})
-    _launch(plan, blocks, rows, items, data, None, None, None)
+        _launch_norms((data.get_device(), keys.dtype, dim, items.uniform, fit(numbers)), (items.number, heads[1], heads[0]), (),
+                      (data, keys, *items.tensors), numbers, dict(ROWS=NORM_ROWS, DIM=dim), {})
+    _launch(_launch_queue, plan, blocks, rows, items, data)
     return Queue(data, *plan.extent, plan.norms_at, plan.norm_heads)
 
 
@@ -300,24 +331,24 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
     norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
     size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
     numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
-               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0, norms_at, key_batch,
-               norm_heads, norm_heads // max(key_heads, 1))
-    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None, ROWS_ARE_QUERIES=rows_are_queries,
-                     UNIFORM_ROWS=rows.shape is None, UNIFORM_ITEMS=items.shape is None, QUEUE=keys is not None, NORMS=key_heads > 0)
+               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
+    if keys is None:
+        constants["ROWS_ARE_QUERIES"] = rows_are_queries
+    else:
+        numbers = (*numbers, norms_at, key_batch, norm_heads, norm_heads // max(key_heads, 1))
+        constants["NORMS"] = key_heads > 0
     return _Plan((batch, heads, width), size, norms_at, norm_heads, items.strides(key_heads), numbers, constants,
-                 (fit(numbers), *constants.values()))
+                 (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
 
 
-_list_chunks = QuickLaunch(_chunks_kernel)
-_find_norms = QuickLaunch(_norms_kernel)
+_launch_chunks, _launch_queue, _launch_norms = map(QuickLaunch, (_chunks_kernel, _queue_kernel, _norms_kernel))
 
 
-def _launch(plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, starts: Tensor, sizes: Tensor | None,
-            full: Tensor | None, partial: Tensor | None) -> None:
+def _launch(kernel: QuickLaunch, plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:
     batch, heads, _ = plan.extent
-    _list_chunks((starts.get_device(), plan.key), (rows.number, heads, batch), (),
-                (blocks.counts.contiguous(), blocks.indices.contiguous(), rows.starts, rows.sizes, items.starts, items.sizes, starts, sizes,
-                 full, partial), plan.numbers, plan.constants, {})
+    kernel((out[0].get_device(), plan.key), (rows.number, heads, batch), (),
+           (blocks.counts.contiguous(), blocks.indices.contiguous(), *rows.tensors, *items.tensors, *out), plan.numbers, plan.constants, {})
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""What the kernels read from: tensors that they can walk by strides, and TMA descriptors of them."""
+"""What the kernels read from: tensors with strides that they can follow, and TMA descriptors of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention to lists of single keys, or of very short blocks: the listed keys are brought together in memory, then taken as tiles.
+"""Attention to lists of single keys, or of very short blocks: the listed keys are compacted (packed KV), then taken as tiles.
 
 For some query blocks at a time, the keys and values of each list are copied behind one another, and an implementation that reads tiles
 attends to these runs as to one long block each. A copy is read by all rows that share the list, so it costs little where they are many.
@@ -24,9 +24,9 @@ from .config import COMPACTED_BYTES
 # List entries read at once by one program.
 SEGMENT = 1024
 # Keys copied by one program.
-COPIED = 64
+COPY_KEYS = 64
 # Keys whose gradients one program adds up, and query blocks of which it looks up the copies at once.
-ADDED, LOOKED_UP = 16, 32
+ADD_KEYS, ADD_BLOCKS = 16, 32
 # Lists times query heads of a part: a grid's second dimension must stay below 65,536.
 MOST_LISTS = 32_768
 
@@ -141,7 +141,7 @@ def compacted_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     k, v = strided(k), strided(v)
     for part in _parts(q, k, blocks):
-        keys, values, bounds, _ = _bring_together(part, k, v, blocks, inverse=False)
+        keys, values, bounds, _ = _compact(part, k, v, blocks, inverse=False)
         part_out, part_lse = attend(part.rows(q), keys, values, _one_block_each(part, bounds, keys.shape[2]), scale, False)
         part.rows(out).copy_(part_out)
         part.rows(lse).copy_(part_lse)
@@ -163,7 +163,7 @@ def compacted_backward(
     (kv_heads, kv_len, dim), dq = k.shape[1:], torch.empty_like(q)
     dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
     for part in _parts(q, k, blocks):
-        keys, values, bounds, places = _bring_together(part, k, v, blocks, inverse=True)
+        keys, values, bounds, places = _compact(part, k, v, blocks, inverse=True)
         lists = _one_block_each(part, bounds, keys.shape[2])
         lists_t = BlockLists(lists.counts, lists.indices, lists.kv_offsets, lists.q_offsets, num_kv_blocks=1, max_q_length=keys.shape[2])
         part_dq, dkeys, dvalues = differentiate(
@@ -172,9 +172,9 @@ def compacted_backward(
         part.rows(dq).copy_(part_dq)
         share = _copy_heads(k, blocks) // kv_heads
         first, last = part.first_head // share, (part.first_head + part.heads - 1) // share
-        _add_kernel[(triton.cdiv(kv_len, ADDED), last - first + 1)](
+        _add_kernel[(triton.cdiv(kv_len, ADD_KEYS), last - first + 1)](
             dkeys, dvalues, places, dk[part.batch], dv[part.batch], kv_len, keys.shape[2], part.blocks, part.heads, part.first_head, share,
-            KEYS=ADDED, BLOCKS=LOOKED_UP, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+            KEYS=ADD_KEYS, BLOCKS=ADD_BLOCKS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
@@ -183,7 +183,7 @@ def _copy_heads(k: Tensor, blocks: BlockLists) -> int:
 
 
 def _width(k: Tensor, blocks: BlockLists) -> int:
-    """The longest run of copied keys; a multiple of 8 so that the copy engine can walk the runs."""
+    """The longest run of copied keys; a multiple of 8 so that TMA can load from the runs."""
     return max(-(-min(blocks.capacity * blocks.max_kv_length, k.shape[2]) // 8) * 8, 8)
 
 
@@ -206,7 +206,7 @@ def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[Part]:
                 yield Part(batch, whole, 1, rest, whole * tokens, head, some, group)
 
 
-def _bring_together(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _compact(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(keys, values [blocks, heads, width, D], bounds int32 [blocks, heads, 2]: 0 and the length of each run,
     places int32 [heads, Skv, blocks]: where in a run a key stands, or -1)."""
     (kv_heads, kv_len, dim), device = k.shape[1:], k.device
@@ -221,9 +221,9 @@ def _bring_together(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, invers
         counts[batch], indices[batch], bounds, source, places, counts.shape[2], part.first_head, copy_heads // counts.shape[1],
         part.first_block, -(-kv_len // length), length, kv_len, blocks.capacity, width, INVERSE=inverse, SEGMENT=SEGMENT)
     keys, values = torch.empty(2, number, part.heads, width, dim, dtype=k.dtype, device=device).unbind()
-    _copy_kernel[(triton.cdiv(width, COPIED), number * part.heads)](
+    _copy_kernel[(triton.cdiv(width, COPY_KEYS), number * part.heads)](
         k[part.batch], v[part.batch], keys, values, bounds, source, *k.stride()[1:3], *v.stride()[1:3], number, part.heads,
-        part.first_head, copy_heads // kv_heads, width, ROWS=COPIED, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+        part.first_head, copy_heads // kv_heads, width, ROWS=COPY_KEYS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
     return keys, values, bounds, places
 
 

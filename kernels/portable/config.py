@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..device import DeviceLimits
 
-# Memory for the copies of keys and values.
+# Bytes for the compacted keys and values.
 COMPACTED_BYTES = 512 << 20
 
 
@@ -21,13 +21,13 @@ class LaunchConfig:
 
 
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.
-# Through the copy engine no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.
+# Through TMA no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.
 
 
 def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The forward's. ``q_block`` and ``kv_block`` are the longest blocks in tokens.
 
-    Copy engine: 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2. Without:
+    TMA: 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2. Without:
     128 x 128 with 8 warps 14.7 ms, 64 x 64 with 4 warps 16.0, 128 x 64 with 8 warps 17.7 and with 4 warps 21.2.
     Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
     token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
@@ -41,7 +41,7 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
 def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The one of dQ, which holds q and dO and streams K and V.
 
-    Copy engine: 64 x 64 with 4 warps, 3.7 ms less than 128 x 128 with 8 warps and 3.3 less than in two stages.
+    TMA: 64 x 64 with 4 warps, 3.7 ms less than 128 x 128 with 8 warps and 3.3 less than in two stages.
     Without: 128 x 128 with 8 warps 16.0 ms, 64 x 64 with 4 warps 16.7, 128 x 64 with 8 warps 18.1.
     Key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept): 128 x 64 with 8 warps in five stages, 2.7 ms
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
@@ -55,7 +55,7 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
 def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The one of dK and dV, which holds K and V and streams q and dO.
 
-    Copy engine: 64 queries by 64 keys with 4 warps, 5.8 ms less than 64 by 128 with 8 warps and 2.2 less than in two stages.
+    TMA: 64 queries by 64 keys with 4 warps, 5.8 ms less than 64 by 128 with 8 warps and 2.2 less than in two stages.
     Without: 64 by 128 with 8 warps 24.7 ms, 64 by 64 with 4 warps 26.2, 32 by 128 34.5.
     Key blocks of 64, as for dQ: two stages take 2.2 ms less than three, 8 warps 38 more, 32 queries by 64 keys 10 more.
     """
@@ -93,10 +93,10 @@ def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimit
     """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
     as tiles of keys, not key by key.
 
-    Tiles through the copy engine: 32 keys, 2 warps and five stages, of which Triton 3.6 makes two copies, take 16.3 ms forward; 64 keys
+    Tiles through TMA: 32 keys, 2 warps and five stages, of which Triton 3.6 makes two copies, take 16.3 ms forward; 64 keys
     16.9 with 2 warps and 17.0 with 4 in three stages, 18.2 and 34 in five; 32 keys with 4 warps 22. Key by key: in a step of decoding
     (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five 0.080; 32 keys
-    0.063. Fewer than 16 rows cannot be multiplied by the matrix unit.
+    0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
     """
     m = max(16, 1 << (group - 1).bit_length())
     wide = _padded(head_dim) + _padded(v_head_dim) > 256

@@ -1,7 +1,7 @@
 """Portable kernels that gather keys one by one: for key blocks too short to be a tile, and for what a row sees within its listed keys.
 
 The keys of a list stand in slots, ``length`` slots for every listed block; a tile is the next N slots, whichever blocks they belong to. So
-blocks of one key fill a tile as well as long ones do. Key gradients need no gathering: ``triton_backward`` walks the transposed lists.
+blocks of one key fill a tile as well as long ones do. Key gradients need no gathering: ``triton_backward`` takes the transposed lists.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ def _importance_kernel(q, k, lse, firsts, seen, out, q_token, q_head, k_row, k_h
     low = tl.min(tl.load(firsts + token, mask=real, other=rows), 0)
     high = tl.max(tl.load(firsts + token, mask=real, other=0) + tl.load(seen + token, mask=real, other=0), 0)
     row = tl.arange(0, TOKENS * GROUP_PAD)
-    member, of_token = row % GROUP_PAD, first + row // GROUP_PAD
-    inside = (member < GROUP) & (of_token < tokens)
+    in_group, of_token = row % GROUP_PAD, first + row // GROUP_PAD
+    inside = (in_group < GROUP) & (of_token < tokens)
     dims = tl.arange(0, DIM_PAD)
-    query_head = head * GROUP + member
+    query_head = head * GROUP + in_group
     at = of_token.to(tl.int64) * q_token + query_head * q_head
     queries = tl.load(q + at[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
     # exp2 of a score less infinity is 0 in rows of no query head.
@@ -63,7 +63,7 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
     if out.numel():
         group_pad = triton.next_power_of_2(heads // kv_heads)
         at_once = max(1, TILE // group_pad)
-        # A matrix unit takes 16 rows at least.
+        # A tensor core takes 16 rows at least.
         group_pad = max(group_pad, 16 // at_once)
         dim_pad = max(triton.next_power_of_2(dim), 16)
         _importance_kernel[(triton.cdiv(tokens, at_once), kv_heads)](

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..lowering.primitives import LOG2E, load_rows, softmax_step
 
-# A block is one tile of the matrix unit.
+# A block is one tile of a product on the tensor cores.
 LARGEST_BLOCK = 128
 # Elements of a tile of keys that is loaded ahead; a larger one would not leave room for itself in 99 KiB beside the queries.
 PREFETCHED = 64 * 128
@@ -45,10 +45,10 @@ def _peaks_kernel(q, k, lse2, by_token, by_block, q_row, q_head, k_row, k_head, 
     # From the last block to the first: the longest rows must not end the launch.
     block, head = number - 1 - tl.program_id(0), tl.program_id(1)
     row, rows = block * BLOCK, tl.minimum(length - block * BLOCK, BLOCK)
-    member, column = tl.arange(0, TILE), tl.arange(0, COLUMNS)
+    in_block, column = tl.arange(0, TILE), tl.arange(0, COLUMNS)
     queries = load_rows(q + head.to(tl.int64) * q_head, row, q_row, rows, TILE, DIM, DIM_PAD, True)
     k += (head // group).to(tl.int64) * k_head
-    row_lse2 = tl.load(lse2 + head.to(tl.int64) * length + row + member, mask=member < rows, other=float("inf"))
+    row_lse2 = tl.load(lse2 + head.to(tl.int64) * length + row + in_block, mask=in_block < rows, other=float("inf"))
     by_token += (head.to(tl.int64) * length + row) * number
     by_block += head.to(tl.int64) * block_head + block * block_row
     for first in range(0, block + 1, COLUMNS):
@@ -57,13 +57,13 @@ def _peaks_kernel(q, k, lse2, by_token, by_block, q_row, q_head, k_row, k_head, 
             start = item * BLOCK
             size = tl.minimum(length - start, BLOCK)
             keys = load_rows(k, start, k_row, size, TILE, DIM, DIM_PAD, True)
-            seen = (start + member[None, :] <= row + member[:, None]) & (member < size)[None, :]
+            seen = (start + in_block[None, :] <= row + in_block[:, None]) & (in_block < size)[None, :]
             scores = tl.where(seen, tl.dot(queries, tl.trans(keys)), float("-inf"))
             peak = tl.exp2(tl.max(scores, 1) * scale_log2 - row_lse2)
             peaks = tl.where((column == item - first)[None, :], peak[:, None], peaks)
         known = first + column < block + 1
-        tl.store(by_token + member[:, None].to(tl.int64) * number + (first + column)[None, :], peaks.to(by_token.dtype.element_ty),
-                 mask=(member < rows)[:, None] & known[None, :])
+        tl.store(by_token + in_block[:, None].to(tl.int64) * number + (first + column)[None, :], peaks.to(by_token.dtype.element_ty),
+                 mask=(in_block < rows)[:, None] & known[None, :])
         tl.store(by_block + first + column, tl.max(peaks, 0), mask=known)
 
 

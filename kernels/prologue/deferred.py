@@ -41,14 +41,14 @@ class Deferred:
 
     def materialize(self) -> Tensor:
         """``[B, H, S, D]`` in the projections' memory order."""
-        from .norm_rope_kernel import finish
+        from .norm_rope_kernel import materialize
 
         only = self.projections[0]
         if len(self.projections) == 1 and only.norm is None and only.angles is None:
             return only.x
         out = new_tokens(self._first, self.shape[2])
         for projection, part in zip(self.projections, out.split(self.lengths, 2)):
-            finish(projection, part)
+            materialize(projection, part)
         return out
 
     def gather(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
@@ -56,14 +56,14 @@ class Deferred:
 
         A block's tokens must all come from one projection, and its first place must not be zeros.
         """
-        from .norm_rope_kernel import finish
+        from .norm_rope_kernel import materialize
 
         batch, heads, _, dim = self.shape
         out = new_tokens(self._first, len(source))
         means = self._first.new_empty(batch, heads, mean_blocks, dim, dtype=torch.float32)
         first = 0
         for projection, length in zip(self.projections, self.lengths):
-            finish(projection, out, (source, offsets, means, first))
+            materialize(projection, out, (source, offsets, means, first))
             first += length
         return out, means
 
@@ -72,8 +72,8 @@ class Deferred:
         return self.projections[0].x
 
 
-def token_scales(x: Tensor, eps: float) -> Tensor:
+def token_rstd(x: Tensor, eps: float) -> Tensor:
     """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``, by Triton's kernel."""
-    from .norm_rope_kernel import token_scales
+    from .norm_rope_kernel import token_rstd
 
-    return token_scales(x, eps)
+    return token_rstd(x, eps)

@@ -17,9 +17,9 @@ OPTIONS = dict(num_warps=4)
 
 
 @triton.jit
-def _finished(x, weight, scales, cos, sin, token, there, head, x_row, x_head, weight_head, angle_row, angle_head, eps,
-              NORM: tl.constexpr, TWICE: tl.constexpr, TURN: tl.constexpr, EACH: tl.constexpr,
-              ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _materialized(x, weight, rstd, cos, sin, token, there, head, x_row, x_head, weight_head, angle_row, angle_head, eps,
+                  NORM: tl.constexpr, CAST: tl.constexpr, ROPE: tl.constexpr, PER_HEAD: tl.constexpr,
+                  ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Tokens of some heads, [ROWS, HEADS, DIM_PAD] in float32, but rounded to x's dtype; zeros where not ``there``."""
     kind: tl.constexpr = x.dtype.element_ty
     row, dim = token[:, None, None], tl.arange(0, DIM_PAD)[None, None, :]
@@ -28,37 +28,38 @@ def _finished(x, weight, scales, cos, sin, token, there, head, x_row, x_head, we
         if NORM == "head":
             value *= tl.rsqrt(tl.sum(value * value, 2, keep_dims=True) / DIM + eps)
         else:
-            value *= tl.load(scales + token, mask=token >= 0, other=0.0)[:, None, None]
-        if TWICE:
+            value *= tl.load(rstd + token, mask=token >= 0, other=0.0)[:, None, None]
+        if CAST:
             value = value.to(kind).to(tl.float32)
         value *= tl.load(weight + head * weight_head + dim, mask=dim < DIM, other=0.0).to(tl.float32)
         value = value.to(kind).to(tl.float32)
-    if TURN:
+    if ROPE:
         # An angle that stands there twice is loaded twice: wide loads of everything are faster than loads of every other number.
-        number = tl.arange(0, DIM_PAD // 2 * TURN)[None, None, :]
+        number = tl.arange(0, DIM_PAD // 2 * ROPE)[None, None, :]
         angle = row * angle_row + number
-        if EACH:
+        if PER_HEAD:
             angle += head * angle_head
-            mask = there & (number < DIM // 2 * TURN)
+            mask = there & (number < DIM // 2 * ROPE)
         else:
-            mask = (row >= 0) & (number < DIM // 2 * TURN)
+            mask = (row >= 0) & (number < DIM // 2 * ROPE)
         c = tl.load(cos + angle, mask=mask, other=0.0)
         s = tl.load(sin + angle, mask=mask, other=0.0)
-        if TURN == 2:
-            c, _ = tl.split(tl.reshape(c, [ROWS, HEADS if EACH else 1, DIM_PAD // 2, 2]))
-            s, _ = tl.split(tl.reshape(s, [ROWS, HEADS if EACH else 1, DIM_PAD // 2, 2]))
+        if ROPE == 2:
+            c, _ = tl.split(tl.reshape(c, [ROWS, HEADS if PER_HEAD else 1, DIM_PAD // 2, 2]))
+            s, _ = tl.split(tl.reshape(s, [ROWS, HEADS if PER_HEAD else 1, DIM_PAD // 2, 2]))
         even, odd = tl.split(tl.reshape(value, [ROWS, HEADS, DIM_PAD // 2, 2]))
         value = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, HEADS, DIM_PAD]).to(kind).to(tl.float32)
     return value
 
 
 @triton.jit
-def _rotary_kernel(x, out, weight, scales, cos, sin, source, offsets, means, x_batch, x_head, x_row, out_batch, out_head, out_row,
+def _rotary_kernel(x, out, weight, rstd, cos, sin, source, offsets, means, x_batch, x_head, x_row, out_batch, out_head, out_row,
                    weight_head, angle_batch, angle_head, angle_row, heads, tokens, begin, mean_blocks, eps, ORDERED: tl.constexpr,
-                   MEANS: tl.constexpr, NORM: tl.constexpr, TWICE: tl.constexpr, TURN: tl.constexpr, EACH: tl.constexpr,
+                   MEANS: tl.constexpr, NORM: tl.constexpr, CAST: tl.constexpr, ROPE: tl.constexpr, PER_HEAD: tl.constexpr,
                    ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """ORDERED: the blocks whose tokens are among the ``tokens`` from ``begin`` on, with MEANS of the first of them; else as they come.
-    NORM: over each "head", by the given scales of a "token", or "none". TURN: how often an angle stands in memory. EACH: per head."""
+    NORM: over each "head", by the given rstd of a "token", or "none". CAST: to x's dtype before the weight.
+    ROPE: how often an angle stands in memory; 0 = none is applied. PER_HEAD: angles of each head's own."""
     groups = tl.cdiv(heads, HEADS)
     block = tl.program_id(0) // groups
     head = (tl.program_id(0) % groups).to(tl.int64) * HEADS + tl.arange(0, HEADS)[None, :, None]
@@ -68,8 +69,8 @@ def _rotary_kernel(x, out, weight, scales, cos, sin, source, offsets, means, x_b
     x += batch * x_batch
     out += batch * out_batch
     if NORM == "token":
-        scales += batch * tokens
-    if TURN:
+        rstd += batch * tokens
+    if ROPE:
         cos += batch * angle_batch
         sin += batch * angle_batch
     if ORDERED:
@@ -90,8 +91,9 @@ def _rotary_kernel(x, out, weight, scales, cos, sin, source, offsets, means, x_b
         else:
             inside = place < tokens
             token = tl.where(inside, place, -1).to(tl.int64)
-        value = _finished(x, weight, scales, cos, sin, token, (token >= 0)[:, None, None] & (head < heads), tl.minimum(head, heads - 1),
-                          x_row, x_head, weight_head, angle_row, angle_head, eps, NORM, TWICE, TURN, EACH, ROWS, HEADS, DIM, DIM_PAD)
+        there = (token >= 0)[:, None, None] & (head < heads)
+        value = _materialized(x, weight, rstd, cos, sin, token, there, tl.minimum(head, heads - 1), x_row, x_head, weight_head, angle_row,
+                              angle_head, eps, NORM, CAST, ROPE, PER_HEAD, ROWS, HEADS, DIM, DIM_PAD)
         tl.store(out + place.to(tl.int64)[:, None, None] * out_row + head * out_head + dim, value.to(kind),
                  mask=inside[:, None, None] & (head < heads) & (dim < DIM))
         if MEANS:
@@ -103,7 +105,7 @@ def _rotary_kernel(x, out, weight, scales, cos, sin, source, offsets, means, x_b
 
 
 @triton.jit
-def _scale_kernel(x, scales, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _rstd_kernel(x, rstd, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
     batch = tl.program_id(1).to(tl.int64)
@@ -114,10 +116,10 @@ def _scale_kernel(x, scales, x_batch, x_head, x_row, heads, tokens, eps, ROWS: t
         value = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
         total += value * value
         rows += x_head
-    tl.store(scales + batch * tokens + token, tl.rsqrt(tl.sum(total, 1) / (heads * DIM) + eps), mask=token < tokens)
+    tl.store(rstd + batch * tokens + token, tl.rsqrt(tl.sum(total, 1) / (heads * DIM) + eps), mask=token < tokens)
 
 
-def finish(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
+def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
     """Writes what ``projection`` stands for to ``out``, whose last stride is 1.
 
     ``order``: source, offsets and means of ``Deferred.gather``, and the number of the projection's first token. ``out`` is then all of
@@ -130,35 +132,35 @@ def finish(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Ten
     batch, heads, tokens, dim = x.shape
     dim_pad = triton.next_power_of_2(dim)
     # A pointer that is not used is x.
-    kind, weight, scales = "none", x, x
+    kind, weight, rstd = "none", x, x
     if norm is not None:
-        kind, weight, scales = ("head", norm.weight, x) if norm.scales is None else ("token", norm.weight, norm.scales)
+        kind, weight, rstd = ("head", norm.weight, x) if norm.rstd is None else ("token", norm.weight, norm.rstd)
         weight = weight.contiguous()
-    turn, cos, sin, strides = 0, x, x, (0, 0, 0)
+    rope, cos, sin, strides = 0, x, x, (0, 0, 0)
     if projection.angles is not None:
         cos, sin = projection.angles
         if cos.stride() != sin.stride() or cos.stride(-1) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
-        turn, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
+        rope, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
     together = min(HEADS, triton.next_power_of_2(heads))
     rows = max(1, NUMBERS // (together * dim_pad))
     source, offsets, means, begin = order or (x, x, x, 0)
     blocks = triton.cdiv(tokens, rows) if order is None else len(offsets) - 1
     _rotary_kernel[(blocks * triton.cdiv(heads, together), batch)](
-        x, out, weight, scales, cos, sin, source, offsets, means, *x.stride()[:3], *out.stride()[:3], dim if weight.dim() == 2 else 0,
+        x, out, weight, rstd, cos, sin, source, offsets, means, *x.stride()[:3], *out.stride()[:3], dim if weight.dim() == 2 else 0,
         *strides, heads, tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps, ORDERED=order is not None,
-        MEANS=order is not None and means.shape[2] > 0, NORM=kind, TWICE=norm is not None and norm.rounds_twice, TURN=turn,
-        EACH=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+        MEANS=order is not None and means.shape[2] > 0, NORM=kind, CAST=norm is not None and norm.casts_before_weight, ROPE=rope,
+        PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
 
 
-def token_scales(x: Tensor, eps: float) -> Tensor:
-    """``kernels.rotary.token_scales``."""
+def token_rstd(x: Tensor, eps: float) -> Tensor:
+    """``kernels.prologue.deferred.token_rstd``."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
-    scales = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
+    rstd = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
     dim_pad = triton.next_power_of_2(dim)
     rows = max(1, NUMBERS // dim_pad)
-    if scales.numel():
-        _scale_kernel[(triton.cdiv(tokens, rows), batch)](x, scales, *x.stride()[:3], heads, tokens, eps,
+    if rstd.numel():
+        _rstd_kernel[(triton.cdiv(tokens, rows), batch)](x, rstd, *x.stride()[:3], heads, tokens, eps,
                                                           ROWS=rows, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
-    return scales
+    return rstd

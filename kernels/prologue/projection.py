@@ -14,15 +14,15 @@ class RMSNorm:
     Args:
         weight: ``[D]``, or ``[H, D]`` where heads differ.
         eps: added to the mean.
-        rounds_twice: x's dtype is rounded to before the weight too.
-        scales: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, from ``token_scales``, where its heads share one mean. None: the
+        casts_before_weight: x is rounded to its dtype before the weight too.
+        rstd: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, from ``token_rstd``, where its heads share one mean. None: the
             mean is over a head.
     """
 
     weight: Tensor
     eps: float
-    rounds_twice: bool = False
-    scales: Tensor | None = None
+    casts_before_weight: bool = False
+    rstd: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out
 def gather(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor,
            q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor, k_means: Tensor) -> None:
     """Writes what ``kernels.reorder.gather_blocks`` returns."""
-    q, k, v = map(_walkable, (q, k, v))
+    q, k, v = map(_strided, (q, k, v))
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
     if batch * heads * blocks:
@@ -95,7 +95,7 @@ def gather(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor,
 
 def take(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Writes ``kernels.reorder.take_tokens`` into ``out``, whose last stride is 1."""
-    x = _walkable(x)
+    x = _strided(x)
     batch, heads, _, dim = x.shape
     if out.numel():
         _take_kernel[(triton.cdiv(len(index), ROWS) * heads, batch)](
@@ -103,5 +103,5 @@ def take(x: Tensor, index: Tensor, out: Tensor) -> None:
             ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), **OPTIONS)
 
 
-def _walkable(x: Tensor) -> Tensor:
+def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -101,5 +101,5 @@ def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per
 @operator("select_blocks", _new_lists)
 def _select(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     counts, indices = _new_lists(forced, scores, active, per_row, k)
-    _kernels().pick(forced, scores, active, per_row, k, counts, indices)
+    _kernels().select(forced, scores, active, per_row, k, counts, indices)
     return counts, indices

@@ -1,4 +1,4 @@
-"""Portable selection kernels: scores of blocks by their descriptors, and lists of the best-scored blocks and of those always kept."""
+"""Portable selection kernels: scores of blocks by their descriptors, and lists of the best-scored blocks and of those forced."""
 
 from __future__ import annotations
 
@@ -115,24 +115,24 @@ def _highest(scores, number, real):
 
 
 @triton.jit
-def _pick_kernel(always, scores, used, limits, counts, indices, limit, heads, blocks, scored,
-                 WIDTH: tl.constexpr, SCORES: tl.constexpr, LIMITS: tl.constexpr, USED: tl.constexpr):
+def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored,
+                   WIDTH: tl.constexpr, SCORES: tl.constexpr, PER_ROW: tl.constexpr, ACTIVE: tl.constexpr):
     row, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < blocks
-    keep = tl.load(always + row * blocks + column, mask=inside, other=0) != 0
+    keep = tl.load(forced + row * blocks + column, mask=inside, other=0) != 0
     if SCORES:
         if row < scored:
             line = (batch * heads + head) * scored + row
-            number = limit
-            if LIMITS:
-                number = tl.load(limits + line)
+            number = k_all
+            if PER_ROW:
+                number = tl.load(k_per_row + line)
             real = column < scored
             line_scores = tl.load(scores + line * scored + column, mask=real, other=0.0)
             keep = keep | _highest(line_scores, tl.minimum(number, scored), real)
-    if USED:
-        both = keep & (tl.load(used + batch * blocks + column, mask=inside, other=0) != 0)
-        keep = tl.where(tl.load(used + batch * blocks + row) != 0, both, column == row)
+    if ACTIVE:
+        both = keep & (tl.load(active + batch * blocks + column, mask=inside, other=0) != 0)
+        keep = tl.where(tl.load(active + batch * blocks + row) != 0, both, column == row)
     line = (batch * heads + head) * blocks + row
     kept = keep.to(tl.int32)
     tl.store(indices + line * blocks + tl.cumsum(kept, 0) - 1, column, mask=keep)
@@ -157,15 +157,15 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     return scores
 
 
-def pick(always: Tensor, scores: Tensor | None, used: Tensor | None, limits: Tensor | None, limit: int,
-         counts: Tensor, indices: Tensor) -> None:
+def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int,
+           counts: Tensor, indices: Tensor) -> None:
     """Writes what ``kernels.prologue.select.select_blocks`` returns."""
     batch, heads, blocks = counts.shape
     width = triton.next_power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]
-    given = dict(SCORES=scores is not None, USED=used is not None, LIMITS=limits is not None)
+    given = dict(SCORES=scores is not None, ACTIVE=active is not None, PER_ROW=k_per_row is not None)
     # A pointer that is not read may be any.
-    scores, used, limits = (always if x is None else x for x in (scores, used, limits))
-    _pick_kernel[(blocks, heads, batch)](
-        always, scores, used, limits, counts, indices, limit, heads, blocks, scored,
+    scores, active, k_per_row = (forced if x is None else x for x in (scores, active, k_per_row))
+    _select_kernel[(blocks, heads, batch)](
+        forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored,
         WIDTH=width, **given, num_warps=min(16, max(2, width // 512)))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..canvas import from_bfchw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
-from ..rope import turn_pairs
+from ..rope import apply_rope
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
-    """Attends as ``CogVideoXAttnProcessor2_0`` does, to selected tiles only. RoPE, where there is any, turns the video alone."""
+    """Attends as ``CogVideoXAttnProcessor2_0`` does, to selected tiles only. RoPE, where there is any, is for the video alone."""
 
     def __call__(
         self,
@@ -39,7 +39,7 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
         if image_rotary_emb is not None:
             # Both angles of a pair are given, and are the same.
             cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
-            query, key = (torch.cat([x[:, :text_len], turn_pairs(x[:, text_len:], cos, sin)], dim=1) for x in (query, key))
+            query, key = (torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], cos, sin)], dim=1) for x in (query, key))
         out = self.attend(query, key, value, layout).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text_len:], out[:, :text_len]

@@ -11,10 +11,10 @@ from ..streams import Stream
 
 
 class JointSSTAProcessor(SSTAProcessor):
-    """Attends to selected tiles only where the stock processor attends over [video | conditions], and builds no mask of S x S tokens.
+    """Attends to selected tiles only where the original processor attends over [video | conditions], and builds no mask of S x S tokens.
 
     The module's ``add_*_proj`` make q, k and v of the conditions; where it has none, video and conditions share their projections.
-    RoPE turns the video alone.
+    RoPE is for the video alone.
     """
 
     norms = {**SSTAProcessor.norms, RMSNorm: True}

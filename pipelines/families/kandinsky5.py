@@ -32,11 +32,11 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
                              for linear in (attn.to_query, attn.to_key, attn.to_value))
         query, key = attn.query_norm(query.float()).type_as(query), attn.key_norm(key.float()).type_as(key)
         if rotary_emb is not None:
-            query, key = _turned(query, rotary_emb), _turned(key, rotary_emb)
+            query, key = _rotated(query, rotary_emb), _rotated(key, rotary_emb)
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
-def _turned(x: Tensor, rotary_emb: Tensor) -> Tensor:
+def _rotated(x: Tensor, rotary_emb: Tensor) -> Tensor:
     """RoPE by matrices of 2 x 2 on neighbouring channels. The model was trained with its result rounded to bfloat16, whatever x is."""
     pairs = x.float().unflatten(-1, (-1, 1, 2))
     return (rotary_emb * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)

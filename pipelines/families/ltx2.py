@@ -70,7 +70,7 @@ class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
         all_perturbed: bool | None = None,
     ) -> Tensor:
         """perturbation_mask: 0 where the values stand for the attention's result, 1 elsewhere; all_perturbed: whether it is 0 throughout,
-        looked up on the device where it is not told, as in the stock processor."""
+        looked up on the device where it is not told, as in the original processor."""
         value = attn.to_v(hidden_states)
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and bool((perturbation_mask == 0).all())

@@ -34,12 +34,12 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (query, key, value))
         query, key = attn.norm_q(query), attn.norm_k(key)
         if rotary_emb is not None:
-            query, key = _turned(query, *rotary_emb), _turned(key, *rotary_emb)
+            query, key = _rotated(query, *rotary_emb), _rotated(key, *rotary_emb)
         out = self.attend(query, key, value, self.around(query.shape[1], before=None))
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the leading channels of ``[B, S, H, D]``, as many as cos and sin ``[S, R]`` have: channel i pairs with i + R / 2."""
     half = cos.shape[-1] // 2
     cos, sin = (angle.to(x.dtype)[None, :, None, :half] for angle in (cos, sin))

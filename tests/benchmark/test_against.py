@@ -80,6 +80,7 @@ def test_rows_are_compared_by_their_keys():
         compared(here[2:], there, ("what",), ("median_ms",))
 
 
+@pytest.mark.slow
 def test_a_checkout_against_itself(tmp_path, monkeypatch, capsys):
     import bench_host
 
@@ -92,6 +93,7 @@ def test_a_checkout_against_itself(tmp_path, monkeypatch, capsys):
     assert "largest ratio of host_us: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_ends_both_and_shows_why(tmp_path):
     import bench_host
 

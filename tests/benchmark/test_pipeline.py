@@ -51,8 +51,8 @@ def test_a_model_with_fewer_blocks_shares_its_weights(bench):
 def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
     from ssta.pipelines import streams
 
-    turn = streams.turn_pairs
-    monkeypatch.setattr(streams, "turn_pairs", lambda x, cos, sin: turn(x, cos, -sin) if x.shape[1] > 10 else x)
+    rope = streams.apply_rope
+    monkeypatch.setattr(streams, "apply_rope", lambda x, cos, sin: rope(x, cos, -sin) if x.shape[1] > 10 else x)
     monkeypatch.setattr(streams, "kernels_run", lambda x: False)
     with pytest.raises(SystemExit, match="Wan 2.1, small, dense, is wrong: the first block's attention is off by .*; no time is printed"):
         bench.main(["--model", "wan", "--what", "stock", "dense"])

@@ -104,8 +104,8 @@ def test_a_flex_mask_whose_blocks_only_the_sequence_cuts_is_whole():
 
 @pytest.mark.parametrize("fields, error, message", [
     (dict(max_q_length=0), ValueError, "max_q_length must be at least 1, got 0"),
-    (dict(max_kv_length=1.5), TypeError, "max_kv_length must be an int, got float"),
-    (dict(num_kv_blocks="4"), TypeError, "num_kv_blocks must be an int, got str"),
+    (dict(max_kv_length=1.5), TypeError, r"max_kv_length must be an int, got 1.5 \(float\)"),
+    (dict(num_kv_blocks="4"), TypeError, r"num_kv_blocks must be an int, got '4' \(str\)"),
     (dict(q_offsets=ascending(8, 8), q_lengths=torch.ones(1, 4, 2, dtype=torch.int32)), None, None),
     (dict(q_offsets=ascending(8, 8).expand(1, 2, 3), q_lengths=torch.ones(1, 4, 2, dtype=torch.int32)), ValueError,
      "q_lengths must have q_offsets' batch and heads"),

@@ -93,7 +93,7 @@ def test_scores_are_those_of_the_definition(heads, kv_heads, blocks, width, lamb
 @pytest.mark.slow
 def test_selected_blocks_are_the_best_and_the_forced(scored, dense, masked, seed):
     """Scores with many ties, among them infinities, NaN and both zeros."""
-    from ssta.kernels.prologue.select_kernel import pick
+    from ssta.kernels.prologue.select_kernel import select
 
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.5, torch.inf, torch.nan])
@@ -106,7 +106,7 @@ def test_selected_blocks_are_the_best_and_the_forced(scored, dense, masked, seed
         indices = torch.full((*heads, scored + dense, scored + dense), -7, dtype=torch.int32, device=DEVICE)
         counts = indices[..., 0].clone()
         many = isinstance(k_per_row, torch.Tensor)
-        pick(forced, given_scores, active, k_per_row if many else None, 0 if many else k_per_row, counts, indices)
+        select(forced, given_scores, active, k_per_row if many else None, 0 if many else k_per_row, counts, indices)
         expected = _select_in_torch(forced, given_scores, active, k_per_row)
         assert torch.equal(counts, expected[0])
         filled = torch.arange(scored + dense, device=DEVICE) < counts[..., None]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from tiny_hunyuan import SPARSE
+from tiny_hunyuan import SPARSE, tiny_transformer
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta import SSTAConfig
@@ -71,6 +71,8 @@ def test_configurations_from_text():
     made = parse_configuration(text, pipe)
     assert made.config == replace(SSTAConfig(topk=3), tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), mask_share_within_head=True, lambda_=0.5)
     assert made.schedule == Schedule(dense_layers=(0, -1, "blocks.1.attn1")) and made.name == text
+    sparse = parse_configuration("hunyuan_video_15_sparse", tiny_transformer(layers=1))
+    assert (sparse.config, sparse.schedule) == (SSTAConfig.hunyuan_video_15(), Schedule())
 
 
 @pytest.mark.parametrize("text, message", [

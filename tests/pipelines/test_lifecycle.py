@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from tiny_hunyuan import SPARSE, WINDOW, apply_ssta, inputs, run, tiny_transformer
+from tiny_models import TINY
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
@@ -177,6 +179,50 @@ def test_settings_of_diffusers_travel_there_and_back():
     handle.remove()
     assert (first.processor._attention_backend, second.processor._attention_backend) == ("native", "flash")
     assert HunyuanVideo15AttnProcessor2_0._attention_backend is None and SSTAProcessor._attention_backend is None
+
+
+# Nothing to run on
+
+
+@pytest.mark.parametrize("schedule", [Schedule(dense_above=0.5), Schedule(dense_steps=0.5), None])
+def test_an_export_keeps_no_steps_and_a_schedule_that_follows_them_says_so(schedule):
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    # A scheduler of its own only where steps are counted.
+    scheduler = FlowMatchEulerDiscreteScheduler() if schedule is not None and schedule.dense_steps else None
+    with apply_ssta(model, SPARSE, schedule=schedule, scheduler=scheduler) as handle:
+        with pytest.raises(ValueError, match=r"schedule must not follow the steps under torch.export.* apply SSTA with Schedule\(\)"):
+            torch.export.export(model, (), call, strict=False)
+        with pytest.raises(ValueError, match="mean_density must come after a forward with SSTA, got a report of no layers"):
+            handle.report().mean_density()
+
+
+def test_reports_after_an_export_and_after_fake_tensors_have_no_layers():
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
+        stock = TINY["wan"].build()
+        expected = model(**call)[0]
+        exported = torch.export.export(model, (), call, strict=False).module()
+        assert handle.report() == [] and str(handle.report()) == "no layer has run with SSTA yet"
+        torch.testing.assert_close(exported(**call)[0], expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, apply_ssta(stock, SPARSE, schedule=Schedule()) as handle:
+        stock(**{name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()})
+        assert handle.report() == []
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, apply_ssta(stock, SPARSE, schedule=Schedule(dense_above=0.5)):
+        with pytest.raises(ValueError, match="schedule must not read timesteps that hold no values, got one with dense_above and a Fake"):
+            stock(**{name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()})
+
+
+def test_the_report_says_why_nothing_faster_ran():
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_layers=(0,))) as handle:
+        run(model, **call)
+        dense, sparse = handle.report()
+        assert dense.implementation == "dense, default backend" and dense.explanation == () and sparse.implementation == "torch"
+        assert [reason.split(",")[0] for reason in sparse.explanation] == ["not 'hopper'", "not 'triton'"]
+        assert str(handle.report()).splitlines()[-2:] == [f"torch: {reason}" for reason in sparse.explanation]
+    with apply_ssta(model, SPARSE, schedule=Schedule(), impl="torch") as handle:
+        run(model, **call)
+        assert handle.report()[0].explanation == () and str(handle.report()).splitlines()[-1].startswith("all")
 
 
 # Two transformers

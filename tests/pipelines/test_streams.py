@@ -38,8 +38,8 @@ def by_kernel(monkeypatch):
         launches.append(args)
         real(*args)
 
-    real = norm_rope_kernel.finish
-    monkeypatch.setattr(norm_rope_kernel, "finish", launch)
+    real = norm_rope_kernel.materialize
+    monkeypatch.setattr(norm_rope_kernel, "materialize", launch)
     return launches
 
 
@@ -98,8 +98,8 @@ def test_views_and_no_tokens(by_kernel):
     same(finished(every, heads=HEADS), whole[:, ::2])
     chunk = stream.projected.repeat(1, 1, 2).chunk(2, dim=-1)[1]
     same(finished(Stream(chunk, stream.norm, stream.angles), heads=HEADS), whole)
-    turned = Stream(stream.projected, stream.norm, (stream.angles[0], stream.angles[1].mT.contiguous().mT))
-    same(finished(turned, heads=HEADS), whole)
+    strided = Stream(stream.projected, stream.norm, (stream.angles[0], stream.angles[1].mT.contiguous().mT))
+    same(finished(strided, heads=HEADS), whole)
     none = Stream(stream.projected[:, :0], stream.norm)
     same(finished(stream, none, heads=HEADS), whole)
     assert len(by_kernel) == 6
@@ -109,7 +109,7 @@ LAYOUT = TokenLayout((VideoGrid(3, 5, 4), VideoGrid(2, 3, 3), DenseRun(7)))
 
 
 def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
-    """(q, its means) in tiles by one kernel, and by the modules and the layout; with a second stream that is neither video nor turned."""
+    """(q, its means) in tiles by one kernel, and by the modules and the layout; with a second stream that is neither video nor rotated."""
     video, text = LAYOUT.video_length, LAYOUT.dense_length
     parts = stream_of(case, video, dtype, heads, dim), stream_of((case[0], case[1], None), text, dtype, heads, dim)
     layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
@@ -184,7 +184,7 @@ def test_a_changed_norm_is_called(by_kernel, change):
     x, norm, angles = stream_of(CASES[0], 8, torch.float32)
     change(norm)
     out = finished(Stream(x, norm, angles), heads=HEADS)
-    expected = streams.turn_pairs(norm(x.unflatten(2, (HEADS, -1))), *(of[..., ::2] for of in angles))
+    expected = streams.apply_rope(norm(x.unflatten(2, (HEADS, -1))), *(of[..., ::2] for of in angles))
     assert not by_kernel and torch.equal(out, expected)
     with torch.no_grad():
         finished(Stream(x, norm, angles), heads=HEADS)

@@ -216,6 +216,14 @@ VALID = dict(query=(2, 4, 40, 16), key=(2, 4, 40, 16), value=(2, 4, 40, 16), thw
     ({"text_mask": torch.ones(8, dtype=torch.bool)}, ValueError, r"text_mask must be .*got \(8,\)"),
     ({"text_mask": torch.ones(2, 8)}, TypeError, "text_mask must be bool or integer .*got torch.float32"),
     ({"text_mask": [[True] * 8] * 2}, TypeError, "text_mask must be a bool or integer tensor, got list"),
+    ({"text_mask": torch.ones(2, 8, dtype=torch.bool).to_sparse()}, TypeError, "text_mask must be a dense, strided tensor"),
+    ({"query": (2, 0, 40, 16)}, ValueError, "query must have at least one head"),
+    ({"sampling_type": lambda q: q}, TypeError, r"sampling_type must be a function of \(q_descriptors, k_descriptors\), got one of \(q\)"),
+    ({"sampling_type": lambda q, k: (q @ k.mT).to("meta")}, ValueError, "sampling_type's scores must be on the descriptors' device cpu"),
+    ({"tile_thw": (200, 200, 100), "pad_type": "zero"}, ValueError, "tile_thw must not be so large that padding 'zero' makes more than 64"),
+    ({"tile_thw": (2**31, 1, 1)}, ValueError, "tile_thw must have entries of at most 2147483647"),
+    ({"tile_thw": (2**16, 2**16, 1)}, ValueError, "tile_thw must make tiles of at most 2147483647 tokens"),
+    ({"adaptive_pool": (100, 100, 100)}, ValueError, "adaptive_pool must have at most 4096 cells"),
     ({"text_mask": torch.ones(2, 8, dtype=torch.bool, device="meta")}, ValueError, "text_mask must be on query's device cpu, got meta"),
 ])
 def test_bad_input_says_what_is_wrong(changes, error, words):
@@ -246,6 +254,11 @@ def test_bad_layouts_and_configs_say_what_is_wrong(changes, error, words):
     ({"variants": ((1, {"top": 1}),)}, ValueError, r"variants\[0\] must override fields of SSTAConfig other than variants, got \['top'\]"),
     ({"variants": ((1, {"variants": ()}),)}, ValueError, r"variants\[0\] must override .*got \['variants'\]"),
     ({"variants": ((1, {"topk": 0}),)}, ValueError, "topk must be at least 1, got 0"),
+    ({"variants": ((1, [1, 2]),)}, TypeError, r"variants\[0\] overrides must map fields of SSTAConfig to values, got \[1, 2\]"),
+    ({"variants": ((1, {1: 2, "topk": 3}),)}, TypeError, r"variants\[0\] overrides must map fields"),
+    ({"variants": ((1, [("topk", 1, 2)]),)}, TypeError, r"variants\[0\] overrides must map fields"),
+    ({"variants": ((1, [([1], 2)]),)}, TypeError, r"variants\[0\] overrides must map fields"),
+    ({"budget": lambda a, b: a}, TypeError, r"budget must be a function of \(scores\), got one of \(a, b\)"),
 ])
 def test_bad_configs_say_what_is_wrong(fields, error, words):
     with pytest.raises(error, match=words):

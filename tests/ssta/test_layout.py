@@ -186,3 +186,31 @@ def test_projections_seen_through_a_transpose_give_the_same_and_keep_their_memor
     tiled, back, _ = results[0]
     assert tiled.transpose(1, 2).is_contiguous()
     assert layout.untile(tiled).transpose(1, 2).is_contiguous() and torch.equal(layout.untile(tiled), projected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("device, error, words", [
+    ("gpu", ValueError, "device must be a device that torch knows, such as 'cpu' or 'cuda:0', got 'gpu'"),
+    ("cuda:99", ValueError, "device must be a GPU that torch sees .*got 'cuda:99'"),
+    (3.5, TypeError, r"device must be a torch.device, a string or a GPU's number, got 3.5 \(float\)"),
+    (None, TypeError, "device must be a torch.device")])
+def test_a_device_that_is_not_there_is_named(device, error, words):
+    with pytest.raises(error, match=words):
+        tile_layout(TokenLayout.video_text((2, 2, 2)), (2, 2, 2), device=device)
+
+
+@pytest.mark.parametrize("way", ["tile", "untile"])
+def test_what_cannot_be_tiled_is_refused(way):
+    layout = tile_layout(TokenLayout.video_text((2, 2, 2)), (2, 2, 2))
+    x = torch.randn(1, 1, 8, 4)
+    with pytest.raises(ValueError, match="x must be on the layout's device cpu, got meta"):
+        getattr(layout, way)(x.to("meta"))
+    with pytest.raises(TypeError, match="x must be a dense, strided tensor, got torch.sparse_coo"):
+        getattr(layout, way)(x.to_sparse())
+
+
+def test_padding_may_be_much_but_not_nearly_everything():
+    few = TokenLayout.video_text((1, 1, 1), 1)
+    assert tile_layout(few, (6, 8, 8), "zero").num_slots == 768, "one token in a tile of the usual size is legal"
+    assert tile_layout(few, (2000, 1000, 1)).num_slots == 2, "and without padding any tile is"
+    with pytest.raises(ValueError, match="tile_thw must not be so large that padding 'repeat' makes more than 64 slots of a token"):
+        tile_layout(few, (2000, 1000, 1), "repeat")

@@ -199,8 +199,17 @@ def test_bad_input(change, error, message):
 @pytest.mark.parametrize("shape", [(0, 2, 32, HEAD_DIM), (1, 0, 32, HEAD_DIM), (1, 2, 32, 0)])
 def test_nothing_cannot_be_explained(shape):
     q, k = torch.zeros(shape), torch.zeros(shape[0], 2, *shape[2:])
-    with pytest.raises(ValueError, match=r"query must have values to explain, got shape \("):
+    with pytest.raises(ValueError, match=r"query must have (values to explain|at least one head), got shape \("):
         explain(q, k, GRID, **ALONE)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("other", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged),
+                                   lambda x: x.to_mkldnn()], ids=["sparse", "nested", "mkldnn"])
+def test_what_is_not_strided_is_named(name, other):
+    tensors = dict(zip(("query", "key", "value"), qkv(32)))
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+        explain(**tensors | {name: other(tensors[name])}, thw=GRID, **ALONE)
 
 
 def test_a_meta_tensor_cannot_be_explained():
@@ -303,7 +312,7 @@ def test_key_heads_pattern_reaches_their_query_heads():
     (lambda r: plot_density(r, path="."), "path must be a file that ends with one of"),
     (lambda r: plot_selection(r, frames=[7]), "frames must name at least one of the 5 latent frames"),
     (lambda r: plot_selection(r, images=torch.rand(4, 6, 8, 3)), r"images must be \[5, height, width, 3\]"),
-    (lambda r: plot_block_mask(r, head=-1), "head must be between 0 and 2, got -1"),
+    (lambda r: plot_block_mask(r, head=-1), "head must be at least 0, got -1"),
     (lambda r: plot_density(r, batch=2), "batch must be between 0 and 0, got 2"),
 ])
 def test_bad_input_of_the_pictures(report, call, message):

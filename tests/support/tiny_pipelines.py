@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import diffusers
 import torch
@@ -32,17 +35,58 @@ def hunyuan_prompts() -> dict:
     return call | {"true_cfg_scale": 4.0}
 
 
+def hunyuan_15_prompts() -> dict:
+    call = {}
+    for seed, name in enumerate(("", "negative_")):
+        call |= {f"{name}prompt_embeds": embeds(TEXT_LEN, 12, seed), f"{name}prompt_embeds_mask": valid((5 - 3 * seed,)),
+                 f"{name}prompt_embeds_2": embeds(5, 8, seed), f"{name}prompt_embeds_mask_2": valid((3,), 5)}
+    return call
+
+
+def kandinsky_prompts() -> dict:
+    call = {}
+    for seed, name in enumerate(("", "negative_")):
+        call |= {f"{name}prompt_embeds_qwen": embeds(TEXT_LEN, 12, seed), f"{name}prompt_embeds_clip": embeds(1, 8, seed)[0],
+                 f"{name}prompt_cu_seqlens": torch.tensor([0, TEXT_LEN])}
+    return call
+
+
+class Settings(SimpleNamespace):
+    """A VAE that neither encodes nor decodes, and only says what a pipeline asks about it."""
+
+
+class Connectors(Settings):
+    """LTX-2's, between the text encoder and the transformer."""
+
+    def __call__(self, prompts: Tensor, mask: Tensor, **_) -> tuple[Tensor, Tensor, Tensor]:
+        return embeds(TEXT_LEN, 32, 0), embeds(TEXT_LEN, 16, 1), mask
+
+
+def normed(temporal: int, spatial: int) -> Settings:
+    """LTX-2's VAEs, which latents are normed back for."""
+    return Settings(config=Settings(scaling_factor=1.0, sample_rate=16000, mel_hop_length=160, mel_bins=16, latent_channels=1),
+                    latents_mean=torch.zeros(4), latents_std=torch.ones(4), temporal_compression_ratio=temporal,
+                    spatial_compression_ratio=spatial, mel_compression_ratio=4)
+
+
+def vae(**config) -> Settings:
+    return Settings(config=Settings(**config), temporal_compression_ratio=4, spatial_compression_ratio=16)
+
+
 @dataclass(frozen=True)
 class TinyPipeline:
     """A pipeline whose canvas is (3, 6, 8).
 
     Attributes:
-        pipeline: its class name.
+        pipeline: its class name, after its module where diffusers gives a placeholder for want of some other library.
         tiny: the model, a name in TINY.
         scheduler: makes one.
         call: the call's arguments besides steps and seed.
         two: with a second transformer.
         missing: components that it does without, the VAE aside.
+        options: of the transformer, besides its own.
+        parts: what it has besides, made for each pipeline.
+        methods: methods that need what is missing, and what stands in for them: (pipe, the method's arguments) -> its result.
     """
 
     pipeline: str
@@ -51,14 +95,19 @@ class TinyPipeline:
     call: dict
     two: bool = False
     missing: tuple[str, ...] = ("text_encoder", "tokenizer")
+    options: Mapping = field(default_factory=dict)
+    parts: Callable[[], dict] = dict
+    methods: Mapping[str, Callable] = field(default_factory=dict)
 
-    def build(self, layers: int = 2) -> DiffusionPipeline:
-        parts = {"transformer": TINY[self.tiny].build(layers=layers), "scheduler": self.scheduler(),
-                 "vae": None, **dict.fromkeys(self.missing)}
+    def build(self, layers: int = 2, scheduler: Callable | None = None) -> DiffusionPipeline:
+        parts = {"transformer": TINY[self.tiny].build(layers=layers, **self.options), "scheduler": (scheduler or self.scheduler)(),
+                 "vae": None, **dict.fromkeys(self.missing), **self.parts()}
         if self.two:
             parts |= {"transformer_2": TINY[self.tiny].build(seed=1, layers=layers), "boundary_ratio": 0.875}
-        pipe = getattr(diffusers, self.pipeline)(**parts)
+        pipe = resolve_name(self.pipeline if ":" in self.pipeline else f"diffusers:{self.pipeline}")(**parts)
         pipe.set_progress_bar_config(disable=True)
+        for name, method in self.methods.items():
+            setattr(pipe, name, partial(method, pipe))
         return pipe
 
 
@@ -88,6 +137,42 @@ PIPELINES = {
     "skyreels_v2": TinyPipeline("SkyReelsV2Pipeline", "skyreels_v2", unipc, SIZE | two_prompts(12)),
     "skyreels_v2_forcing": TinyPipeline("SkyReelsV2DiffusionForcingPipeline", "skyreels_v2", unipc,
                                         SIZE | two_prompts(12) | {"prompt": None}),
+    # These need no VAE where the video's or the image's latents are given.
+    "wan_video_to_video": TinyPipeline("WanVideoToVideoPipeline", "wan", unipc,
+                                       dict(height=96, width=128, latents=embeds(3 * 12 * 16, 4, 5).mT.reshape(1, 4, 3, 12, 16))
+                                       | two_prompts(12)),
+    "cogvideox_video_to_video": TinyPipeline(
+        "CogVideoXVideoToVideoPipeline", "cogvideox", CogVideoXDDIMScheduler,
+        dict(height=96, width=128, video=range(9), latents=embeds(3 * 12 * 16, 4, 5).reshape(1, 3, 4, 12, 16)) | two_prompts(12),
+        methods={"check_inputs": lambda pipe, *_, **__: None}),
+    "consisid": TinyPipeline(
+        "diffusers.pipelines.consisid.pipeline_consisid:ConsisIDPipeline", "consisid", diffusers.CogVideoXDPMScheduler,
+        SIZE | dict(image=torch.zeros(1, 3, 96, 128)) | two_prompts(12),
+        methods={"prepare_latents": lambda pipe, *_: embeds(3 * 12 * 16, 4, 5).reshape(1, 3, 4, 12, 16).split((4, 0), dim=2)}),
+    "hunyuan_video_15": TinyPipeline(
+        "HunyuanVideo15Pipeline", "hunyuan_video_15", flow, SIZE | hunyuan_15_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        parts=lambda: {"guider": diffusers.ClassifierFreeGuidance(), "vae": vae(latent_channels=4)},
+        methods={"prepare_latents": lambda pipe, *_: embeds(3 * 6 * 8, 4, 5).mT.reshape(1, 4, 3, 6, 8)}),
+    "kandinsky5": TinyPipeline(
+        "Kandinsky5T2VPipeline", "kandinsky5", flow, SIZE | kandinsky_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
+    "motif_video": TinyPipeline(
+        "MotifVideoPipeline", "motif_video", flow, SIZE | two_prompts(12, masks=True),
+        missing=("text_encoder", "tokenizer", "feature_extractor"), options={"in_channels": 9},
+        parts=lambda: {"guider": diffusers.ClassifierFreeGuidance(), "vae": vae(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8)}),
+    "wan_vace": TinyPipeline(
+        "WanVACEPipeline", "wan_vace", unipc, SIZE | two_prompts(12),
+        parts=lambda: {"vae": Settings(dtype=torch.float32, temperal_downsample=[False, True, True])},
+        methods={"preprocess_conditions": lambda pipe, *_: (None, None, [[]]),
+                 "prepare_video_latents": lambda pipe, *_: embeds(3 * 12 * 16, 4, 5).mT.reshape(1, 4, 3, 12, 16),
+                 "prepare_masks": lambda pipe, *_: torch.ones(1, 2, 3, 12, 16)}),
+    "ltx2": TinyPipeline(
+        "LTX2Pipeline", "ltx2", flow, dict(height=192, width=256, num_frames=17, guidance_scale=1.0, audio_guidance_scale=1.0,
+                                           stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0, audio_modality_scale=1.0)
+        | two_prompts(12, masks=True), missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"),
+        parts=lambda: {"vae": normed(8, 32), "audio_vae": normed(4, 4), "connectors": Connectors()},
+        methods={"prepare_audio_latents": lambda pipe, *_, audio_latent_length, **__: embeds(audio_latent_length, 4, 5)}),
 }
 
 

@@ -64,6 +64,14 @@ def ragged_attention(impl: str, dim: int, **options) -> None:
     (out.float().sum() + lse.clamp(min=-9).sum()).backward()
 
 
+def offsets_outside(impl: str) -> None:
+    """Forward and backward where offsets begin before the tensors and end far behind them."""
+    offsets = torch.tensor([-70, 128, 150, 900, 2**31 - 1], device="cuda", dtype=torch.int32)
+    blocks = BlockLists.from_mask(torch.ones(4, 4, dtype=torch.bool, device="cuda"), offsets, offsets)
+    q, k, v = (make(1, heads, 300, 64).requires_grad_() for heads in (2, 1, 1))
+    block_sparse_attention(q, k, v, blocks, impl=impl).float().sum().backward()
+
+
 def gathered_keys() -> None:
     q, k, v = make(1, 2, 70, 64), *make(2, 1, 1, 90, 64)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -138,6 +146,8 @@ FAMILIES = {
     "hopper, causal": partial(ragged_attention, "hopper", 64, causal=True),
     "triton": partial(ragged_attention, "triton", 64),
     "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
+    "hopper, offsets outside": partial(offsets_outside, "hopper"),
+    "triton, offsets outside": partial(offsets_outside, "triton"),
     "gathered keys": gathered_keys,
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),

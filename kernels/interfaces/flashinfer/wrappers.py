@@ -27,7 +27,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
             outside [0, nnz] is cut there, and a row that ends before it begins is empty.
 
     Returns:
-        ``[nnz * R * C]`` in mask's dtype, on its device: for a row of n blocks R rows of n * C columns. Never waits for the device, in one
+        ``[nnz * R * C]`` in mask's dtype, on its device: for a row of n blocks R rows of n * C columns. Never synchronises, in one
         step for all rows. Blocks before the first row or behind the last one, which upstream leaves unwritten, are a row of their own.
 
     Raises:
@@ -88,7 +88,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
     """Attention with a block-sparse matrix as its mask; ``flashinfer.sparse.BlockSparseAttentionWrapper``.
 
     Inference only: results carry no gradients. ``plan`` says what is attended to, ``run`` attends; one plan serves any number of runs,
-    which never wait for the device and may be captured in a CUDA graph.
+    which never synchronise and may be captured in a CUDA graph.
     """
 
     def plan(
@@ -100,7 +100,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         o_data_type: str | torch.dtype = "float16", non_blocking: bool = True, block_mask: Tensor | None = None,
         kv_cache_page_size: int | None = None, block_size: int | None = None,
     ) -> None:
-        """Prepares what ``run`` needs. Waits for the device once, to read the bounds of indptr and indices; not at all where these are on a
+        """Prepares what ``run`` needs. Synchronises once, to read the bounds of indptr and indices; not at all where these are on a
         CPU or with ``block_mask``.
 
         Args:
@@ -131,7 +131,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         The loose form ``plan(q, k, v, block_mask, num_qo_heads=..., num_kv_heads=..., head_dim=..., block_size=...)`` takes the first four
         in place of indptr, indices, M and N: q ``[B, S, num_qo_heads, head_dim]``, k and v ``[B, S, num_kv_heads, head_dim]``, block_mask
         bool ``[Nq, Nk]``, ``[B, Nq, Nk]`` or ``[B, H, Nq, Nk]``, and block_size tokens for both. dtypes are q's; ``run`` then takes and
-        returns tensors of these shapes. It never waits for the device.
+        returns tensors of these shapes. It never synchronises.
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
@@ -167,7 +167,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, scale_v: Tensor | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends as planned. Never waits for the device.
+        """Attends as planned. Never waits for the device (synchronises).
 
         Args:
             q: ``[M, num_qo_heads, head_dim]`` in the planned dtype.
@@ -219,7 +219,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
     ) -> None:
-        """Prepares what ``run`` needs. Waits for the device once, to read the bounds of the block sizes; not where these are on a CPU.
+        """Prepares what ``run`` needs. Synchronises once, to read the bounds of the block sizes; not where these are on a CPU.
 
         Args:
             block_mask_map: bool ``[num_kv_heads, MB, NB]``, on a CPU or the device; shared by the query heads of a key/value head.
@@ -250,7 +250,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends as planned. Never waits for the device.
+        """Attends as planned. Never waits for the device (synchronises).
 
         Args:
             q: ``[num_qo_heads, qo_len, head_dim]`` in the planned dtype.

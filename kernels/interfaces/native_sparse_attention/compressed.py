@@ -1,4 +1,4 @@
-"""What native sparse attention does with whole blocks: their mean keys and values, attention to those, and the choice of blocks by it.
+"""What native sparse attention does with blocks as a whole: their mean keys and values, attention to those, and the choice of blocks by it.
 
 ``parallel_nsa_compression`` and ``parallel_nsa_topk`` have fla's names and arguments.
 """
@@ -42,7 +42,7 @@ def parallel_nsa_compression(
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends
         at or before, lse too, as upstream.
 
-    Differentiable in q, k and v, also through lse; the same bits for the same inputs, without waiting for the device. Groups of any size.
+    Differentiable in q, k and v, also through lse; bitwise deterministic; never synchronises. Groups of any size.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
@@ -81,7 +81,7 @@ def parallel_nsa_topk(
     Returns:
         int32 ``[B, T, H, S]``, S the largest count: block numbers within the sequence, -1 where there are no more or a count is smaller.
 
-    No gradient. In float32, for some tokens at a time; waits for the device just to read a tensor of block_counts.
+    No gradient. In float32, for some tokens at a time; synchronises just to read a tensor of block_counts.
     Differs from fla on purpose: S is not rounded up to a power of two, and may be more than half of block_size.
 
     Raises:
@@ -115,16 +115,17 @@ def parallel_nsa_topk(
             for first in range(0, q.shape[1], at_once):
                 some = slice(first, first + at_once)
                 # Of a single sequence no more than the blocks that the last of these tokens is in or behind.
-                reach = k.shape[1] if cu_seqlens is not None else (TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1) // block_size + 1
-                weights = importance(q[b, some], k[b, :reach], log_sums[some], first_row[some], seen[some], scale)
-                ids = _best(weights, number[:reach] - first_row[some, None], place[some, None], block_size, block_counts)
+                last = TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1
+                number_seen = k.shape[1] if cu_seqlens is not None else last // block_size + 1
+                weights = importance(q[b, some], k[b, :number_seen], log_sums[some], first_row[some], seen[some], scale)
+                ids = _topk_blocks(weights, number[:number_seen] - first_row[some, None], place[some, None], block_size, block_counts)
                 chosen[b, some, :, :ids.shape[2]] = ids
     if limits is not None:
         chosen.masked_fill_(torch.arange(block_counts, device=q.device) >= limits[..., None], -1)
     return chosen
 
 
-def _best(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
+def _topk_blocks(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
     """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined, and which is written over.
 
     block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or

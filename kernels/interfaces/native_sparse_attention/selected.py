@@ -50,7 +50,7 @@ def selected_attention(
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
 
-    Differentiable in q, k and v; the same bits for the same inputs, without waiting for the device.
+    Differentiable in q, k and v; bitwise deterministic: the same bits for the same inputs. Never waits for the device (synchronises).
 
     Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
     counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.

@@ -33,7 +33,7 @@ def block_sparse_flash_decode_gqa_indice(
         impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
 
     Returns:
-        ``[B, Hq, Dv]`` in q's dtype. The same bits for the same inputs; does not wait for the device.
+        ``[B, Hq, Dv]`` in q's dtype. Bitwise deterministic; does not wait for the device (synchronise).
 
     Differs from upstream on purpose: a sequence without a visible key gives 0, not NaN; parts are merged in float32, not in q's dtype;
     the number of splits follows the GPU's multiprocessors.

@@ -1,6 +1,6 @@
 """SeerAttention's prefill kernels (Gao et al. 2024) under their own names: attention on packed sequences, and attention pooling.
 
-Its decode kernels are in seer_decode.py. Arguments stand in upstream's order, cu_seqlens_k before cu_seqlens_q.
+Its decode kernels are in decode.py. Arguments stand in upstream's order, cu_seqlens_k before cu_seqlens_q.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def block_1d_gqa_sparse_attn_varlen_func(
     Returns:
         ``[T, Hq, Dv]`` in q's dtype; 0 for a token that sees nothing.
 
-    Differentiable in q, k and v for any group size; the same bits for the same inputs. Does not wait for the device, where upstream reads
+    Differentiable in q, k and v for any group size; bitwise deterministic. Does not synchronise, where upstream reads
     cu_seqlens back; takes 4 bytes an entry of block_mask, twice that with gradients. Keyword arguments work, unlike upstream.
 
     Raises:

@@ -1,0 +1,215 @@
+"""The values between a layer's stages: who owns q, what a selection says of itself, one text mask for many layers, exact attention."""
+
+import copy
+import gc
+import pickle
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
+from ssta.attention import ssta_layer
+from ssta.kernels import BlockLists, topk_blocks
+from ssta.selection import select_tiles
+from ssta.text import _places
+
+LAYOUT = TokenLayout((DenseRun(3), VideoGrid(2, 4, 4), DenseRun(9)))
+CONFIG = SSTAConfig(tile_thw=(1, 2, 2), topk=2)
+MASK = torch.tensor([[1] * 2 + [0] + [1] * 5 + [0] * 4, [1] * 12])
+
+
+def inputs(layout=LAYOUT, dtype=torch.float32):
+    return [torch.randn(2, heads, layout.length, 8, dtype=dtype) for heads in (4, 2, 2)]
+
+
+def test_q_that_was_given_away_is_nobodys():
+    tiled = tile_layout(LAYOUT, (1, 2, 2)).tile_qkv(*inputs())
+    q = tiled.q
+    assert tiled.release_q() is q and tiled.q is None
+    for use in (tiled.release_q, tiled.held_q, lambda: select_tiles(tiled, CONFIG)):
+        with pytest.raises(RuntimeError, match="q was released"):
+            use()
+
+
+def test_the_tiled_copies_do_not_outlive_attention(monkeypatch):
+    import ssta.layout
+
+    alive = []
+    tile_qkv, untile = ssta.layout.TileLayout.tile_qkv, ssta.layout.TileLayout.untile
+
+    def watched(self, *tensors):
+        tiled = tile_qkv(self, *tensors)
+        alive.extend(weakref.ref(x) for x in (tiled.k, tiled.v))
+        return tiled
+
+    def counted(self, x):
+        gc.collect()
+        assert len(alive) == 2 and not any(ref() is not None for ref in alive), "k and v are freed before the output is made"
+        return untile(self, x)
+
+    monkeypatch.setattr(ssta.layout.TileLayout, "tile_qkv", watched)
+    monkeypatch.setattr(ssta.layout.TileLayout, "untile", counted)
+    with torch.no_grad():
+        ssta_attention(*inputs(), LAYOUT, CONFIG)
+
+
+@pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0}])
+@pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
+def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
+    layout = tile_layout(LAYOUT, CONFIG.tile_thw)
+    config = SSTAConfig(tile_thw=(1, 2, 2), kernel_thw=(1, 1, 3), topk=2, sparse_type=sparse_type, **changes)
+    tiled = layout.tile_qkv(*inputs())
+    found = select_tiles(tiled, config)
+    n = layout.num_video_tiles
+    assert found.scores.shape == found.kept.shape == (2, 4, n, n) and found.kept.dtype == torch.bool
+    mask = found.blocks.to_mask()[..., :n, :n]
+    assert (mask | ~found.kept).all() and (sparse_type == "ssta" or torch.equal(mask, found.kept))
+    if "budget" in changes:
+        assert found.k_per_row is None and torch.equal(found.kept, found.scores > 0)
+    else:
+        assert torch.equal(found.kept, topk_blocks(found.scores, found.k_per_row))
+    bare = select_tiles(tiled, config, keep_scores=False)
+    assert bare.scores is bare.kept is None and torch.equal(bare.blocks.to_mask(), found.blocks.to_mask())
+
+
+@pytest.mark.parametrize("padding", ["none", "zero"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_budget_is_a_mask_that_no_rank_decides(padding, masked):
+    """Keeping what the best-scored budget keeps gives its lists, and its output to the bit."""
+    base = SSTAConfig(tile_thw=(1, 2, 2), topk=3, pad_type=padding)
+    own = SSTAConfig(tile_thw=(1, 2, 2), pad_type=padding, budget=lambda scores: topk_blocks(scores, 3))
+    q, k, v = inputs()
+    (a, by_rank), (b, by_mask) = (ssta_attention(q, k, v, LAYOUT, config, text_mask=MASK if masked else None, return_blocks=True)
+                                  for config in (base, own))
+    assert torch.equal(a, b) and torch.equal(by_rank.counts, by_mask.counts) and torch.equal(by_rank.to_mask(), by_mask.to_mask())
+
+
+def test_a_layer_says_what_ran_and_what_it_attended_to():
+    q, k, v = inputs()
+    out, blocks = ssta_attention(q, k, v, LAYOUT, CONFIG, return_blocks=True)
+    result = ssta_layer(q, k, v, LAYOUT, CONFIG, keep_scores=True)
+    assert torch.equal(result.out, out) and torch.equal(result.selection.blocks.to_mask(), blocks.to_mask())
+    assert result.route.name == "torch" and result.selection.scores is not None
+    assert ssta_layer(q, k, v, LAYOUT, CONFIG, impl="reference").route.name == "reference"
+
+
+@pytest.mark.parametrize("padding", ["none", "zero"])
+def test_layers_may_share_a_text_mask(padding):
+    q, k, v = inputs()
+    config = SSTAConfig(tile_thw=(1, 2, 2), topk=2, pad_type=padding)
+    shared = TextMask.of(MASK, 2, LAYOUT, q.device)
+    expected = ssta_attention(q, k, v, LAYOUT, config, text_mask=MASK)
+    for _ in range(2):
+        assert torch.equal(ssta_attention(q, k, v, LAYOUT, config, text_mask=shared), expected)
+    layout = tile_layout(LAYOUT, config.tile_thw, padding)
+    assert shared.tile_lengths(layout) is shared.tile_lengths(layout) and shared.counts.tolist() == [[2, 5], [3, 9]]
+    assert shared.valid_tokens() == (7, 12)
+    assert shared.in_sequence.tolist() == [row[:3] + [True] * 32 + row[3:] for row in (MASK != 0).tolist()]
+    with pytest.raises(ValueError, match="text_mask must be of this sequence, TokenLayout of 13 tokens.* got one of TokenLayout of 44"):
+        TextMask.of(shared, 2, TokenLayout((VideoGrid(1, 1, 1), DenseRun(12))), q.device)
+    with pytest.raises(ValueError, match=r"text_mask must be \[batch, dense tokens\] = \(3, 12\), got \(2, 12\)"):
+        TextMask.of(shared, 3, LAYOUT, q.device)
+
+
+def test_a_text_mask_of_inference_mode_serves_a_backward_pass():
+    shared = TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
+    q, k, v = inputs()
+    with torch.inference_mode():
+        ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=shared)
+    q.requires_grad_()
+    ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=shared).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_tiles_of_a_text_mask_are_those_that_hold_a_valid_token():
+    layout = tile_layout(LAYOUT, (1, 2, 2))
+    text = TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
+    runs, starts = _places(layout)
+    assert text.tile_lengths(layout)[:, 0, 8:].tolist() == [[2, 4, 1, 0], [3, 4, 4, 1]]
+    assert text.active_tiles(layout)[:, 8:].tolist() == [[True, True, True, False], [True] * 4]
+    assert text.active_tiles(layout)[:, :8].all() and runs[8:].tolist() == [0, 1, 1, 1] and starts[8:].tolist() == [0, 0, 4, 8]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", [LAYOUT, TokenLayout.video_text((2, 3, 4)), TokenLayout((DenseRun(500),))])
+def test_dense_attention_is_the_softmax_over_valid_tokens(layout, masked):
+    q, k, v = inputs(layout, torch.float64)
+    q.requires_grad_()
+    mask = None
+    if masked:
+        mask = torch.arange(layout.dense_length)[None] < torch.tensor([[layout.dense_length - 1], [layout.dense_length]])
+        if layout is LAYOUT:
+            mask = MASK
+    valid = torch.ones(2, layout.length, dtype=torch.bool) if mask is None else TextMask.of(mask, 2, layout, q.device).in_sequence
+    result = dense_attention(q, k, v, layout, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=valid[:, None, None])
+    expected = expected.masked_fill(~valid[:, None, :, None], 0)
+    torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
+    assert result.route.name == "torch" and isinstance(result.selection.blocks, BlockLists)
+    torch.testing.assert_close(torch.autograd.grad(result.out.sum(), q), torch.autograd.grad(expected.sum(), q), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sparse_type", ["sta", "ssta", "block_attn"])
+@pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"pad_type": "zero"}])
+def test_meta_tensors_have_a_shape_with_every_selection(sparse_type, changes):
+    x = torch.empty(1, 2, 29, 8, device="meta")
+    out = ssta_3d_attention(x, x, x, (2, 3, 4), tile_thw=(2, 2, 2), text_len=5, sparse_type=sparse_type,
+                            text_mask=torch.empty(1, 5, dtype=torch.bool, device="meta"), **changes)
+    assert out.shape == x.shape and out.is_meta
+
+
+def test_numpys_integers_are_integers():
+    q = torch.randn(1, 1, 29, 8)
+    plain = ssta_3d_attention(q, q, q, (2, 3, 4), 2, (2, 2, 2), (1, 3, 3), 5)
+    theirs = ssta_3d_attention(q, q, q, np.array([2, 3, 4]), np.int64(2), tuple(np.array([2, 2, 2])), torch.Size((1, 3, 3)), np.int32(5))
+    assert torch.equal(plain, theirs)
+    config = SSTAConfig(topk=np.int64(4), tile_thw=np.array([1, 2, 3]), lambda_=np.float32(0.5))
+    assert config == SSTAConfig(topk=4, tile_thw=(1, 2, 3), lambda_=0.5)
+
+
+def test_remembered_arguments_are_not_confused_with_equal_ones_of_another_kind():
+    q = torch.randn(1, 1, 24, 8)
+    arguments = dict(query=q, key=q, value=q, thw=(2, 3, 4), tile_thw=(2, 2, 2), topk=1)
+    ssta_3d_attention(**arguments)
+    for changes in ({"topk": True}, {"topk": 1.0}, {"tile_thw": (2, 2.0, 2)}, {"thw": (2, 3, 4.0)}, {"topk": [1]}):
+        with pytest.raises(TypeError, match=next(iter(changes))):
+            ssta_3d_attention(**{**arguments, **changes})
+
+
+def test_layouts_say_what_they_are_and_survive_copying():
+    layout = tile_layout(LAYOUT, (1, 2, 2), "zero")
+    assert str(LAYOUT) == "TokenLayout of 44 tokens: dense 3 + video 2 x 4 x 4 + dense 9"
+    assert "8 video tiles of 1 x 2 x 2 and 4 dense tiles, 4 slots each" in str(layout) and "tensor" not in repr(layout)
+    for copied in (pickle.loads(pickle.dumps(LAYOUT)), copy.deepcopy(LAYOUT)):
+        assert copied == LAYOUT and hash(copied) == hash(LAYOUT) and copied.length == 44 and copied.longest_video == (2, 4, 4)
+    for copied in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
+        assert copied.num_slots == layout.num_slots and torch.equal(copied.source, layout.source)
+    config = SSTAConfig.hunyuan_video_15()
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert copied == config and copied.for_canvas((31, 1, 1)) == config.for_canvas((31, 1, 1))
+    assert config.for_canvas((31, 1, 1)) is config.for_canvas((20, 1, 1)), "variants are resolved once"
+
+
+def test_a_call_checks_its_arguments_at_most_twice():
+    """On every call the same, however many layers a model has: what follows from the layout alone is not computed again."""
+    q, k, v = inputs()
+    seen = {}
+
+    def count(frame, event, _):
+        if event == "call":
+            seen[frame.f_code.co_name] = seen.get(frame.f_code.co_name, 0) + 1
+
+    for _ in range(2):
+        seen.clear()
+        sys.setprofile(count)
+        try:
+            ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
+        finally:
+            sys.setprofile(None)
+    for name in ("autocast_inputs", "check_inputs", "require_triple", "resolve_scale", "_settle_axis", "__post_init__", "_cut", "near"):
+        assert seen.get(name, 0) <= 2, name
+    assert seen["for_canvas"] == 1
