@@ -180,11 +180,12 @@ def ssta_layer(
     tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
     tiled = tiles.tile_qkv(query, key, value)
     selection = select_tiles(tiled, config, text_mask, keep_scores=keep_scores)
-    out, lse, route = attend_owned(tiled.release_q(), tiled.k, tiled.v, selection.blocks, scale=scale, deterministic=deterministic,
-                                   impl=impl)
-    # The tiled copies are this call's own: out may have taken the place of q, and k and v need not outlive the kernel. Beside the inputs
-    # there are then never more than the three copies.
-    del tiled, lse
+    q, k, v = tiled.release_q(), tiled.k, tiled.v
+    # Beside the inputs there are never more than the three copies: the tiles' means are gone before attention, out may take the place of
+    # q, and k and v need not outlive the kernel.
+    del tiled
+    out, lse, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
+    del q, k, v, lse
     return LayerResult(tiles.untile(out), selection, route)
 
 

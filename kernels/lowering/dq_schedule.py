@@ -181,7 +181,7 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
     before += tl.where(entry < 0, entry + count, entry)
     iterations = tl.load(at + ITERATIONS, mask=known, other=0).to(tl.int64)
     time = tl.load(times + tile, mask=known, other=0) + before * iterations // tl.maximum(total, 1)
-    # Of those that come at the same time, any order that is the same everywhere will do.
+    # Of those that come at the same time, whichever order is the same everywhere will do.
     when = tl.where(known, (time << 32) + other * parts + part, 1 << 62)
     where = (row * parts + part) * width + low
     return when, where, known

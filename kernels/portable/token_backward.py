@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.arguments import TokenIds, token_view
 from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, lse_in_base_2, store_rows
 from ..token_lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
@@ -31,38 +30,39 @@ DELTA_ROWS = 64
 
 
 @triton.jit
-def _delta_kernel(out, dout, dlse, lse, delta, lse2, heads, rows, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2; dlse None where no gradient arrives through lse."""
+def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_row, out_head, do_row, do_head, dlse_row, dlse_head, heads, rows,
+                  HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """delta, and lse in base 2."""
     row = tl.program_id(0) * M + tl.arange(0, M)
     token, head, real = (row // heads).to(tl.int64), row % heads, row < rows
-    o = gather_rows(out.ptr, token * out.row + head * out.head, 1, real, DIM, DIM_PAD)
-    do = gather_rows(dout.ptr, token * dout.row + head * dout.head, 1, real, DIM, DIM_PAD)
+    o = gather_rows(out, token * out_row + head * out_head, 1, real, DIM, DIM_PAD)
+    do = gather_rows(dout, token * do_row + head * do_head, 1, real, DIM, DIM_PAD)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row_lse = tl.load(lse + row, mask=real, other=0.0)
-    if dlse is not None:
+    if HAS_DLSE:
         # An empty row has no gradient, whatever arrives for its lse of -inf.
-        row_dlse = tl.load(dlse.ptr + token * dlse.row + head * dlse.head, mask=real, other=0.0)
-        row_delta -= tl.where(row_lse == float("-inf"), 0.0, row_dlse)
+        row_delta -= tl.where(row_lse == float("-inf"), 0.0, tl.load(dlse + token * dlse_row + head * dlse_head, mask=real, other=0.0))
     tl.store(delta + row, row_delta, mask=real)
     tl.store(lse2 + row, lse_in_base_2(row_lse), mask=real)
 
 
 @triton.jit
-def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists, spans, kv_heads, capacity, scale_log2, scale,
+def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, full, spans, q_row, q_head, k_row, k_head,
+               v_row, v_head, do_row, do_head, dq_row, dq_head, kv_heads, capacity, scale_log2, scale,
                GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     token, kv_head = tl.program_id(0), tl.program_id(1)
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
     TILED: tl.constexpr = BLOCK % N == 0
-    tiled, front, back = list_parts(lists, at, capacity, TILED)
-    ids = lists.ids + at * capacity
-    k_head = k.ptr + kv_head.to(tl.int64) * k.head
-    v_head = v.ptr + kv_head.to(tl.int64) * v.head
+    tiled, front, back = list_parts(counts, full, at, capacity, TILED)
+    ids += at * capacity
+    k += kv_head.to(tl.int64) * k_head
+    v += kv_head.to(tl.int64) * v_head
     in_group = tl.arange(0, M)
     heads = (kv_head * GROUP + in_group).to(tl.int64)
-    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads, q.head, in_group < GROUP, DIM, DIM_PAD)
-    do = gather_rows(dout.ptr + token.to(tl.int64) * dout.row, heads, dout.head, in_group < GROUP, VDIM, VDIM_PAD)
+    queries = gather_rows(q + token.to(tl.int64) * q_row, heads, q_head, in_group < GROUP, DIM, DIM_PAD)
+    do = gather_rows(dout + token.to(tl.int64) * do_row, heads, do_head, in_group < GROUP, VDIM, VDIM_PAD)
     row_lse2 = tl.load(lse2 + at * GROUP + in_group, mask=in_group < GROUP, other=float("inf"))
     row_delta = tl.load(delta + at * GROUP + in_group, mask=in_group < GROUP, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -70,48 +70,50 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists, spans, k
         PARTS: tl.constexpr = BLOCK // N
         for step in range(tiled * PARTS):
             row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
-            keys = load_tile(k_tiles, k_head, kv_head, row, k.row, N, DIM, DIM_PAD)
-            values = load_tile(v_tiles, v_head, kv_head, row, v.row, N, VDIM, VDIM_PAD)
+            keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
+            values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
             weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
             dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
             acc = tl.dot(dscores.to(keys.dtype), keys, acc)
     for step in range(tl.cdiv((front + back) * BLOCK, N)):
         rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
-        keys = gather_rows(k_head, rows, k.row, seen, DIM, DIM_PAD)
-        values = gather_rows(v_head, rows, v.row, seen, VDIM, VDIM_PAD)
+        keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
+        values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
         weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
         dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
         dscores = tl.where(seen[None, :], dscores, 0.0)
         acc = tl.dot(dscores.to(keys.dtype), keys, acc)
     dims = tl.arange(0, DIM_PAD)
-    tl.store(dq.ptr + token.to(tl.int64) * dq.row + heads[:, None] * dq.head + dims[None, :], (acc * scale).to(dq.ptr.dtype.element_ty),
+    tl.store(dq + token.to(tl.int64) * dq_row + heads[:, None] * dq_head + dims[None, :], (acc * scale).to(dq.dtype.element_ty),
              mask=(in_group < GROUP)[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
-def _dkv_kernel(q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, spans, lists, pieces,
+def _dkv_kernel(q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, spans, starts, sizes, listed, firsts, counts,
+                piece_list, piece_ends, pieces, slots, share,
+                q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head,
                 kv_heads, blocks, rows_padded, scale_log2, scale,
                 PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     """Scores stand transposed, [N keys, M rows], so that dV and dK accumulate without a transpose."""
     piece, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    at_list = tl.load(pieces.lists + piece)
+    at_list = tl.load(piece_list + piece)
     if at_list >= kv_heads * blocks:
         return
     block, kv_head = at_list % blocks, at_list // blocks
-    row = tl.load(lists.starts + block) + part * N
-    size = tl.load(lists.sizes + block) - part * N
+    row = tl.load(starts + block) + part * N
+    size = tl.load(sizes + block) - part * N
     if size <= 0:
         return
-    number = tl.load(pieces.number + at_list)
-    piece -= tl.load(pieces.ends + at_list) - number
+    number = tl.load(pieces + at_list)
+    piece -= tl.load(piece_ends + at_list) - number
     key = row + tl.arange(0, N)
     real = tl.arange(0, N) < size
-    keys = gather_rows(k.ptr + kv_head.to(tl.int64) * k.head, key.to(tl.int64), k.row, real, DIM, DIM_PAD)
-    values = gather_rows(v.ptr + kv_head.to(tl.int64) * v.head, key.to(tl.int64), v.row, real, VDIM, VDIM_PAD)
-    before = piece * tl.load(pieces.share)
-    listed = lists.tokens + tl.load(lists.firsts + at_list) + before
-    total = tl.minimum(tl.load(lists.counts + at_list) - before, tl.load(pieces.share)) * GROUP
+    keys = gather_rows(k + kv_head.to(tl.int64) * k_head, key.to(tl.int64), k_row, real, DIM, DIM_PAD)
+    values = gather_rows(v + kv_head.to(tl.int64) * v_head, key.to(tl.int64), v_row, real, VDIM, VDIM_PAD)
+    before = piece * tl.load(share)
+    listed += tl.load(firsts + at_list) + before
+    total = tl.minimum(tl.load(counts + at_list) - before, tl.load(share)) * GROUP
     dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
     dv_acc = tl.zeros([N, VDIM_PAD], tl.float32)
     for first in range(0, total, M):
@@ -122,8 +124,8 @@ def _dkv_kernel(q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, spans, l
         low = tl.load(spans + token * 3 + 1, mask=known, other=0) + origin
         high = tl.load(spans + token * 3 + 2, mask=known, other=0) + origin
         head = (kv_head * GROUP + entry % GROUP).to(tl.int64)
-        queries = gather_rows(q.ptr, token.to(tl.int64) * q.row + head * q.head, 1, known, DIM, DIM_PAD)
-        do = gather_rows(dout.ptr, token.to(tl.int64) * dout.row + head * dout.head, 1, known, VDIM, VDIM_PAD)
+        queries = gather_rows(q, token.to(tl.int64) * q_row + head * q_head, 1, known, DIM, DIM_PAD)
+        do = gather_rows(dout, token.to(tl.int64) * do_row + head * do_head, 1, known, VDIM, VDIM_PAD)
         at = token.to(tl.int64) * (kv_heads * GROUP) + head
         row_lse2 = tl.load(lse2 + at, mask=known, other=float("inf"))
         row_delta = tl.load(delta + at, mask=known, other=0.0)
@@ -136,41 +138,30 @@ def _dkv_kernel(q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, spans, l
         # Zero times a NaN is NaN: where the token sees the key, the weight is NaN already.
         dk_acc = tl.dot(dscores.to(queries.dtype), finite_or_zero(queries), dk_acc)
     if number == 1:
-        store_rows(dk.ptr + kv_head.to(tl.int64) * dk.head, row, dk.row, size, dk_acc * scale, N, DIM, DIM_PAD)
-        store_rows(dv.ptr + kv_head.to(tl.int64) * dv.head, row, dv.row, size, dv_acc, N, VDIM, VDIM_PAD)
+        store_rows(dk + kv_head.to(tl.int64) * dk_head, row, dk_row, size, dk_acc * scale, N, DIM, DIM_PAD)
+        store_rows(dv + kv_head.to(tl.int64) * dv_head, row, dv_row, size, dv_acc, N, VDIM, VDIM_PAD)
     else:
-        at_part = (tl.load(pieces.slots + at_list) + piece).to(tl.int64) * rows_padded + part * N
+        at_part = (tl.load(slots + at_list) + piece).to(tl.int64) * rows_padded + part * N
         store_rows(dk_parts, at_part, DIM, size, dk_acc * scale, N, DIM, DIM_PAD)
         store_rows(dv_parts, at_part, VDIM, size, dv_acc, N, VDIM, VDIM_PAD)
 
 
 @triton.jit
-def _add_kernel(parts, total, lists, pieces, blocks, rows_padded,
+def _add_kernel(parts, total, starts, sizes, pieces, slots, row_stride, head_stride, blocks, rows_padded,
                 PARTS: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The gradient of a key block whose list was split: its pieces' parts, added in order."""
     at_list, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     block, kv_head = at_list % blocks, at_list // blocks
-    number = tl.load(pieces.number + at_list)
-    size = tl.load(lists.sizes + block) - part * N
+    number = tl.load(pieces + at_list)
+    size = tl.load(sizes + block) - part * N
     if (number == 1) | (size <= 0):
         return
-    at_part = tl.load(pieces.slots + at_list).to(tl.int64) * rows_padded + part * N
+    at_part = tl.load(slots + at_list).to(tl.int64) * rows_padded + part * N
     acc = tl.zeros([N, DIM_PAD], tl.float32)
     for _ in range(number):
         acc += load_rows(parts, at_part, DIM, size, N, DIM, DIM_PAD, True)
         at_part += rows_padded
-    row = tl.load(lists.starts + block) + part * N
-    store_rows(total.ptr + kv_head.to(tl.int64) * total.head, row, total.row, size, acc, N, DIM, DIM_PAD)
-
-
-class _KeyLists(NamedTuple):
-    """``KeyLists`` as the kernels take them."""
-
-    starts: Tensor
-    sizes: Tensor
-    tokens: Tensor
-    firsts: Tensor
-    counts: Tensor
+    store_rows(total + kv_head.to(tl.int64) * head_stride, tl.load(starts + block) + part * N, row_stride, size, acc, N, DIM, DIM_PAD)
 
 
 class _Pieces(NamedTuple):
@@ -209,34 +200,33 @@ def triton_token_backward(
         return dq.zero_(), dk, dv
     shape = dict(GROUP=group, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), VDIM=v_dim,
                  VDIM_PAD=max(triton.next_power_of_2(v_dim), 16))
-    q_view, k_view, v_view, do_view = map(token_view, (q, k, v, dout))
+    strides = [stride for x in (q, k, v, dout) for stride in x.stride()[:2]]
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     _delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS),)](
-        token_view(out), do_view, None if dlse is None else token_view(dlse), lse, delta, lse2, heads, tokens * heads,
-        M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
+        out, dout, lse if dlse is None else dlse, lse, delta, lse2, *out.stride()[:2], *dout.stride()[:2],
+        *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
+        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
 
     config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
     k_tiles = v_tiles = None
     if lists.full is not None:
         k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
-        q_view, k_view, v_view, k_tiles, v_tiles, do_view, token_view(dq), lse2, delta,
-        TokenIds(lists.ids, lists.counts, lists.full), lists.spans, kv_heads, capacity, scale * LOG2E, scale,
-        M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
+        q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
+        *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         num_warps=config.num_warps, num_stages=config.num_stages)
 
     config = token_dkv_config(dim, v_dim, lists.block_size)
     parts, blocks = triton.cdiv(lists.block_size, config.block_n), len(inverse.starts)
     (pieces, number), rows = _pieces(inverse), parts * config.block_n
-    by_block = _KeyLists(inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
     dk_parts, dv_parts = (torch.empty(number * rows, size, dtype=torch.float32, device=q.device) for size in (dim, v_dim))
     _dkv_kernel[(len(pieces.lists) * parts,)](
-        q_view, k_view, v_view, do_view, token_view(dk), token_view(dv), dk_parts, dv_parts, lse2, delta, lists.spans, by_block, pieces,
-        kv_heads, blocks, rows, scale * LOG2E, scale,
+        q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, lists.spans, inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts,
+        inverse.counts, *pieces, *strides, *dk.stride()[:2], *dv.stride()[:2], kv_heads, blocks, rows, scale * LOG2E, scale,
         PARTS=parts, M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
     for x, x_parts, size in ((dk, dk_parts, dim), (dv, dv_parts, v_dim)):
         _add_kernel[(blocks * kv_heads * parts,)](
-            x_parts, token_view(x), by_block, pieces, blocks, rows,
+            x_parts, x, inverse.starts, inverse.sizes, pieces.number, pieces.slots, *x.stride()[:2], blocks, rows,
             PARTS=parts, N=config.block_n, DIM=size, DIM_PAD=max(triton.next_power_of_2(size), 16))
     return dq, dk, dv

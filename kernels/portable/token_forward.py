@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import device_limits, multiprocessors
-from ..lowering.arguments import TokenIds, token_view
 from ..lowering.inputs import tma_ok
 from ..lowering.primitives import LOG2E, finish_softmax, load_rows, merged_lse, part_weights, softmax_step
 from ..token_lists import PaddedCache, TokenLists
@@ -33,16 +32,16 @@ def token_span(spans, token, pitch, cache_rows, CACHE: tl.constexpr):
 
 
 @triton.jit
-def list_parts(lists, at, capacity, TILED: tl.constexpr):
+def list_parts(counts, full, at, capacity, TILED: tl.constexpr):
     """(entries at the front whose blocks are taken as tiles, further ones at the front, entries at the back)."""
-    if lists.counts is None:
+    if counts is None:
         return 0, capacity, 0
     else:
-        count = tl.minimum(tl.load(lists.counts + at), capacity)
-        if lists.full is None:
+        count = tl.minimum(tl.load(counts + at), capacity)
+        if full is None:
             return 0, count, 0
         else:
-            number = tl.minimum(tl.load(lists.full + at), count)
+            number = tl.minimum(tl.load(full + at), count)
             if TILED:
                 return number, 0, count - number
             else:
@@ -85,25 +84,27 @@ def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
 
 
-# Not specialised on these numbers, a new batch must not compile anew; so they stand outside of the tuples.
+# Not specialised on any of these: a new batch must not compile anew, and launches are quicker. Numbers and pointers stay flat here: four
+# tuples in place of nine arguments make a launch 4 us slower on the host (21 to 26 in Triton 3.6), and decoding waits for it.
 _NUMBERS = ["tokens", "kv_heads", "capacity", "pitch", "cache_rows"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, lists, spans, tokens, kv_heads, capacity, pitch, cache_rows, scale_log2,
+def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, spans, q_row, q_head, k_row, k_head, v_row, v_head,
+                    tokens, kv_heads, capacity, pitch, cache_rows, scale_log2,
                     CACHE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                     BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
     token, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = token_span(spans, token, pitch, cache_rows, CACHE)
     TILED: tl.constexpr = BLOCK % N == 0
-    tiled, front, back = list_parts(lists, at, capacity, TILED)
-    ids = lists.ids + at * capacity
-    k_head = k.ptr + kv_head.to(tl.int64) * k.head
-    v_head = v.ptr + kv_head.to(tl.int64) * v.head
+    tiled, front, back = list_parts(counts, full, at, capacity, TILED)
+    ids += at * capacity
+    k += kv_head.to(tl.int64) * k_head
+    v += kv_head.to(tl.int64) * v_head
     in_group = tl.arange(0, M)
     heads = kv_head * GROUP + in_group
-    queries = gather_rows(q.ptr + token.to(tl.int64) * q.row, heads.to(tl.int64), q.head, in_group < GROUP, DIM, DIM_PAD)
+    queries = gather_rows(q + token.to(tl.int64) * q_row, heads.to(tl.int64), q_head, in_group < GROUP, DIM, DIM_PAD)
 
     acc = tl.zeros([M, VDIM_PAD], tl.float32)
     row_max = tl.full([M], float("-inf"), tl.float32)
@@ -113,18 +114,18 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, lists, spans, tokens, k
         share = tl.cdiv(tiled * PARTS, SPLITS)
         for step in range(split * share, tl.minimum(split * share + share, tiled * PARTS)):
             row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
-            keys = load_tile(k_tiles, k_head, kv_head, row, k.row, N, DIM, DIM_PAD)
+            keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
             weights, alpha, row_max, row_sum = softmax_step(tl.dot(queries, tl.trans(keys)), row_max, row_sum, scale_log2)
-            values = load_tile(v_tiles, v_head, kv_head, row, v.row, N, VDIM, VDIM_PAD)
+            values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
             acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
     steps = tl.cdiv((front + back) * BLOCK, N)
     share = tl.cdiv(steps, SPLITS)
     for step in range(split * share, tl.minimum(split * share + share, steps)):
         rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
-        keys = gather_rows(k_head, rows, k.row, seen, DIM, DIM_PAD)
+        keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         scores = tl.where(seen[None, :], tl.dot(queries, tl.trans(keys)), float("-inf"))
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-        values = gather_rows(v_head, rows, v.row, seen, VDIM, VDIM_PAD)
+        values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
@@ -177,8 +178,8 @@ def triton_token_forward(
         k_tiles, v_tiles = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
     cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
     _forward_kernel[(tokens, kv_heads, splits)](
-        token_view(q), token_view(k), token_view(v), k_tiles, v_tiles, parts, part_lse, TokenIds(lists.ids, lists.counts, lists.full),
-        lists.spans, tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
+        q, k, v, k_tiles, v_tiles, parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
         CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
         BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,
         num_warps=config.num_warps, num_stages=config.num_stages)

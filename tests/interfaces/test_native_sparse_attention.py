@@ -243,8 +243,8 @@ def test_splits_change_nothing(device, impl):
 
 
 @everywhere
-def test_long_lists_are_cut(device, impl, monkeypatch):
-    """All tokens look at the first block, as at an attention sink, so that its list is cut into pieces and others are not."""
+def test_long_lists_are_split(device, impl, monkeypatch):
+    """All tokens look at the first block, as at an attention sink, so that its list is split into pieces and others are not."""
     if impl != "triton":
         return
     from ssta.kernels.portable import token_backward as triton_token_backward
@@ -256,7 +256,7 @@ def test_long_lists_are_cut(device, impl, monkeypatch):
     indices = torch.randint(-1, 5, (1, 40, 2, 2))
     indices[..., 0] = 0
     counts = torch.tensor([[40, 3, 0], [0, 21, 40]])
-    pieces, slots = triton_token_backward._cut(KeyLists(None, None, torch.empty(160, dtype=torch.int32), None, counts))
+    pieces, slots = triton_token_backward._pieces(KeyLists(None, None, torch.empty(160, dtype=torch.int32), None, counts))
     assert pieces.number.tolist() == [2, 1, 1, 1, 1, 2] and slots == 8
     attend = partial(selected_attention, block_indices=indices.to(device), block_size=8, return_lse=True, impl=impl)
     check(attend, (q, k, v), visible_keys(indices, None, 8, 4, 40), 0.25)

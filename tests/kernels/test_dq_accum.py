@@ -13,14 +13,14 @@ from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backwa
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["uniform", "short blocks", "ragged"])
-def test_slots_hold_lse_and_delta_and_give_dq(device, name):
+def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name):
     blocks, heads, _, q_len, _ = dq_patterns(device)[name]
     dim, scale = 64, 0.3
-    cut = q_partition(blocks, q_len)
+    queries = q_partition(blocks, q_len)
     out, dout = (torch.randn(2, q_len, heads, dim, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = torch.randn(2, 2, heads, q_len, device=device) * 9
     lse[:, :, ::7] = float("-inf")
-    accum = backward_preprocess(dout, dlse, out, lse, scale, cut)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
     delta = dlse - (out.float() * dout.float()).sum(-1)
     empty = lse == float("-inf")
     lse_dpsum = accum.lse_dpsum.float()
@@ -29,17 +29,17 @@ def test_slots_hold_lse_and_delta_and_give_dq(device, name):
         for part, start in enumerate(range(0, size, QUERIES)):
             rows, slot = min(size - start, QUERIES), first // QUERIES + block + part
             tokens = slice(first + start, first + start + rows)
-            bias, change = lse_dpsum[:, :, slot, :, :3].sum(-1), lse_dpsum[:, :, slot, :, 8:11].sum(-1)
+            bias, neg_dpsum = lse_dpsum[:, :, slot, :, :3].sum(-1), lse_dpsum[:, :, slot, :, 8:11].sum(-1)
             here = empty[:, :, tokens]
             torch.testing.assert_close(bias[:, :, :rows][~here], -lse[:, :, tokens][~here] / scale, rtol=1e-6, atol=0)
-            torch.testing.assert_close(change[:, :, :rows][~here], delta[:, :, tokens][~here], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(neg_dpsum[:, :, :rows][~here], delta[:, :, tokens][~here], rtol=1e-6, atol=1e-5)
             # exp(scale * -1e30) is 0, and so must be what it is multiplied with.
-            assert (bias[:, :, :rows][here] < -1e29).all() and (change[:, :, :rows][here] == 0).all()
-            assert (bias[:, :, rows:] < -1e29).all() and (change[:, :, rows:] == 0).all()
+            assert (bias[:, :, :rows][here] < -1e29).all() and (neg_dpsum[:, :, :rows][here] == 0).all()
+            assert (bias[:, :, rows:] < -1e29).all() and (neg_dpsum[:, :, rows:] == 0).all()
             assert (accum.dq_accum[:, :, slot] == 0).all()
             accum.dq_accum[:, :, slot, :rows] = dout[:, :, tokens].float()
     dq = torch.zeros_like(dout)
-    backward_postprocess(accum, dq, 2.0, cut)
+    backward_postprocess(accum, dq, 2.0, queries)
     covered = torch.zeros(q_len, dtype=torch.bool, device=device)
     for first, size in zip(firsts, sizes):
         covered[first:first + size] = True

@@ -1,4 +1,4 @@
-"""In which order the Hopper backward's programs add to dQ: everyone gets a turn, nobody waits for ever, and the work is shared fairly."""
+"""In which order the Hopper backward's programs add to dQ: every lock opens, nobody waits for ever, and the work is shared fairly."""
 
 from functools import partial
 
@@ -44,8 +44,8 @@ def of(x, batch, head, heads):
     return x[min(batch, x.shape[0] - 1), head * x.shape[1] // heads]
 
 
-def visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
-    """((batch, query head, query block), place in the list, chunks) of a tile, from the mask alone, before its list is turned."""
+def iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
+    """((batch, query head, query block), place in the list, chunks) of a tile, from the mask alone, before its list is rotated."""
     mask, (starts, sizes) = blocks.to_mask(), blocks.q_bounds(q_len)
     key = tile[ROW] - tile[PART] * KEYS
     group = heads // kv_heads
@@ -75,7 +75,7 @@ def test_every_tile_is_listed_once(device, name, causal):
     here = [tile for tile in tiles if tile[ROWS] > 0]
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
-        chunks = sum(visit[2] for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for visit in member)
+        chunks = sum(iteration[2] for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for iteration in member)
         assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[ROTATION] == 0
     assert not first and lock_values is None
 
@@ -84,36 +84,36 @@ def test_every_tile_is_listed_once(device, name, causal):
 @pytest.mark.parametrize("programs, causal", [(1, False), (3, False), (3, True), (7, True)])
 @pytest.mark.parametrize("name", dq_patterns("cpu"))
 @pytest.mark.slow
-def test_everyone_gets_a_turn(device, name, programs, causal):
-    """Programs walk their tiles at random paces, each waiting for its turn at every query block: all come to their end."""
+def test_every_lock_opens(device, name, programs, causal):
+    """Programs do their tiles at random paces, each waiting for its lock value at every query block: all come to their end."""
     blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
     tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
     lock_values = lock_values.tolist()
-    walks, dealt = [], []
+    paths, assigned = [], []
     for at in first:
-        walk = []
+        path = []
         while at >= 0:
-            dealt.append(at)
+            assigned.append(at)
             tile = tiles[at]
-            for member in visits(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
+            for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
                 begin = tile[ROTATION] * len(member) // ROTATION_UNITS.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
-                        walk.append(((batch, head, block), lock_values[batch][head][tile[BLOCK]][tile[PART]][place]))
+                        path.append(((batch, head, block), lock_values[batch][head][tile[BLOCK]][tile[PART]][place]))
             at = tile[NEXT]
-        walks.append(walk)
-    assert sorted(dealt) == [at for at, tile in enumerate(tiles) if tile[ROWS] > 0]
-    turns, done = {}, [0] * programs
-    while any(at < len(walk) for at, walk in zip(done, walks)):
-        following = [(program, *walk[at]) for program, (at, walk) in enumerate(zip(done, walks)) if at < len(walk)]
-        ready = [program for program, block, rank in following if turns.get(block, 0) == rank]
+        paths.append(path)
+    assert sorted(assigned) == [at for at, tile in enumerate(tiles) if tile[ROWS] > 0]
+    semaphores, done = {}, [0] * programs
+    while any(at < len(path) for at, path in zip(done, paths)):
+        following = [(program, *path[at]) for program, (at, path) in enumerate(zip(done, paths)) if at < len(path)]
+        ready = [program for program, block, lock_value in following if semaphores.get(block, 0) == lock_value]
         assert ready, "everyone waits"
         program = ready[int(torch.randint(len(ready), ()))]
-        block, rank = walks[program][done[program]]
-        turns[block] = rank + 1
+        block, lock_value = paths[program][done[program]]
+        semaphores[block] = lock_value + 1
         done[program] += 1
-    for block, number in turns.items():
-        assert number == sum(block == visit[0] for walk in walks for visit in walk)
+    for block, number in semaphores.items():
+        assert number == sum(block == iteration[0] for path in paths for iteration in path)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -147,7 +147,7 @@ def test_programs_sweep_over_the_queries_together(device):
     for program, at in enumerate(first):
         work = 0
         while at >= 0:
-            clock, place = (visits % period * ROTATION_UNITS.value // period for visits in (work, program * STAGGER))
+            clock, place = (iterations % period * ROTATION_UNITS.value // period for iterations in (work, program * STAGGER))
             assert tiles[at][ROTATION] == (clock + place) % ROTATION_UNITS.value
             begins.add(tiles[at][ROTATION])
             work += tiles[at][ITERATIONS] + 1
@@ -159,7 +159,7 @@ def test_programs_sweep_over_the_queries_together(device):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch, block", [(2, 64), (1, 200), (1, 384)])
 def test_more_tiles_than_multiprocessors(batch, block, dim):
-    """Every program takes several, with lists of many lengths, and all take turns: the right gradients, and the same bits each time."""
+    """Each program takes several, with lists of many lengths, and all wait for one another: right gradients, the same bits each time."""
     length = 20 * block - 31
     blocks = BlockLists.from_mask(torch.rand(batch, 8, 20, 20, device="cuda") < torch.rand(20, device="cuda"), block, block)
     q, k, v = (torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for heads in (8, 4, 4))

@@ -216,7 +216,7 @@ def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, rec
         assert all(x.isfinite().all() for x in gradients(q, k, v, twice, True, False, torch.randn_like(q), torch.randn(q.shape[:3])))
         counts.append(backward.spin_timeouts("cpu"))
     assert counts[0] == 0 and counts == sorted(set(counts))
-    said = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    said = [str(warning.message) for warning in recwarn if "went on without it" in str(warning.message)]
     assert len(said) == 1 and f"went on without it, {counts[1]} times" in said[0]
 
 

@@ -63,7 +63,7 @@ def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, determin
 @both
 @pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)
 def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic, programs):
-    """Uniform blocks whose last one is cut, on either side; more keys than queries and the other way round."""
+    """Uniform blocks whose last one is partial, on either side; more keys than queries and the other way round."""
     for q_len, kv_len in ((1201, 777), (505, 1313)):
         mask = some(2, 1, -(-q_len // sizes[0]), -(-kv_len // sizes[1]))
         blocks = BlockLists.from_mask(mask, *sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import diffusers
 import pytest
 import torch
@@ -87,3 +89,47 @@ def test_a_whole_model_compiles_and_follows_the_noise(schedule):
         for call in calls:
             run(compiled, call)
         assert graphs.count == known
+
+
+@pytest.fixture
+def no_recompile():
+    """Within it, a compiled function that would be compiled anew raises."""
+    return torch._dynamo.config.patch(error_on_recompile=True)
+
+
+@pytest.mark.parametrize("name, schedule, dynamic, repeated", [
+    ("wan", NEVER_DENSE, None, False), ("wan", None, True, False), ("wan", None, None, True), ("motif_video", None, None, False)])
+def test_the_second_call_of_a_canvas_compiles_nothing(no_recompile, name, schedule, dynamic, repeated):
+    tiny = TINY[name]
+    model = tiny.build(layers=1 if name == "wan" else 2)
+    with apply_ssta(model, SPARSE, schedule=schedule):
+        eager = {thw: run(model, tiny.call(thw)) for thw in [(3, 6, 8), (4, 6, 6)][:2 if name == "wan" else 1]}
+        graphs = Graphs()
+        (model.compile_repeated_blocks if repeated else model.compile)(backend=graphs, dynamic=dynamic)
+        for thw, expected in eager.items():
+            torch.testing.assert_close(run(model, tiny.call(thw)), expected, rtol=1e-4, atol=1e-4)
+            with no_recompile:
+                for _ in range(2):
+                    run(model, tiny.call(thw, seed=3))
+        # Nor does coming back to a canvas.
+        with no_recompile:
+            for thw in eager:
+                run(model, tiny.call(thw))
+
+
+def test_a_compiled_call_that_another_thread_s_comes_between():
+    model, calls = TINY["wan"].build(), [TINY["wan"].call(thw) for thw in ((3, 6, 8), (4, 6, 6))]
+    with apply_ssta(model, SPARSE, schedule=NEVER_DENSE):
+        eager = [run(model, call) for call in calls]
+        model.compile_repeated_blocks(fullgraph=True, backend=Graphs())
+        found = []
+
+        def call(index: int) -> None:
+            found.append(run(model, calls[index]))
+
+        for _ in range(2):
+            thread = threading.Thread(target=call, args=(1,))
+            thread.start(), thread.join()
+            call(0)
+        for ours, expected in zip(found, [eager[1], eager[0]] * 2, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
