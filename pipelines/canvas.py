@@ -32,8 +32,9 @@ def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, in
     shape = tuple(arguments["hidden_states"].shape)
     if len(shape) != 5:
         raise ValueError(f"hidden_states must be {wanted}, got shape {shape}")
-    size = model.config.patch_size
-    patch = tuple(size) if isinstance(size, (tuple, list)) else (getattr(model.config, "patch_size_t", None) or 1, size, size)
+    config: Any = model.config
+    size = config.patch_size
+    patch = tuple(size) if isinstance(size, (tuple, list)) else (getattr(config, "patch_size_t", None) or 1, size, size)
     # The models round frames up where they patch them (CogVideoX 1.5), and require the rest to be whole.
     t, h, w = (shape[axis] for axis in axes)
     return -(-t // patch[0]), h // patch[1], w // patch[2]
@@ -41,9 +42,9 @@ def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, in
 
 def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
     """Of a model that is called with ``num_frames``, ``height`` and ``width`` of its latents; without them, of its ``video_coords``."""
-    numbers = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))
-    if None not in numbers:
-        return numbers
+    frames, height, width = (arguments.get(name) for name in ("num_frames", "height", "width"))
+    if frames is not None and height is not None and width is not None:
+        return frames, height, width
     coords = arguments.get("video_coords")
     if coords is None:
         raise ValueError("num_frames, height and width, or video_coords, must be given so that SSTA knows the canvas, got neither")

@@ -138,7 +138,8 @@ class ModelContext:
     @torch.compiler.disable
     def _follow(self, arguments: dict) -> bool:
         """Counts the forward's step, and starts the stopwatch; whether the step is dense."""
-        schedule, noise, dense = self.schedule, None, False
+        schedule, dense = self.schedule, False
+        noise: Any = None
         timestep = arguments.get("timestep")
         step = self._progress.step(timestep)
         if step is None:
@@ -149,12 +150,12 @@ class ModelContext:
                     raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
                 noise = read(self._noise(timestep))
         else:
-            dense = schedule.is_dense_step(step.index, step.count)
+            dense = schedule.is_dense_step(step.position, step.total)
             if schedule.dense_above is not None:
                 noise = self.family.noise(self._progress.timestep(step))
         dense = dense or noise is not None and noise > schedule.dense_above
         with self._counting:
-            self._steps.add(dense, *((None, -1) if step is None else (step.generation, step.index)))
+            self._steps.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
-from ssta.attention import LayerResult, ssta_layer
+from ssta.attention import ssta_layer
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 
@@ -20,6 +20,12 @@ from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, joined
+
+if TYPE_CHECKING:
+    from ssta.selection import Selection
+
+    # (out, selection, route) as in a LayerResult, and a backend of diffusers; neither selection nor route where that attended.
+    _Attended = tuple[tuple[Tensor, Selection | None, Route | None], str | None]
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -88,7 +94,8 @@ class SSTAProcessor:
         others = (before or 0) + (after or 0)
         if before is None or after is None:
             others = max(tokens - math.prod(thw), others)
-            before, after = (others - after, after) if before is None else (before, others - before)
+            # At most one of them is None.
+            before, after = (others - after, after) if before is None else (before, others - before)  # type: ignore[operator]
         grid = VideoGrid(*self.canvas(tokens - others))
         runs = [DenseRun(length) if length else None for length in (before, after)]
         layout = TokenLayout(tuple(segment for segment in (runs[0], grid, runs[1]) if segment is not None))
@@ -131,7 +138,7 @@ class SSTAProcessor:
         if timed:
             self._stopwatch.start(query.device)
         dense = self.dense
-        attended = self._attend_densely if dense else self._attend_sparsely
+        attended: Callable[..., _Attended] = self._attend_densely if dense else self._attend_sparsely
         (out, selection, route), backend = attended(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
@@ -139,25 +146,26 @@ class SSTAProcessor:
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length,
-                          *((None, None) if dense else (blocks.num_q_blocks, blocks.counts)))
+                          *((None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)))
         return out.transpose(1, 2)
 
     def _attend_sparsely(
         self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
-    ) -> tuple[LayerResult, str | None]:
+    ) -> _Attended:
         """The result, and diffusers' backend where that attended."""
+        assert self.config is not None
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         return ssta_layer(q, k, v, layout, self.config, text_mask=text_mask, impl=self.context.impl), None
 
     def _attend_densely(
         self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
-    ) -> tuple[LayerResult, str | None]:
+    ) -> _Attended:
         """The same, exactly. With a mask through lists of blocks, because diffusers' backends would want one for every token and leave
         their fast kernels for it; without one through whichever is faster."""
         if text_mask is None and not self._blocks_are_faster(query):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
-            return LayerResult(dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), None, None), name
+            return (dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), None, None), name
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
@@ -180,8 +188,8 @@ class SSTAProcessor:
         if route is None and run.kind is not None:
             # Inside a compiled graph, which asked for the same when it ran.
             route = choose_route(self.context.impl, *run.kind)
-        name = run.backend if route is None else str(route)
-        density = 1.0 if run.counts is None else float(run.counts.double().mean()) / run.tiles
+        name = (run.backend or "") if route is None else str(route)
+        density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
         steps = self.context.steps
         dense = steps if self.config is None or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()

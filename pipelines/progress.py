@@ -25,10 +25,10 @@ class Generation:
 
 
 class Step(NamedTuple):
-    """A step of a generation: ``index`` of ``count``, which are the steps that run, and the generation."""
+    """A step of a generation: ``position`` of ``total``, which are the steps that run, and the generation."""
 
-    index: int
-    count: int
+    position: int
+    total: int
     generation: Generation
 
 
@@ -82,7 +82,7 @@ class Progress:
         """
         timesteps = self.timesteps
         found = None if timesteps is None else self._find(timestep, timesteps)
-        if found is None or found[0] >= found[1]:
+        if timesteps is None or found is None or found[0] >= found[1]:
             return None
         place, count = found
         with self._lock:
@@ -121,7 +121,7 @@ class Progress:
         if known is None or known[0] is not timesteps:
             _refuse(timesteps)
             known = self._read = timesteps, timesteps.tolist()
-        return known[1][min(step.generation.first + step.index, len(known[1]) - 1)]
+        return known[1][min(step.generation.first + step.position, len(known[1]) - 1)]
 
 
 def _place(current: Tensor, timesteps: Tensor) -> int | None:

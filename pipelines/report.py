@@ -92,9 +92,10 @@ class _Lap:
         # None while nothing is timed.
         self.device: torch.device | None = None
 
-    def note(self, which: int) -> None:
-        if self.device.type == "cuda":
-            self.events[which].record(torch.cuda.current_stream(self.device))
+    def note(self, which: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            assert self.events is not None
+            self.events[which].record(torch.cuda.current_stream(device))
         else:
             self.times[which] = time.perf_counter()
 
@@ -120,12 +121,12 @@ class Stopwatch:
             return
         if device.type == "cuda" and lap.events is None:
             lap.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        lap.note(0)
+        lap.note(0, device)
 
     def stop(self) -> None:
         lap = getattr(self._threads, "lap", None)
         if lap is not None and lap.device is not None:
-            lap.note(1)
+            lap.note(1, lap.device)
             self._last = lap
 
     def seconds(self) -> float | None:
@@ -135,5 +136,7 @@ class Stopwatch:
             return None
         if lap.device.type != "cuda":
             return lap.times[1] - lap.times[0]
-        lap.events[1].synchronize()
-        return lap.events[0].elapsed_time(lap.events[1]) / 1e3
+        assert lap.events is not None
+        start, stop = lap.events
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3

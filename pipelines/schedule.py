@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from ssta import SSTAConfig
 from ssta.checks import require_int, require_number
@@ -100,7 +101,8 @@ class Schedule:
         """
         chosen: list[SSTAConfig | None] = [config] * len(names)
         named: dict[int, tuple[str, int | str]] = {}
-        for argument, layers in (("layer_configs", self.layer_configs), ("dense_layers", [(layer, None) for layer in self.dense_layers])):
+        asked: dict[str, Any] = {"layer_configs": self.layer_configs, "dense_layers": [(layer, None) for layer in self.dense_layers]}
+        for argument, layers in asked.items():
             for layer, own in layers:
                 position = _position(argument, layer, names)
                 other, by = named.setdefault(position, (argument, layer))
