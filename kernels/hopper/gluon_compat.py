@@ -1,5 +1,7 @@
 """The Gluon names that drift between Triton releases, under one spelling; the Hopper kernels take them from here."""
 
+from typing import TYPE_CHECKING
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,20 +20,23 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+if TYPE_CHECKING:
+    # What a type checker understands of it.
+    from dataclasses import dataclass as aggregate
+else:
+    def aggregate(cls):
+        """A value of several fields inside a kernel, made from them in the order of the class's annotations."""
+        # A constexpr, so that the key of a compiled kernel contains it.
+        fields = gl.constexpr(tuple(cls.__annotations__))
+        constants = gl.constexpr(tuple(name for name, kind in cls.__annotations__.items() if kind is gl.constexpr))
 
-def aggregate(cls):
-    """A value of several fields inside a kernel, made from them in the order of the class's annotations."""
-    # A constexpr, so that the key of a compiled kernel contains it.
-    fields = gl.constexpr(tuple(cls.__annotations__))
-    constants = gl.constexpr(tuple(name for name, kind in cls.__annotations__.items() if kind is gl.constexpr))
+        def __init__(self, *values):
+            for name, value in zip(fields.value, values, strict=True):
+                setattr(self, name, gl.constexpr(value) if name in constants.value else value)
 
-    def __init__(self, *values):
-        for name, value in zip(fields.value, values, strict=True):
-            setattr(self, name, gl.constexpr(value) if name in constants.value else value)
-
-    # Since Triton 3.9 that is what the decorator does by itself.
-    cls.__init__ = gluon.constexpr_function(__init__)
-    return _aggregate(cls)
+        # Since Triton 3.9 that is what the decorator does by itself.
+        cls.__init__ = gluon.constexpr_function(__init__)
+        return _aggregate(cls)
 
 
 @builtin

@@ -109,7 +109,7 @@ def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the key tokens are partitioned."""
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
-    number = -(-tokens // blocks.kv_offsets) if uniform else bounds[0].shape[2]
+    number = -(-tokens // blocks.max_kv_length) if uniform else bounds[0].shape[2]
     return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number)
 
 
@@ -330,8 +330,9 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
     partial = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
     norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
     size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
-    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number, rows.length,
-               rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
+    numbers: tuple[int, ...] = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number,
+                                items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts,
+                                causal_shift or 0)
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
     if keys is None:
         constants["ROWS_ARE_QUERIES"] = rows_are_queries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -33,7 +34,7 @@ class QuickLaunch:
 
         self.driver, self.knobs = driver, knobs.runtime
         self.kernel = kernel
-        self.compiled = {}
+        self.compiled: dict[tuple, Any] = {}
         self.known = launcher_known(triton.__version__)
 
     def __call__(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence, tensors: Sequence[Tensor | None],

@@ -158,7 +158,7 @@ def compacted_backward(
     """
     assert not causal, "copies have lost their positions"
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(map(torch.zeros_like, (q, k, v)))
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     k, v = strided(k), strided(v)
     (kv_heads, kv_len, dim), dq = k.shape[1:], torch.empty_like(q)
     dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)

@@ -193,8 +193,12 @@ def gathered_forward(
                                        ordered=within.order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
     mask = None if within.mask is None else within.mask.contiguous().view(torch.uint8)
-    order, total = (None, None) if within.order is None else (within.order.contiguous(), within.total.contiguous())
-    limits = _Limits(mask, within.first_entry, *((1, 1) if mask is None else mask.shape[1:]), order, total, within.packed)
+    mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
+    order = total = None
+    if within.order is not None:
+        assert within.total is not None
+        order, total = within.order.contiguous(), within.total.contiguous()
+    limits = _Limits(mask, within.first_entry, mask_rows, mask_columns, order, total, within.packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), view(out), lse, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads), limits,
         heads, heads // kv_heads, kv_len - q_len, LOG2E if within.soft_cap else scale * LOG2E,

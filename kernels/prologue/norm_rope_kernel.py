@@ -136,7 +136,8 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
     if norm is not None:
         kind, weight, rstd = ("head", norm.weight, x) if norm.rstd is None else ("token", norm.weight, norm.rstd)
         weight = weight.contiguous()
-    rope, cos, sin, strides = 0, x, x, (0, 0, 0)
+    rope, cos, sin = 0, x, x
+    strides: tuple[int, ...] = (0, 0, 0)
     if projection.angles is not None:
         cos, sin = projection.angles
         if cos.stride() != sin.stride() or cos.stride(-1) != 1:

@@ -80,9 +80,12 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def _new_outputs(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, ...]:
-    means = [x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
-    return *[new_tokens(x, len(source)) for x in (q, k, v)], *means
+def _new_outputs(
+    q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q_means, k_means = (x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k))
+    places = len(source)
+    return new_tokens(q, places), new_tokens(k, places), new_tokens(v, places), q_means, k_means
 
 
 @operator("gather_blocks", _new_outputs)
