@@ -93,7 +93,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def autocast_inputs(**inputs: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(**inputs: Any) -> tuple[Tensor, ...]:
     """The inputs in autocast's dtype where autocast is on for their device, float64 left alone; checked to be dense floating-point tensors.
 
     Raises:

@@ -1,6 +1,7 @@
 """SSTA: attention for video diffusion transformers that looks only where it matters."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .attention import ssta_3d_attention, ssta_attention
 from .config import SSTAConfig
@@ -8,6 +9,10 @@ from .dense import dense_attention
 from .layout import TileLayout, tile_layout
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .text import TextMask
+
+if TYPE_CHECKING:
+    from .plot import plot_block_mask, plot_density, plot_selection
+    from .report import explain
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def _ints(triple: object) -> bool:
 
 
 @remember_plain
-def _config(*values: object) -> SSTAConfig:
+def _config(*values: Any) -> SSTAConfig:
     return SSTAConfig(*values)
 
 
@@ -203,8 +203,10 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         shape = x.shape
         if isinstance(x, Deferred) != deferred:
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        if deferred and not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in layout.segments])):
-            raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {layout.segments}")
+        if deferred and isinstance(x, Deferred):
+            if not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in layout.segments])):
+                raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for "
+                                 f"{layout.segments}")
         if shape[2] != layout.length:
             raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}")
         if shape[0] != batch or shape[3] != dim:

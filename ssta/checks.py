@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
         t, h, w = value
         if type(t) is type(h) is type(w) is int and 0 < t <= LARGEST and 0 < h <= LARGEST and 0 < w <= LARGEST:
             return value
-    entries = value.tolist() if hasattr(value, "__array__") and not isinstance(value, Tensor) else value
+    entries: Any = value
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        entries = entries.tolist()
     if not isinstance(entries, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of three ints (t, h, w), got {value!r} ({type(value).__name__})")
     if len(entries) != 3:

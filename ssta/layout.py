@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class TiledSegment:
     @property
     def tiles(self) -> tuple[int, int, int]:
         """Tiles along (t, h, w), partial ones included."""
-        return tuple(-(-n // size) for n, size in zip(self.extent, self.tile))
+        t, h, w = (-(-n // size) for n, size in zip(self.extent, self.tile))
+        return t, h, w
 
     @property
     def num_tiles(self) -> int:
@@ -150,14 +152,16 @@ class TileLayout:
             if len(x.shape) != 4 or x.shape[2] != self.tokens.length:
                 self._check("tile_qkv", x, self.tokens.length)
         if isinstance(q, Deferred):
-            (q, q_mean), (k, k_mean), (v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
-                (q, k, v), (self.num_video_tiles, self.num_video_tiles, 0)))
-            return TiledQKV(self, q, k, v, q_mean, k_mean)
+            deferred: Any = q, k, v
+            (tiled_q, q_mean), (tiled_k, k_mean), (tiled_v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
+                deferred, (self.num_video_tiles, self.num_video_tiles, 0)))
+            return TiledQKV(self, tiled_q, tiled_k, tiled_v, q_mean, k_mean)
+        # If q is a tensor, so are k and v; to ask a second time would cost every layer.
         if not kernels_run(q):
-            return TiledQKV(self, self._tile(q), self._tile(k), self._tile(v))
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return TiledQKV(self, self._tile(q), self._tile(k), self._tile(v))  # type: ignore[arg-type]
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):  # type: ignore[union-attr]
             return TiledQKV(self, *_TileQKV.apply(q, k, v, self))
-        return TiledQKV(self, *gather_blocks(q, k, v, self.source, self.offsets, self.num_video_tiles))
+        return TiledQKV(self, *gather_blocks(q, k, v, self.source, self.offsets, self.num_video_tiles))  # type: ignore[arg-type]
 
     def untile(self, x: Tensor) -> Tensor:
         """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order, no padding, in x's memory order; differentiable."""
@@ -319,15 +323,17 @@ def _cut(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> t
     for segment in tokens.segments:
         starts.append(start)
         start += segment.length
-    video, dense, slot = [], [], 0
+    video: list[TiledSegment] = []
+    dense: list[TiledSegment] = []
+    slot = 0
     for kind, found, segment_type in (("video", video, VideoGrid), ("dense", dense, DenseRun)):
         for segment, start in zip(tokens.segments, starts):
             if not isinstance(segment, segment_type):
                 continue
-            extent, tile = (segment.thw, tile_thw) if kind == "video" else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
-            padded = extent if padding == "none" else tuple(-(-n // size) * size for n, size in zip(extent, tile))
-            found.append(TiledSegment(kind, start, slot, extent, tile, padded))
-            slot += prod(padded)
+            extent, tile = (segment.thw, tile_thw) if isinstance(segment, VideoGrid) else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
+            t, h, w = extent if padding == "none" else (-(-n // size) * size for n, size in zip(extent, tile))
+            found.append(TiledSegment(kind, start, slot, extent, tile, (t, h, w)))
+            slot += t * h * w
     if padding != "none" and slot > max(MOST_PADDING * tokens.length, MOST_PADDED):
         raise ValueError(f"tile_thw must not be so large that padding {padding!r} makes more than {MOST_PADDING} slots of a token, "
                          f"got {tile_thw}, which makes {slot:,} of {tokens.length:,} tokens")

@@ -46,7 +46,7 @@ class Selection:
     @cached_property
     def kept(self) -> Tensor | None:
         """bool ``[B, H, N, N]``: the tiles that the budget kept, whether or not the window has them too; None where scores are."""
-        if self.own is not None or self.scores is None:
+        if self.own is not None or self.scores is None or self.k_per_row is None:
             return self.own
         return topk_blocks(self.scores, self.k_per_row)
 
@@ -86,7 +86,7 @@ def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMa
     elif active is None:
         return Selection(window_lists(layout, config.kernel_thw, lengths))
     fixed = _fixed(layout, config.kernel_thw, config.sparse_type)
-    if scores is None or own is not None:
+    if scores is None or k_per_row is None:
         lists = keep_blocks(fixed.forced, own, active)
     else:
         lists = select_blocks(fixed.forced, scores, k_per_row, active)
@@ -106,12 +106,12 @@ def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
 
 def _scores(tiled: TiledQKV, config: SSTAConfig) -> Tensor:
     """float32 ``[B, H, N, N]``; H = 1 where heads share."""
-    means = tiled.q_mean, tiled.k_mean
-    if means[0] is None or config.pool_cells is not None:
-        means = tuple(descriptors(x.detach(), tiled.layout, config.pool_cells) for x in (tiled.held_q(), tiled.k))
+    q_means, k_means = tiled.q_mean, tiled.k_mean
+    if q_means is None or k_means is None or config.pool_cells is not None:
+        q_means, k_means = (descriptors(x.detach(), tiled.layout, config.pool_cells) for x in (tiled.held_q(), tiled.k))
     if config.mask_share_within_head:
-        means = tuple(x.mean(1, keepdim=True) for x in means)
-    return tile_scores(*means, config)
+        q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
+    return tile_scores(q_means, k_means, config)
 
 
 def _k_per_row(scores: Tensor, topk: int, threshold: float) -> int | Tensor:

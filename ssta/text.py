@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from .kernels import require_strided
 from .layout import TileLayout
 from .memo import captured, remember, traced
 from .sequence import DenseRun, TokenLayout
+
+# What follows from a mask: a tensor or another mask.
+View = TypeVar("View")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,7 @@ class TextMask:
         return torch.cat([next(runs) if isinstance(segment, DenseRun) else self.valid.new_ones(batch, segment.length)
                           for segment in self.tokens.segments], 1)
 
-    def _view(self, key: object, make: Callable[[], Tensor | TextMask]) -> Tensor | TextMask:
+    def _view(self, key: object, make: Callable[[], View]) -> View:
         # As in memo.remember: a graph's tensors are its own.
         if traced() or captured():
             return make()
@@ -119,7 +123,7 @@ class TextMask:
 def _places(layout: TileLayout) -> tuple[Tensor, Tensor]:
     """For each tile the number of its dense run, int64 ``[N + M]``, and the run's tokens before it, int32; a video tile counts as one that
     stands far before the first run."""
-    options = dict(device=layout.device, dtype=torch.int32)
+    options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
     runs = [torch.zeros(layout.num_video_tiles, **options)]
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
     for number, run in enumerate(layout.dense):
