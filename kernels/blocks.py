@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
-from .block_views import bounds, check_axis_values, describe, slice_heads, slice_keys, to_device
+from .block_views import bounds_of, check_axis_values, describe, slice_heads, slice_keys, to_device
 from .checks import require_int, require_mask
 
 
@@ -55,6 +55,9 @@ class BlockLists:
     # None is for the constructor only, which settles both.
     max_q_length: int = None  # type: ignore[assignment]
     max_kv_length: int = None  # type: ignore[assignment]
+
+    # No field: see ``bounds_of``. A pattern of the user's has none, because its tensors may be written to between calls.
+    _bounds = None
 
     def __post_init__(self) -> None:
         _require_int32("counts", self.counts, 3)
@@ -116,7 +119,8 @@ class BlockLists:
     def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
         """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
 
-        For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again.
+        For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
+        writes to these blocks' tensors.
         """
         if torch.compiler.is_compiling():
             q_lengths, kv_lengths = (self.q_lengths, self.kv_lengths) if lengths is None else (lengths, lengths)
@@ -124,11 +128,14 @@ class BlockLists:
                               self.max_q_length, self.max_kv_length)
         new = object.__new__(BlockLists)
         fields = vars(new)
+        # Where its blocks lie is found once for all patterns that are made of this one.
+        if self._bounds is None:
+            vars(self)["_bounds"] = {}
         fields.update(vars(self), counts=counts, indices=indices)
         # What was derived from the old lists.
         fields.pop("_flipped", None)
         if lengths is not None:
-            fields.update(q_lengths=lengths, kv_lengths=lengths)
+            fields.update(q_lengths=lengths, kv_lengths=lengths, _bounds={})
         return new
 
     # What it says about itself
@@ -152,15 +159,15 @@ class BlockLists:
         return in_range(self.indices, self._used(), blocks).sum(dtype=torch.float32) / (self.counts.numel() * blocks)
 
     def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
-        """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each."""
-        return bounds(self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length, self.device)
+        """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each; shared, not to be written to."""
+        return bounds_of(self, self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
 
     def kv_bounds(self, kv_len: int) -> tuple[Tensor, Tensor]:
-        """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each."""
+        """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each; shared, not to be written to."""
         blocks = self.num_kv_blocks
         if blocks is None:
             blocks = -(-kv_len // self.max_kv_length)
-        return bounds(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length, self.device)
+        return bounds_of(self, self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
 
     def check_values(self, q_len: int, kv_len: int) -> BlockLists:
         """Reads every value back and checks it; returns self. Synchronises the device: for tests and debugging.

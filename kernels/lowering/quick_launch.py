@@ -11,6 +11,8 @@ from torch import Tensor
 # How a compiled kernel's launcher is called is private to Triton. These are the versions that it is checked under (``make compat``); under
 # others every launch goes the public way.
 CHECKED_VERSIONS = ((3, 6), (3, 9))
+# Keys may hold the numbers of a shape; a server's shapes must not pile up.
+KEYS_KEPT = 4096
 
 
 def launcher_known(version: str) -> bool:
@@ -23,9 +25,9 @@ def launcher_known(version: str) -> bool:
 class QuickLaunch:
     """``kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)`` in a fifth of the time, from a key's second launch on.
 
-    For kernels whose numbers are not specialised (``do_not_specialize``). Settings of Triton that change what is compiled (its debug mode,
-    say) hold for the keys that are launched after they are made; its launch hooks are called at every launch. Under a version of Triton
-    that is not among ``CHECKED_VERSIONS`` every launch is a plain one.
+    For kernels whose numbers are not specialised (``do_not_specialize``), or whose keys hold them. Settings of Triton that change what is
+    compiled (its debug mode, say) hold for the keys that are launched after they are made; its launch hooks are called at every launch.
+    Under a version of Triton that is not among ``CHECKED_VERSIONS`` every launch is a plain one.
     """
 
     def __init__(self, kernel) -> None:
@@ -68,6 +70,9 @@ class QuickLaunch:
         compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)
         # Triton's interpreter gives back nothing, and compiles nothing.
         if self.known and aligned and compiled is not None:
+            if len(self.compiled) >= KEYS_KEPT:
+                # Triton keeps what it compiled; only the way to it is found anew.
+                self.compiled.clear()
             self.compiled[key] = compiled
 
 

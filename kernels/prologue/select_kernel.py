@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.quick_launch import QuickLaunch
+
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
 PART = 32
@@ -149,11 +151,14 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     q_ready, k_ready = torch.empty_like(q), torch.empty_like(k)
     bias = torch.empty(batch, kv_heads, rows, dtype=torch.float32, device=q.device)
     width_pad = triton.next_power_of_2(width)
-    _prepare_kernel[(batch * (heads + kv_heads),)](
-        q, k, q_ready, k_ready, bias, batch * heads, rows, lambda_,
-        COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad, num_warps=PREPARE_WARPS)
-    _score_kernel[(triton.cdiv(rows, SIDE) ** 2, batch * heads)](
-        q_ready, k_ready, bias, scores, rows, heads // kv_heads, lambda_ / 2 if cosine else 1.0, SIDE=SIDE, PART=PART, WIDTH=width)
+    # Triton specialises on whole numbers: so they are in the keys.
+    device, integers = q.get_device(), (batch * heads, rows)
+    _launch_prepare((device, cosine, width, integers), (batch * (heads + kv_heads), 1, 1), (), (q, k, q_ready, k_ready, bias),
+                    (*integers, lambda_), dict(COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad),
+                    dict(num_warps=PREPARE_WARPS))
+    integers = (rows, heads // kv_heads)
+    _launch_score((device, width, integers), (triton.cdiv(rows, SIDE) ** 2, batch * heads, 1), (), (q_ready, k_ready, bias, scores),
+                  (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
     return scores
 
 
@@ -163,9 +168,13 @@ def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_r
     batch, heads, blocks = counts.shape
     width = triton.next_power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]
-    given = dict(SCORES=scores is not None, ACTIVE=active is not None, PER_ROW=k_per_row is not None)
+    given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None)
     # A pointer that is not read may be any.
     scores, active, k_per_row = (forced if x is None else x for x in (scores, active, k_per_row))
-    _select_kernel[(blocks, heads, batch)](
-        forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored,
-        WIDTH=width, **given, num_warps=min(16, max(2, width // 512)))
+    numbers = (k_all, heads, blocks, scored)
+    _launch_select((forced.get_device(), width, numbers, *given.values()), (blocks, heads, batch), (),
+                   (forced, scores, active, k_per_row, counts, indices), numbers, dict(WIDTH=width, **given),
+                   dict(num_warps=min(16, max(2, width // 512))))
+
+
+_launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))
