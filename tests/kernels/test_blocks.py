@@ -333,3 +333,13 @@ def test_a_share_keeps_the_order_of_its_lists():
     lists = BlockLists(torch.tensor([[[3]]], dtype=torch.int32), torch.tensor([[[[5, 1, 3, 2]]]], dtype=torch.int32), 4, 4, num_kv_blocks=6)
     share = lists.slice_kv(1, 4)
     assert share.counts.tolist() == [[[2]]] and share.indices[0, 0, 0, :2].tolist() == [0, 2] and share.num_kv_blocks == 3
+
+
+@pytest.mark.parametrize("make, name", [
+    (lambda: BlockLists.from_mask(torch.eye(2).bool().to_sparse(), 4, 4), "mask"),
+    (lambda: BlockLists.from_topk(torch.eye(2).int().to_sparse(), 4, 4), "indices"),
+    (lambda: BlockLists.from_bsr(torch.tensor([0, 1, 2]), torch.tensor([0, 1]).to_sparse(), 4, 4, num_kv_blocks=2), "indices"),
+], ids=["mask", "top-k", "BSR"])
+def test_what_lists_are_made_of_has_strides(make, name):
+    with pytest.raises(TypeError, match=f"{name} must be a dense, strided tensor"):
+        make()
