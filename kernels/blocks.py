@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,8 +57,9 @@ class BlockLists:
     max_q_length: int = None  # type: ignore[assignment]
     max_kv_length: int = None  # type: ignore[assignment]
 
-    # No field: see ``bounds_of``. A pattern of the user's has none, because its tensors may be written to between calls.
-    _bounds = None
+    # No fields, and only of patterns that the package makes: see ``bounds_of``, and ``covering``. A user's tensors may be written to.
+    _bounds: ClassVar[dict | None] = None
+    _covers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require_int32("counts", self.counts, 3)
@@ -135,8 +137,16 @@ class BlockLists:
         # What was derived from the old lists.
         fields.pop("_flipped", None)
         if lengths is not None:
-            fields.update(q_lengths=lengths, kv_lengths=lengths, _bounds={})
+            fields.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=False)
         return new
+
+    def covering(self) -> BlockLists:
+        """These blocks, said to hold every token of both axes, so that kernels need not clear what lies between blocks.
+
+        For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
+        """
+        vars(self)["_covers"] = True
+        return self
 
     # What it says about itself
 

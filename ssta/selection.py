@@ -157,8 +157,9 @@ def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: st
     counts = torch.zeros(1, 1, layout.num_tiles, dtype=torch.int32, device=layout.device)
     # Kernels find tiles of one length by arithmetic, and need less memory for their work.
     offsets, longest = layout.tile_length or layout.offsets, layout.max_tile_length
-    return _Fixed(forced, BlockLists(counts, counts[..., None][..., :0], offsets, offsets, num_kv_blocks=layout.num_tiles,
-                                     max_q_length=longest, max_kv_length=longest))
+    blocks = BlockLists(counts, counts[..., None][..., :0], offsets, offsets, num_kv_blocks=layout.num_tiles, max_q_length=longest,
+                        max_kv_length=longest)
+    return _Fixed(forced, blocks.covering())
 
 
 def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], lengths: Tensor | None = None) -> BlockLists:

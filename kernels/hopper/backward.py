@@ -133,8 +133,8 @@ def hopper_backward(
     kv_heads, kv_len = k.shape[1], k.shape[2]
     queries, keys = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     # Ragged blocks need not cover every row.
-    dq = torch.empty_like(q) if queries.uniform else torch.zeros_like(q)
-    dk, dv = (torch.empty_like(x) if keys.uniform else torch.zeros_like(x) for x in (k, v))
+    dq = torch.empty_like(q) if queries.covers else torch.zeros_like(q)
+    dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device) if deterministic else 0

@@ -47,7 +47,7 @@ def empty_outputs(q: Tensor, rows: Partition, in_place: bool = False) -> tuple[T
     batch, heads, tokens, dim = q.shape
     out = q if in_place else torch.empty_like(q)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
-    if not rows.uniform and batch * heads:
+    if not rows.covers and batch * heads:
         numbers = (*out.stride()[:3], *rows.strides(heads), heads, tokens)
         _launch_clear((q.get_device(), q.dtype, dim, fit(numbers)), (rows.number + 1, batch * heads, 1), (),
                       (out, lse, rows.starts, rows.sizes), numbers,

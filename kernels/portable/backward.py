@@ -189,8 +189,8 @@ def triton_backward(
     kv_heads, kv_len = k.shape[1], k.shape[2]
     q_blocks, kv_blocks = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     # Ragged blocks need not cover every row.
-    dq = torch.empty_like(q) if q_blocks.uniform else torch.zeros_like(q)
-    dk, dv = (torch.empty_like(x) if kv_blocks.uniform else torch.zeros_like(x) for x in (k, v))
+    dq = torch.empty_like(q) if q_blocks.covers else torch.zeros_like(q)
+    dk, dv = (torch.empty_like(x) if kv_blocks.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     limits = device_limits(q.device)
