@@ -37,13 +37,13 @@ class Work:
 def _load_chunk(work, i, start, k_desc, v_desc):
     """K and V of the ``i``-th chunk of the mainloop, as soon as its stage is free."""
     at = [work.batch, work.kv_head, start, 0]
-    ring_free(work.done, i)
-    mbarrier.expect(ring_at(work.k_full, i), k_desc.block_type.nbytes)
-    copy_in(k_desc, at, ring_at(work.k_full, i), ring_at(work.k, i))
+    ring_free(work.done, i, True)
+    mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
+    copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
     # The step that multiplied by the stage's last K multiplied by the V before it.
-    ring_free(work.done, i + 1)
-    mbarrier.expect(ring_at(work.v_full, i), v_desc.block_type.nbytes)
-    copy_in(v_desc, at, ring_at(work.v_full, i), ring_at(work.v, i))
+    ring_free(work.done, i + 1, True)
+    mbarrier.expect(ring_at(work.v_full, i, True), v_desc.block_type.nbytes)
+    copy_in(v_desc, at, ring_at(work.v_full, i, True), ring_at(work.v, i, True))
 
 
 @gluon.jit

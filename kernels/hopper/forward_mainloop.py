@@ -102,8 +102,8 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
     for i in range(work.partial):
         keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
         size = gl.load(work.partial_sizes - 1 - i)
-        ring_wait(work.k_full, i)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, i)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        ring_wait(work.k_full, i, True)
+        token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         visible = (keys < size)[None, :]
         if CAUSAL:
@@ -111,8 +111,8 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
             last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - i)
             visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
         weights, alpha, row_max, row_sum = _softmax_step(gl.where(visible, scores, float("-inf")), row_max, row_sum, scale_log2, MAX_FREE)
-        ring_wait(work.v_full, i)
-        v = matrix(ring_at(work.v, i))
+        ring_wait(work.v_full, i, True)
+        v = matrix(ring_at(work.v, i, True))
         acc = acc if MAX_FREE else rescale(acc, alpha)
         # Steps in which all warpgroups keep pace: under a causal mask two of a chunk.
         step = 2 * i if CAUSAL else i
@@ -122,8 +122,8 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
             limit = gl.minimum(last + gl.arange(0, ROWS, layout=o_rows), CHUNK - 1)
             acc = gl.where(bad[None, :] <= limit[:, None], float("nan"), acc)
             barrier()
-            ring_arrive(work.v_zeroed, step)
-            ring_wait(work.v_zeroed, step)
+            ring_arrive(work.v_zeroed, step, True)
+            ring_wait(work.v_zeroed, step, True)
             step += 1
         # Two of them, because three have no equal parts.
         if group < 2:
@@ -131,42 +131,42 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
         # The tensor core reads shared memory past the ordinary cache: what was just stored must be there, from all warpgroups.
         fence_async_shared()
         barrier()
-        ring_arrive(work.v_zeroed, step)
-        ring_wait(work.v_zeroed, step)
+        ring_arrive(work.v_zeroed, step, True)
+        ring_wait(work.v_zeroed, step, True)
         token = warpgroup_mma(gl.convert_layout(weights.to(dtype), p_layout), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, i)
+        ring_arrive(work.done, i, True)
 
     if work.full > 0:
-        ring_wait(work.k_full, work.partial)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, work.partial)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        ring_wait(work.k_full, work.partial, True)
+        token = warpgroup_mma(q, matrix(ring_at(work.k, work.partial, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, work.partial)
+        ring_arrive(work.done, work.partial, True)
         weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
         acc = acc if MAX_FREE else rescale(acc, alpha)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         for i in range(work.partial + 1, work.partial + work.full):
-            ring_wait(work.k_full, i)
+            ring_wait(work.k_full, i, True)
             # An order between the warpgroups (ping-pong) measured 1 to 5 % slower on an H200.
-            s_token = warpgroup_mma(q, matrix(ring_at(work.k, i)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            ring_wait(work.v_full, i - 1)
-            o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1)), acc, is_async=True)
+            s_token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            ring_wait(work.v_full, i - 1, True)
+            o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
             if OVERLAP:
                 scores = warpgroup_mma_wait(1, deps=[s_token])
                 weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
                 # Or the compiler would wait for both products before the exponentials.
                 row_sum = scheduling_fence(row_sum)
                 acc = warpgroup_mma_wait(0, deps=[o_token])
-                ring_arrive(work.done, i)
+                ring_arrive(work.done, i, True)
             else:
                 scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
-                ring_arrive(work.done, i)
+                ring_arrive(work.done, i, True)
                 weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
             acc = acc if MAX_FREE else rescale(acc, alpha)
             p = gl.convert_layout(weights.to(dtype), p_layout)
         last_chunk = work.partial + work.full - 1
-        ring_wait(work.v_full, last_chunk)
-        token = warpgroup_mma(p, matrix(ring_at(work.v, last_chunk)), acc, is_async=True)
+        ring_wait(work.v_full, last_chunk, True)
+        token = warpgroup_mma(p, matrix(ring_at(work.v, last_chunk, True)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
     return acc, row_max, row_sum
 
