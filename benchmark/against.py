@@ -1,4 +1,4 @@
-"""Another checkout beside this one: a benchmark of this checkout runs on both libraries, round by round in turns, and ratios are printed.
+"""Another checkout beside this one: a benchmark of this checkout runs on both libraries, rounds interleaved, and ratios are printed.
 
 Each library gets a process of its own. A process works only while it holds the turn, which it hands over before every round, so that
 neither disturbs the other and a card that throttles slows both alike. Both run the scripts of this checkout: what those call must be there
