@@ -8,8 +8,8 @@ a tile's lock value is what the dQ semaphore of a query block must have reached.
 another in a circle: whoever is first in time among all that wait finds its lock open.
 
 Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
-of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have tiles
-of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
+of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
+tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
 """
 
 from __future__ import annotations
