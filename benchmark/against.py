@@ -23,8 +23,8 @@ ENDED = "ended with an error"
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", metavar="DIR", type=checkout, help="measure the checkout of this repository in DIR too, interleaved with "
-                        "this one, and print the ratios")
+    parser.add_argument("--against", metavar="DIR", type=checkout, help="measure the checkout of this repository in DIR too, interleaved "
+                        "with this one, and print the ratios")
 
 
 def checkout(text: str) -> Path:
