@@ -1,4 +1,4 @@
-"""Another checkout beside this one: a benchmark of this checkout runs on both libraries, round by round in turns, and ratios are printed.
+"""Another checkout beside this one: a benchmark of this checkout runs on both libraries, rounds interleaved, and ratios are printed.
 
 Each library gets a process of its own. A process works only while it holds the turn, which it hands over before every round, so that
 neither disturbs the other and a card that throttles slows both alike. Both run the scripts of this checkout: what those call must be there
@@ -23,8 +23,8 @@ ENDED = "ended with an error"
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", metavar="DIR", type=checkout, help="measure the checkout of this repository in DIR too, in turns with "
-                        "this one, and print the ratios")
+    parser.add_argument("--against", metavar="DIR", type=checkout, help="measure the checkout of this repository in DIR too, interleaved "
+                        "with this one, and print the ratios")
 
 
 def checkout(text: str) -> Path:

@@ -124,7 +124,7 @@ def runnable(device: torch.device, dtype: torch.dtype, problem: Problem) -> list
 
 def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str], peers: list[Peer], rounds: int, device: torch.device,
                     dtype: torch.dtype) -> list[dict]:
-    """Rows of every direction, pattern and provider; all calls of one direction take turns."""
+    """Rows of every direction, pattern and provider; all calls of one direction are interleaved."""
     torch.manual_seed(0)
     size = (problem.batch, problem.heads, problem.tokens, problem.head_dim)
     tensors = Tensors(*(torch.randn(size, device=device, dtype=dtype) for _ in range(4)))

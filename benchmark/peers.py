@@ -197,7 +197,7 @@ def _compiled_flex(shape: torch.Size) -> Callable:
 def flash_attention_4(inputs: Inputs) -> Calls:
     """flash_attn.cute, in [B, S, H, D]: query blocks as long as ours, key blocks of 128, which its sm_90 kernels ask for.
 
-    Its backward walks the lists of query blocks that look at each key block. Where all is kept it is called without a pattern.
+    Its backward iterates over the lists of query blocks that look at each key block. Where all is kept it is called without a pattern.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func

@@ -2,7 +2,7 @@
 
     python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
 
-Each candidate is checked against float64 before it is timed, all of one kernel take turns, and what does not fit on the GPU says so. dq and
+Each candidate is checked against float64 before it is timed, all of one kernel interleaved, and what does not fit the GPU says so. dq and
 dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
 (TRITON_INTERPRET=1), which shows that it works but says nothing about speed.
 """

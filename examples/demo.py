@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> dict:
     with torch.inference_mode():
         runs = compare(model, inputs, size, device, say)
         say("looking at the first layer")
-        # A dense layer is given q, k and v finished; a sparse one may finish them while it makes tiles.
+        # A dense layer is given q, k and v themselves; a sparse one may get them deferred, and materialise them in tile order.
         with apply_ssta(model, size.config, schedule=Schedule(dense_layers=(0,))):
             query, key, value, layout, text_mask = record_attention(model, inputs)
         report = explain(query, key, layout, size.config, value=value, text_mask=text_mask)

@@ -52,8 +52,10 @@ def block_sparse_attention(
         scale: factor on the scores, positive; default 1 / sqrt(D).
         causal: query i then sees the keys up to i + Skv - Sq, within the listed blocks.
         return_lse: also return the log-sum-exp of each row's scaled scores.
-        deterministic: the backward pass is bitwise deterministic. False lets "hopper" add up q's gradient in whatever order it comes
-            (non-deterministic dQ), in 0.90 to 1.01 of the time; the other implementations have only one order.
+        deterministic: the backward gives bitwise the same gradients: dQ is added up in a fixed order, which on "hopper" a semaphore holds.
+            Should Hopper's backward wait too long for that order, as where a list names a block twice, it goes on without it, the next
+            backward warns once, and ``ssta.kernels.hopper.backward.spin_timeouts(device)`` counts that. False lets "hopper" add up dQ in
+            whatever order it comes (non-deterministic dQ), in 0.90 to 1.01 of the time; the others have only one order.
         impl: which implementation runs: "auto", "reference", "torch" (whose old name is "gather"), "triton" or "hopper"; see
             ``choose_route``. A choice that cannot run raises.
 

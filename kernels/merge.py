@@ -41,10 +41,10 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 def _merge_in_torch(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     every = torch.stack(tuple(lses))
-    top = every.detach().amax(0)
+    lse_max = every.detach().amax(0)
     # Measured from 0, the weights of a row that has nothing are 0 instead of NaN.
-    origin = torch.where(top == float("-inf"), 0.0, top)
-    weights = torch.exp(every - origin)
+    safe_max = torch.where(lse_max == float("-inf"), 0.0, lse_max)
+    weights = torch.exp(every - safe_max)
     total = weights.sum(0)
     empty = total == 0
     divisor = total.masked_fill(empty, 1.0)
@@ -52,7 +52,7 @@ def _merge_in_torch(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     for x, lse, weight in zip(outs, lses, weights):
         out = out + x.to(every.dtype).masked_fill((lse == float("-inf"))[..., None], 0.0) * weight[..., None]
     merged = (out / divisor[..., None]).to(outs[0].dtype)
-    return merged, (origin + divisor.log()).masked_fill(empty, float("-inf"))
+    return merged, (safe_max + divisor.log()).masked_fill(empty, float("-inf"))
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

@@ -35,7 +35,7 @@ def operator(name: str, fake: Callable) -> Callable:
 
 def watched(*tensors: Tensor) -> bool:
     """Whether anything but the device's own code would see an operator called on these tensors: a compiler, a mode, a transform, a tracer
-    or a subclass of tensors. If not, the operator can be passed by, which costs more than everything else before a launch."""
+    or a subclass of tensors. If not, the operator can be bypassed: it costs more than everything else before a launch."""
     if torch.compiler.is_compiling():
         return True
     keys = torch._C._dispatch_tls_local_include_set().raw_repr()

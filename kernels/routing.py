@@ -114,7 +114,7 @@ class Implementation:
         name: as ``impl`` names it.
         forward, backward: "module:function" below ssta.kernels, imported when first chosen.
         cannot: why it cannot run at all, or None.
-        suits_not: why "auto" passes it by although it could run, or None.
+        suits_not: why "auto" skips it although it could run, or None.
         gathered: the forward of key blocks too short for tiles, if it has one.
         triton: whether it needs triton. Then its forward may write over q, and compacted keys are as good as tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing.

@@ -325,7 +325,7 @@ def _channels_side_by_side(block: nn.Module, args: tuple, kwargs: dict) -> tuple
     """Forward pre-hook of a stack's first block: tokens ``[B, S, C]`` with a token's channels next to one another in memory.
 
     A patch embedding by convolution leaves those of a channel so, and each block hands the order on: every norm would copy its input first,
-    and every residual sum walk through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
+    and every residual sum go through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
     HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself.
     """
     if torch.compiler.is_compiling():

@@ -153,7 +153,7 @@ class TileLayout:
                 self._check("tile_qkv", x, self.tokens.length)
         if isinstance(q, Deferred):
             deferred: Any = q, k, v
-            (tiled_q, q_mean), (tiled_k, k_mean), (tiled_v, _) = (x.gather(self.source, self.offsets, n) for x, n in zip(
+            (tiled_q, q_mean), (tiled_k, k_mean), (tiled_v, _) = (x.gather_blocks(self.source, self.offsets, n) for x, n in zip(
                 deferred, (self.num_video_tiles, self.num_video_tiles, 0)))
             return TiledQKV(self, tiled_q, tiled_k, tiled_v, q_mean, k_mean)
         # If q is a tensor, so are k and v; to ask a second time would cost every layer.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Why a tile pair is computed. The colours can be told apart with any colour vision; on plain ground hatches say it again.
 _NOT, _WINDOW, _BUDGET, _BOTH, _TEXT = range(5)
-_LABELS = ("not attended to", "near (window)", "picked by content (budget)", "near and picked", "text")
+_LABELS = ("not attended to", "near (window)", "selected by content (budget)", "near and selected", "text")
 _COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#aa4499", "#8a8a8a")
 _HATCHES = ("", "", "////", "xxxx", "")
 

@@ -75,22 +75,22 @@ class TextMask:
 
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
-        def reach() -> Tensor:
-            return self._reach(layout, self.counts).minimum(layout.lengths).clamp(min=0)[:, None]
-        return self._view(("tile_lengths", layout), reach)
+        def valid() -> Tensor:
+            return self._valid_left(layout, self.counts).minimum(layout.lengths).clamp(min=0)[:, None]
+        return self._view(("tile_lengths", layout), valid)
 
     def active_tiles(self, layout: TileLayout) -> Tensor:
         """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
-        def reach() -> Tensor:
-            return self._reach(layout, self.counts.clamp(min=1)) > 0
-        return self._view(("active_tiles", layout), reach)
+        def valid() -> Tensor:
+            return self._valid_left(layout, self.counts.clamp(min=1)) > 0
+        return self._view(("active_tiles", layout), valid)
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
         return tuple(self.counts.sum(1).tolist())
 
     @staticmethod
-    def _reach(layout: TileLayout, counts: Tensor) -> Tensor:
+    def _valid_left(layout: TileLayout, counts: Tensor) -> Tensor:
         """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
         far beyond its length for a video tile."""
         runs, starts = _places(layout)

@@ -1,4 +1,4 @@
-"""Block-sparse attention in plain torch (impl="torch"): bring the listed keys of a few query blocks together, attend, move on.
+"""Block-sparse attention in plain torch (impl="torch"): gather the listed keys of a few query blocks, attend, move on.
 
 Time grows with the selected blocks, and memory with those of a few query blocks. It runs wherever torch runs: the default on a CPU
 and for float32 and float64. On a GPU a list costs its whole capacity, because its count stays on the device.

@@ -1,4 +1,4 @@
-"""Attention by TokenLists in plain torch: bring the listed keys of a few query tokens together, attend, move on."""
+"""Attention by TokenLists in plain torch: gather the listed keys of a few query tokens, attend, move on."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists) -> Iterator[tuple
 
 def _gather(x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
     """[G, Hkv, n, D]: the rows of x [R, Hkv, D], zero where not seen."""
-    picked = x[rows, torch.arange(x.shape[1], device=x.device)[:, None]]
-    return picked.to(compute_dtype(x)).masked_fill(~seen[..., None], 0.0)
+    rows_seen = x[rows, torch.arange(x.shape[1], device=x.device)[:, None]]
+    return rows_seen.to(compute_dtype(x)).masked_fill(~seen[..., None], 0.0)
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:

@@ -7,9 +7,9 @@ that keep pace reach a query block in the order of these times, so that is the o
 a tile's lock value is what the dQ semaphore of a query block must have reached. Hardly anyone ever waits. Nor can programs wait for one
 another in a circle: whoever is first in time among all that wait finds its lock open.
 
-Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries together, so that most of what
-one brings into L2, the sums of dQ above all, the others find there. They do not go abreast, since programs side by side often have tiles of
-the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
+Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
+of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
+tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ROW, ROWS, BATCH, HEAD, BLOCK, PART, ITERATIONS, NEXT, ROTATION = map(tl.constex
 ROTATION_UNITS = tl.constexpr(4096)
 # An addition is written about two iterations after it began. Time of the backward over that of the non-deterministic one, H200, bfloat16,
 # D 128, six patterns (46,080 to 138,240 tokens, blocks of 128 and 384, random lists and neighbours, one of grouped heads): staggered by 3
-# iterations 1.02 to 1.12, by 5 1.00 to 1.08, by 7 1.02 to 1.12, by 10 1.00 to 1.18. Abreast 1.5 at 46,080 tokens; without the clock 1.1,
-# and 1.3 at 138,240.
+# iterations 1.02 to 1.12, by 5 1.00 to 1.08, by 7 1.02 to 1.12, by 10 1.00 to 1.18. Not staggered 1.5 at 46,080 tokens; without the clock
+# 1.1, and 1.3 at 138,240.
 STAGGER = 5
 SEGMENT = 128
 

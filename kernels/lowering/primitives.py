@@ -99,9 +99,9 @@ def softmax_step(scores, row_max, row_sum, scale_log2):
     what was summed so far."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     # A row that has seen nothing yet has row_max = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale_log2 - origin[:, None])
-    alpha = tl.exp2(row_max - origin)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale_log2 - safe_max[:, None])
+    alpha = tl.exp2(row_max - safe_max)
     return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
 
 

@@ -92,12 +92,12 @@ def _chosen_kernel(given, limits, spans, ids, counts, full, lists, heads, capaci
         if limits is not None:
             again = again & (limit > before)
         kept = kept & (again == 0)
-    complete = kept & (item * block_size >= low) & (item * block_size + block_size <= high)
-    cut = kept & (complete == 0)
-    tl.store(ids + at + (tl.cumsum(complete.to(tl.int32), 1) - 1 - slot[None, :]), item, mask=complete)
-    tl.store(ids + at + (capacity - tl.cumsum(cut.to(tl.int32), 1) - slot[None, :]), item, mask=cut)
+    full_block = kept & (item * block_size >= low) & (item * block_size + block_size <= high)
+    partial_block = kept & (full_block == 0)
+    tl.store(ids + at + (tl.cumsum(full_block.to(tl.int32), 1) - 1 - slot[None, :]), item, mask=full_block)
+    tl.store(ids + at + (capacity - tl.cumsum(partial_block.to(tl.int32), 1) - slot[None, :]), item, mask=partial_block)
     tl.store(counts + row, tl.sum(kept.to(tl.int32), 1), mask=real)
-    tl.store(full + row, tl.sum(complete.to(tl.int32), 1), mask=real)
+    tl.store(full + row, tl.sum(full_block.to(tl.int32), 1), mask=real)
 
 
 def _like_lists(given: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ from ..lowering.primitives import (
 from .config import LaunchConfig, gathered_config
 
 
-class Within(NamedTuple):
+class ElementMask(NamedTuple):
     """What a row sees within its listed keys, and of which scores; the default is everything. Shared by all heads where H is 1."""
 
     soft_cap: float = 0.0              # c > 0 caps a scaled score x to c * tanh(x / c)
@@ -47,7 +47,7 @@ class Within(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """``Within`` as the kernel takes it; the strides of ``order`` and ``total`` are those of the lists."""
+    """``ElementMask`` as the kernel takes it; the strides of ``order`` and ``total`` are those of the lists."""
 
     mask: Tensor | None
     first_entry: Tensor | None
@@ -175,11 +175,12 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, lists, bounds, kv_bounds, heads, 
 
 
 def gathered_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, within: Within | None = None,
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, elements: ElementMask | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, of what ``within`` leaves visible; ``config`` overrides the launch table."""
-    within = within or Within()
+    """(out, lse) as ``block_sparse_attention`` describes them, of what ``elements`` leave visible; ``config`` overrides the launch
+    table."""
+    elements = elements or ElementMask()
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -187,24 +188,24 @@ def gathered_forward(
     out, lse = empty_outputs(q, rows)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    assert within.order is None or within.order.shape == blocks.indices.shape
-    limited = causal or within.mask is not None or within.order is not None
+    assert elements.order is None or elements.order.shape == blocks.indices.shape
+    limited = causal or elements.mask is not None or elements.order is not None
     config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1,
-                                       ordered=within.order is not None)
+                                       ordered=elements.order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
-    mask = None if within.mask is None else within.mask.contiguous().view(torch.uint8)
+    mask = None if elements.mask is None else elements.mask.contiguous().view(torch.uint8)
     mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
     order = total = None
-    if within.order is not None:
-        assert within.total is not None
-        order, total = within.order.contiguous(), within.total.contiguous()
-    limits = _Limits(mask, within.first_entry, mask_rows, mask_columns, order, total, within.packed)
+    if elements.order is not None:
+        assert elements.total is not None
+        order, total = elements.order.contiguous(), elements.total.contiguous()
+    limits = _Limits(mask, elements.first_entry, mask_rows, mask_columns, order, total, elements.packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), view(out), lse, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads), limits,
-        heads, heads // kv_heads, kv_len - q_len, LOG2E if within.soft_cap else scale * LOG2E,
-        scale / within.soft_cap if within.soft_cap else 0.0, within.soft_cap,
+        heads, heads // kv_heads, kv_len - q_len, LOG2E if elements.soft_cap else scale * LOG2E,
+        scale / elements.soft_cap if elements.soft_cap else 0.0, elements.soft_cap,
         PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
-        CAUSAL=causal, CAPPED=bool(within.soft_cap), num_warps=config.num_warps, num_stages=config.num_stages)
+        CAUSAL=causal, CAPPED=bool(elements.soft_cap), num_warps=config.num_warps, num_stages=config.num_stages)
     return out, lse
 
 

@@ -51,7 +51,7 @@ class Deferred:
             materialize(projection, part)
         return out
 
-    def gather(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
+    def gather_blocks(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
         """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``kernels.reorder.gather_blocks``.
 
         A block's tokens must all come from one projection, and its first place must not be zeros.

@@ -122,8 +122,8 @@ def _rstd_kernel(x, rstd, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.c
 def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
     """Writes what ``projection`` stands for to ``out``, whose last stride is 1.
 
-    ``order``: source, offsets and means of ``Deferred.gather``, and the number of the projection's first token. ``out`` is then all of
-    the new order, of which only the blocks with this projection's tokens are written, and so are the means.
+    ``order``: source, offsets and means of ``Deferred.gather_blocks``, and the number of the projection's first token. ``out`` is then all
+    of the new order, of which only the blocks with this projection's tokens are written, and so are the means.
     """
     x, norm = projection.x, projection.norm
     if not x.numel():

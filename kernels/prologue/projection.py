@@ -33,7 +33,7 @@ class Projection:
         x: ``[B, H, S, D]``, any strides; ``kernels_run(x)`` must be true.
         norm: None leaves x as it is.
         angles: float32 cosines and sines ``[B or 1, H or 1, S, D / 2]``, or ``[B or 1, H or 1, S, D]`` with each of them twice in a row:
-            channels 2i and 2i + 1 are a point in the plane and turned by angle i, in float32, rounded once. None turns nothing.
+            channels 2i and 2i + 1 are a point in the plane and rotated by angle i (RoPE), in float32, rounded once. None: no RoPE.
     """
 
     x: Tensor

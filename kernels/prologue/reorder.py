@@ -93,5 +93,5 @@ def _gather(
     q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = _new_outputs(q, k, v, source, offsets, mean_blocks)
-    _kernels().gather(q, k, v, source, offsets, *outputs)
+    _kernels().gather_blocks(q, k, v, source, offsets, *outputs)
     return outputs

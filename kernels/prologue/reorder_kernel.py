@@ -84,8 +84,8 @@ def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out
                ROWS, DIM, DIM_PAD)
 
 
-def gather(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor,
-           q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor, k_means: Tensor) -> None:
+def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor,
+                  q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor, k_means: Tensor) -> None:
     """Writes what ``kernels.reorder.gather_blocks`` returns."""
     q, k, v = map(_strided, (q, k, v))
     batch, heads, _, dim = q.shape

@@ -12,7 +12,7 @@ from ..lowering.quick_launch import QuickLaunch
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
 PART = 32
-# Descriptor entries that the preparing kernel holds at once, 32 a thread. One program walks all blocks of a head, so it must be wide.
+# Descriptor entries that the preparing kernel holds at once, 32 a thread. One program takes all blocks of a head, so it must be wide.
 HELD = 16384
 PREPARE_WARPS = 16
 

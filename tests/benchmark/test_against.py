@@ -46,7 +46,7 @@ def test_what_is_no_checkout_is_refused(tmp_path, capsys):
     assert "--against: DIR must be a checkout" in capsys.readouterr().err
 
 
-def test_sides_work_in_turns_until_both_have_ended():
+def test_sides_alternate_until_both_have_ended():
     from against import take_turns
 
     worked = []

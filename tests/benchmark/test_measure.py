@@ -1,4 +1,4 @@
-"""How the benchmarks measure: rounds that take turns, medians, and what counts as work."""
+"""How the benchmarks measure: interleaved rounds, medians, and what counts as work."""
 
 
 import pytest

@@ -28,7 +28,7 @@ def test_compiles_without_a_break(impl):
 
 
 def test_whoever_watches_sees_the_operator():
-    """Plain calls without gradients pass the operator by; modes, fake tensors and traces must not be passed by with it."""
+    """Plain calls without gradients bypass the operator; those that modes, fake tensors and traces watch must not."""
     from torch._subclasses import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 

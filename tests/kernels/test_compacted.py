@@ -1,4 +1,4 @@
-"""Listed keys that are brought together in memory before they are attended to: in parts of any size, and just where that is said."""
+"""Listed keys that are compacted in memory before they are attended to: in parts of any size, and just where that is said."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def lists(shape, items, q_block, kv_block, device):
 
 
 @pytest.fixture
-def everything_together(monkeypatch):
+def everything_compacted(monkeypatch):
     monkeypatch.setattr(routing, "COMPACTED_ROWS", 1)
     routing._decide.cache_clear()
     yield
@@ -34,7 +34,7 @@ def everything_together(monkeypatch):
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
 @pytest.mark.slow
-def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_together):
+def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_compacted):
     from ssta.kernels.portable import compacted
 
     # A list of one head, of all heads of some blocks, of everything.
@@ -47,7 +47,7 @@ def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, mon
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_ids_out_of_range_are_absent(device, impl, everything_together):
+def test_ids_out_of_range_are_absent(device, impl, everything_compacted):
     indices = torch.tensor([[-1, 7, 3, 99], [50, -5, 60, 1 << 30]], device=device)
     q, k, v = inputs(1, 2, 1, 32, 20, 16 if device == "cpu" else 64, device)
     out, lse = block_sparse_attention(q, k, v, BlockLists.from_topk(indices, 16, 2), return_lse=True, impl=impl)
@@ -58,7 +58,7 @@ def test_ids_out_of_range_are_absent(device, impl, everything_together):
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl, everything_together):
+def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl, everything_compacted):
     blocks = lists((1, 2, 3), 40, 16, 1, device)
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 48, 40, 16 if device == "cpu" else 64, device))
     dout = torch.randn_like(q)
@@ -78,7 +78,7 @@ def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl,
     assert all((x[0, unseen] == 0).all() for x in first[2:])
 
 
-def test_which_lists_are_brought_together():
+def test_which_lists_are_compacted():
     def asked(q_block=64, kv_block=1, list_heads=2, heads=16, causal=False, backward=False, **fields):
         blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)

@@ -137,7 +137,7 @@ def test_work_is_shared_fairly(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.slow
-def test_programs_sweep_over_the_queries_together(device):
+def test_programs_sweep_over_the_queries_at_the_same_pace(device):
     """At any time all programs are where their places around the ring say, to within what lists of different lengths let them drift."""
     number, programs = 40, 6
     blocks = BlockLists.from_mask(torch.rand(3, 4, number, number, device=device) < 0.5, 128, 128)

@@ -171,7 +171,7 @@ def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_progra
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_keys_that_are_brought_together(late):
+def test_compacted_keys(late):
     """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
     from ssta.kernels.portable.compacted import compacted_backward, compacted_forward
 

@@ -24,7 +24,7 @@ def test_against_float64(device, impl, causal, name):
 
 @everywhere
 @pytest.mark.parametrize("name", ["short last block", "per key head", "ragged"])
-def test_gradients_added_up_in_any_order(device, impl, name):
+def test_gradients_with_non_deterministic_dq(device, impl, name):
     blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
     q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device, impl=impl)
     attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=False, impl=impl)
@@ -223,7 +223,7 @@ def test_a_result_in_the_place_of_q_is_the_same(device, impl, name):
         assert out.data_ptr() == q.data_ptr()
 
 
-def test_gather_gradients_by_differences():
+def test_torch_gradients_by_differences():
     """float64 all the way: against finite differences, which share nothing with the formulas."""
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 10, 12, 4, dtype=torch.float64))
     blocks = BlockLists.from_mask(torch.tensor([[True, False, True], [False, True, False]]), 5, 4)
@@ -233,13 +233,13 @@ def test_gather_gradients_by_differences():
             assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
-def test_gather_is_really_sparse():
+def test_torch_is_really_sparse():
     """Peak memory of one row of blocks among many keys stays far below the dense scores."""
-    from ssta.kernels.eager import blocks as gather
+    from ssta.kernels.eager import blocks as eager_blocks
 
     q, k, v = inputs(1, 1, 1, 4096, 4096, 16, dtype=torch.float32)
     blocks = BlockLists.from_topk(torch.arange(64)[:, None], 64, 64, num_kv_blocks=64)
     sizes = []
-    for step in gather.steps(q, k, v, blocks, False):
+    for step in eager_blocks.steps(q, k, v, blocks, False):
         sizes.append(step.q.shape[-2] * step.k.shape[-2])
     assert sum(sizes) == 64 * 64 * 64, "the score elements of 64 selected pairs of 64 x 64"

@@ -23,7 +23,7 @@ merges = pytest.mark.parametrize("device, merge", MERGES)
 
 
 def split(mask, parts):
-    """The key blocks dealt out to ``parts`` masks; with three parts the second one gets nothing in the first query block."""
+    """The key blocks distributed over ``parts`` masks; with three parts the second one gets nothing in the first query block."""
     owner = torch.randint(parts, mask.shape, device=mask.device)
     owner[..., 0, :] = owner[..., 0, :].where(owner[..., 0, :] != 1, 0)
     return [mask & (owner == i) for i in range(parts)]

@@ -52,14 +52,14 @@ def test_strange_strides_and_no_tokens_at_all():
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gathered_blocks_are_the_tiles_and_their_means(padding, heads, kv_heads, dtype):
-    from ssta.kernels.prologue.reorder_kernel import gather
+    from ssta.kernels.prologue.reorder_kernel import gather_blocks
 
     layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
     q, k, v = (projected(h, LAYOUT.length, 24, dtype) for h in (heads, kv_heads, kv_heads))
     k = k.contiguous()
     outputs = [new_tokens(x, layout.num_slots) for x in (q, k, v)]
     means = [torch.empty(2, h, layout.num_video_tiles, 24, device=DEVICE) for h in (heads, kv_heads)]
-    gather(q, k, v, layout.source, layout.offsets, *outputs, *means)
+    gather_blocks(q, k, v, layout.source, layout.offsets, *outputs, *means)
     for x, out in zip((q, k, v), outputs):
         assert torch.equal(out, _take_in_torch(x, layout.source))
     for mean, out in zip(means, outputs):

@@ -43,7 +43,7 @@ def by_kernel(monkeypatch):
     return launches
 
 
-def finished(*queries, heads, across_heads=False):
+def materialized(*queries, heads, across_heads=False):
     """q of these streams; k and v have nothing that a kernel would do."""
     plain = [Stream(queries[0].projected)]
     return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS)[0]
@@ -62,8 +62,8 @@ def stream_of(case, tokens, dtype, heads=HEADS, dim=DIM, batch=2):
     found = None
     if angles is not None:
         shape = {"shared": (tokens, 1), "each": (batch, tokens, heads), "once": (tokens, heads)}[angles]
-        turns = 7 * torch.randn(*shape, dim // 2, device=DEVICE)
-        found = tuple(of if angles == "once" else of.repeat_interleave(2, -1) for of in (turns.cos(), turns.sin()))
+        radians = 7 * torch.randn(*shape, dim // 2, device=DEVICE)
+        found = tuple(of if angles == "once" else of.repeat_interleave(2, -1) for of in (radians.cos(), radians.sin()))
     x = torch.randn(batch, tokens, heads * dim).to(DEVICE, dtype)
     return Stream(x, norm_of(kind, heads * dim if across_heads else dim, dtype), found)
 
@@ -84,24 +84,24 @@ def same(found, expected):
 def test_the_kernel_does_what_the_modules_do(by_kernel, monkeypatch, case, dtype):
     parts = stream_of(case, 37, dtype), stream_of((case[0], case[1], None), 5, dtype)
     for some in (parts, parts[:1]):
-        found = finished(*some, heads=HEADS, across_heads=case[1])
+        found = materialized(*some, heads=HEADS, across_heads=case[1])
         with monkeypatch.context() as modules:
             modules.setattr(streams, "kernels_run", lambda x: False)
-            same(found, finished(*some, heads=HEADS, across_heads=case[1]))
+            same(found, materialized(*some, heads=HEADS, across_heads=case[1]))
     assert len(by_kernel) == (2 if case[0] is None and case[2] is None else 3) and found.stride() == torch.empty_like(found).stride()
 
 
 def test_views_and_no_tokens(by_kernel):
     stream = stream_of(CASES[0], 20, torch.float16)
-    whole = finished(stream, heads=HEADS)
+    whole = materialized(stream, heads=HEADS)
     every = Stream(stream.projected[:, ::2], stream.norm, tuple(of[::2] for of in stream.angles))
-    same(finished(every, heads=HEADS), whole[:, ::2])
+    same(materialized(every, heads=HEADS), whole[:, ::2])
     chunk = stream.projected.repeat(1, 1, 2).chunk(2, dim=-1)[1]
-    same(finished(Stream(chunk, stream.norm, stream.angles), heads=HEADS), whole)
+    same(materialized(Stream(chunk, stream.norm, stream.angles), heads=HEADS), whole)
     strided = Stream(stream.projected, stream.norm, (stream.angles[0], stream.angles[1].mT.contiguous().mT))
-    same(finished(strided, heads=HEADS), whole)
+    same(materialized(strided, heads=HEADS), whole)
     none = Stream(stream.projected[:, :0], stream.norm)
-    same(finished(stream, none, heads=HEADS), whole)
+    same(materialized(stream, none, heads=HEADS), whole)
     assert len(by_kernel) == 6
 
 
@@ -116,9 +116,9 @@ def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
     options = dict(heads=heads, across_heads=case[1])
     (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, norms=NORMS, tiles=True)
     assert isinstance(q, Deferred) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
-    found = q.gather(layout.source, layout.offsets, layout.num_video_tiles)
+    found = q.gather_blocks(layout.source, layout.offsets, layout.num_video_tiles)
     assert found[0].stride()[1:] == (dim, dim * heads, 1), "in the projections' memory order"
-    expected = layout.tile(finished(*parts, **options).transpose(1, 2))
+    expected = layout.tile(materialized(*parts, **options).transpose(1, 2))
     return found, expected, descriptors(expected.double(), layout)
 
 
@@ -145,14 +145,14 @@ def test_tiles_come_from_the_same_kernel_on_a_gpu(case, padding):
 def test_the_kernel_does_what_the_modules_do_on_a_gpu(monkeypatch, case, heads, dim):
     for dtype in (torch.bfloat16, torch.float16):
         parts = stream_of(case, 3001, dtype, heads, dim), stream_of((case[0], case[1], None), 77, dtype, heads, dim)
-        found, again = (finished(*parts, heads=heads, across_heads=case[1]) for _ in range(2))
+        found, again = (materialized(*parts, heads=heads, across_heads=case[1]) for _ in range(2))
         assert torch.equal(found, again)
         with monkeypatch.context() as modules:
             modules.setattr(streams, "kernels_run", lambda x: False)
-            same(found, finished(*parts, heads=heads, across_heads=case[1]))
+            same(found, materialized(*parts, heads=heads, across_heads=case[1]))
 
 
-def test_what_is_unfinished_fits_the_layout():
+def test_deferred_qkv_fits_the_layout():
     parts = [stream_of(CASES[0], tokens, torch.float32) for tokens in (60, 25)]
     q = Deferred(tuple(streams._projection(part, HEADS, False, NORMS) for part in parts))
     config = SSTAConfig(tile_thw=(2, 2, 3))
@@ -183,29 +183,29 @@ def with_forward(norm):
 def test_a_changed_norm_is_called(by_kernel, change):
     x, norm, angles = stream_of(CASES[0], 8, torch.float32)
     change(norm)
-    out = finished(Stream(x, norm, angles), heads=HEADS)
+    out = materialized(Stream(x, norm, angles), heads=HEADS)
     expected = streams.apply_rope(norm(x.unflatten(2, (HEADS, -1))), *(of[..., ::2] for of in angles))
     assert not by_kernel and torch.equal(out, expected)
     with torch.no_grad():
-        finished(Stream(x, norm, angles), heads=HEADS)
+        materialized(Stream(x, norm, angles), heads=HEADS)
     assert bool(by_kernel) == norm.weight.requires_grad, "without a gradient to compute the kernel runs"
 
 
 def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
     x, norm, angles = stream_of(CASES[0], 8, torch.float32)
     for other in (Doubled(DIM, eps=1e-5), nn.LayerNorm(DIM), RMSNorm(DIM, 1e-5, False), RMSNorm(DIM, 1e-5, bias=True), nn.RMSNorm(DIM)):
-        finished(Stream(x, other.to(DEVICE).requires_grad_(False), angles), heads=HEADS)
-    finished(Stream(x.requires_grad_(), norm, angles), heads=HEADS).sum().backward()
+        materialized(Stream(x, other.to(DEVICE).requires_grad_(False), angles), heads=HEADS)
+    materialized(Stream(x.requires_grad_(), norm, angles), heads=HEADS).sum().backward()
     assert x.grad is not None
     x = x.detach()
-    finished(Stream(x, norm, tuple(of.double() for of in angles)), heads=HEADS)
-    finished(Stream(x, norm, (angles[0].requires_grad_(), angles[1])), heads=HEADS)
+    materialized(Stream(x, norm, tuple(of.double() for of in angles)), heads=HEADS)
+    materialized(Stream(x, norm, (angles[0].requires_grad_(), angles[1])), heads=HEADS)
     with torch.autocast(DEVICE, torch.bfloat16):
-        finished(Stream(x, norm), heads=HEADS)
-    torch.func.vmap(lambda one: finished(Stream(one, norm), heads=HEADS))(x[None])
-    torch.compile(lambda: finished(Stream(x, norm), heads=HEADS), backend="eager", fullgraph=True)()
+        materialized(Stream(x, norm), heads=HEADS)
+    torch.func.vmap(lambda one: materialized(Stream(one, norm), heads=HEADS))(x[None])
+    torch.compile(lambda: materialized(Stream(x, norm), heads=HEADS), backend="eager", fullgraph=True)()
     assert not by_kernel
-    finished(Stream(x, norm), heads=HEADS)
+    materialized(Stream(x, norm), heads=HEADS)
     assert len(by_kernel) == 1
 
 
@@ -214,7 +214,7 @@ def test_a_norm_that_the_family_does_not_name_is_called(by_kernel):
     plain = [Stream(x)]
     found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS)[0]
     assert not by_kernel
-    same(finished(Stream(x, norm, angles), heads=HEADS), found)
+    same(materialized(Stream(x, norm, angles), heads=HEADS), found)
     assert len(by_kernel) == 1
 
 

@@ -65,9 +65,9 @@ def _forward(
                                     max_kv_length)
     with without_autocast(q.device.type):
         if impl == "triton":
-            from ...portable.gathered import Within, gathered_forward
+            from ...portable.gathered import ElementMask, gathered_forward
 
-            return gathered_forward(q, k, v, blocks, scale, False, Within(soft_cap, mask, first_entry, order, total, packed))
+            return gathered_forward(q, k, v, blocks, scale, False, ElementMask(soft_cap, mask, first_entry, order, total, packed))
         from ...eager.within import torch_within
 
         return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
