@@ -14,10 +14,9 @@ from torch import Tensor
 from .checks import require_int, require_triple
 from .config import SSTAConfig
 from .kernels import require_strided
-from .layout import tile_layout
+from .layout import TiledQKV, tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
-from .tiled import TiledQKV
 from .window import near
 
 
