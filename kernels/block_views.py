@@ -35,19 +35,6 @@ def block_bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tok
     return starts.contiguous(), sizes.contiguous()
 
 
-def remembered_bounds(kept: dict, key: tuple, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int,
-                      device: torch.device) -> tuple[Tensor, Tensor]:
-    """``block_bounds`` that ``kept`` holds under ``key``, found once: five small launches, which would be a third of a layer's host time.
-    For patterns to whose tensors nobody writes."""
-    found = kept.get(key)
-    if found is None:
-        found = block_bounds(offsets, lengths, blocks, tokens, longest, device)
-        # What a mode's own tensors gave holds in the mode alone, and what a graph captures is the graph's.
-        if type(found[0]) is Tensor and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            kept[key] = found
-    return found
-
-
 def slice_heads(fields: dict[str, Tensor], key: int | slice | tuple) -> dict[str, Any]:
     """The fields that are tensors, of some batch elements and heads, as ``BlockLists.__getitem__`` says."""
     keys = key if isinstance(key, tuple) else (key,)

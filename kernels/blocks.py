@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
-from .block_views import block_bounds, describe, remembered_bounds, size_in_words, slice_heads, slice_keys
+from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
 from .checks import require_int, require_mask
 
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
@@ -132,11 +132,19 @@ class BlockLists:
         return self._bounds_of(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
 
     def _bounds_of(self, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
-        if self._bounds is None or torch.compiler.is_compiling():
+        """Of tensors that nobody writes to, found once: five small launches, which would be a third of a layer's host time."""
+        kept = self._bounds
+        if kept is None or torch.compiler.is_compiling():
             return block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
         # Axes that share their offsets and lengths share these.
         key = (offsets is self.q_offsets and lengths is self.q_lengths, blocks, tokens, longest)
-        return remembered_bounds(self._bounds, key, offsets, lengths, blocks, tokens, longest, self.device)
+        found = kept.get(key)
+        if found is None:
+            found = block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
+            # What a mode's own tensors gave holds in the mode alone, and what a graph captures is the graph's.
+            if type(found[0]) is Tensor and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                kept[key] = found
+        return found
 
     def check_values(self, q_len: int, kv_len: int) -> BlockLists:
         """Reads every value back and checks it; returns self. Synchronises the device: for tests and debugging.
