@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
-from .block_views import bounds_of, check_axis_values, describe, slice_heads, slice_keys, to_device
+from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
 from .checks import require_int, require_mask
+
+TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,66 +60,15 @@ class BlockLists:
     max_q_length: int = None  # type: ignore[assignment]
     max_kv_length: int = None  # type: ignore[assignment]
 
-    # No fields, and only of patterns that the package makes: see ``bounds_of``, and ``covering``. A user's tensors may be written to.
+    # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
     _covers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _require_int32("counts", self.counts, 3)
-        _require_int32("indices", self.indices, 4)
-        if self.indices.shape[:3] != self.counts.shape:
-            raise ValueError(f"indices must have counts' shape {tuple(self.counts.shape)} plus a capacity, got {tuple(self.indices.shape)}")
-        if self.indices.device != self.counts.device:
-            raise ValueError(f"indices must be on counts' device {self.counts.device}, got {self.indices.device}")
-        for name, least in (("num_kv_blocks", 0), ("max_q_length", 1), ("max_kv_length", 1)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, require_int(name, getattr(self, name), least))
-        nk = self.num_kv_blocks
-        if isinstance(self.kv_offsets, Tensor):
-            if self.kv_offsets.dim() == 0 or self.kv_offsets.shape[-1] == 0:
-                raise ValueError(f"kv_offsets must hold at least one entry, got shape {tuple(self.kv_offsets.shape)}")
-            implied = self.kv_offsets.shape[-1] - 1
-            if nk is not None and nk != implied:
-                raise ValueError(f"num_kv_blocks must be {implied} for these kv_offsets, got {nk}")
-            nk = implied
-        self._settle_axis("q", self.counts.shape[2])
-        self._settle_axis("kv", nk)
-        object.__setattr__(self, "num_kv_blocks", nk)
-
-    def _settle_axis(self, axis: str, blocks: int | None) -> None:
-        """Checks one axis' fields and stores them in their full form: three dimensions, a known longest block."""
-        offsets, lengths = getattr(self, f"{axis}_offsets"), getattr(self, f"{axis}_lengths")
-        longest = getattr(self, f"max_{axis}_length")
-        if isinstance(offsets, Tensor):
-            assert blocks is not None
-            offsets = self._settle_tensor(f"{axis}_offsets", offsets, blocks + 1)
-            if longest is None:
-                longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks and offsets.numel() else 1
-        else:
-            offsets = require_int(f"{axis}_offsets", offsets, 1)
-            if longest not in (None, offsets):
-                raise ValueError(f"max_{axis}_length must be {axis}_offsets = {offsets} or None with uniform blocks, got {longest}")
-            longest = offsets
-        if lengths is not None:
-            if blocks is None:
-                raise ValueError(f"num_{axis}_blocks must be given with {axis}_lengths and a uniform block size")
-            lengths = self._settle_tensor(f"{axis}_lengths", lengths, blocks)
-            if isinstance(offsets, Tensor) and any(a != b and 1 not in (a, b) for a, b in zip(offsets.shape[:2], lengths.shape[:2])):
-                raise ValueError(f"{axis}_lengths must have {axis}_offsets' batch and heads {tuple(offsets.shape[:2])} or 1, "
-                                 f"got {tuple(lengths.shape[:2])}")
-        object.__setattr__(self, f"{axis}_offsets", offsets)
-        object.__setattr__(self, f"{axis}_lengths", lengths)
-        object.__setattr__(self, f"max_{axis}_length", longest)
-
-    def _settle_tensor(self, name: str, tensor: Tensor, last: int) -> Tensor:
-        if isinstance(tensor, Tensor) and tensor.dim() == 1:
-            tensor = tensor[None, None]
-        _require_int32(name, tensor, 3)
-        if tensor.shape[-1] != last:
-            raise ValueError(f"{name} must have {last} entries in its last dimension, got {tuple(tensor.shape)}")
-        if tensor.device != self.counts.device:
-            raise ValueError(f"{name} must be on counts' device {self.counts.device}, got {tensor.device}")
-        return tensor
+        settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
+                                 self.num_kv_blocks, self.max_q_length, self.max_kv_length)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
         """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
@@ -129,15 +81,15 @@ class BlockLists:
             return BlockLists(counts, indices, self.q_offsets, self.kv_offsets, q_lengths, kv_lengths, self.num_kv_blocks,
                               self.max_q_length, self.max_kv_length)
         new = object.__new__(BlockLists)
-        fields = vars(new)
+        values = vars(new)
         # Where its blocks lie is found once for all patterns that are made of this one.
         if self._bounds is None:
             vars(self)["_bounds"] = {}
-        fields.update(vars(self), counts=counts, indices=indices)
+        values.update(vars(self), counts=counts, indices=indices)
         # What was derived from the old lists.
-        fields.pop("_flipped", None)
+        values.pop("_flipped", None)
         if lengths is not None:
-            fields.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=False)
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=False)
         return new
 
     def covering(self) -> BlockLists:
@@ -170,14 +122,29 @@ class BlockLists:
 
     def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each; shared, not to be written to."""
-        return bounds_of(self, self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        return self._bounds_of(self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
 
     def kv_bounds(self, kv_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each; shared, not to be written to."""
         blocks = self.num_kv_blocks
         if blocks is None:
             blocks = -(-kv_len // self.max_kv_length)
-        return bounds_of(self, self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
+        return self._bounds_of(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
+
+    def _bounds_of(self, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Of tensors that nobody writes to, found once: five small launches, which would be a third of a layer's host time."""
+        kept = self._bounds
+        if kept is None or torch.compiler.is_compiling():
+            return block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
+        # Axes that share their offsets and lengths share these.
+        key = (offsets is self.q_offsets and lengths is self.q_lengths, blocks, tokens, longest)
+        found = kept.get(key)
+        if found is None:
+            found = block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
+            # What a mode's own tensors gave holds in the mode alone, and what a graph captures is the graph's.
+            if type(found[0]) is Tensor and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                kept[key] = found
+        return found
 
     def check_values(self, q_len: int, kv_len: int) -> BlockLists:
         """Reads every value back and checks it; returns self. Synchronises the device: for tests and debugging.
@@ -189,15 +156,7 @@ class BlockLists:
         """
         q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
-        if self.counts.numel() and not 0 <= int(self.counts.min()) <= int(self.counts.max()) <= self.capacity:
-            raise ValueError(f"counts must lie in [0, {self.capacity}], got {int(self.counts.min())} to {int(self.counts.max())}")
-        used = self._used()
-        ids = self.indices[used]
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < nk:
-            raise ValueError(f"indices must lie in [0, {nk}), got {int(ids.min())} to {int(ids.max())}")
-        kept = scatter_mask(self.indices, used, nk).sum(-1)
-        if not torch.equal(kept, self.counts.to(kept.dtype)):
-            raise ValueError("indices must name each key block at most once in a list, got a repeated id")
+        check_list_values(self.counts, self.indices, nk)
         check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
         check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
         return self
@@ -348,7 +307,7 @@ class BlockLists:
             TypeError: neither ints nor slices.
             ValueError: more than two, an index out of range, a step, or part of a group.
         """
-        return slice_heads(self, key)
+        return replace(self, **slice_heads(self._tensors(), key))
 
     def slice_kv(self, first: int, last: int) -> BlockLists:
         """The lists of what lies in the key blocks ``first`` up to ``last``, which are then numbered from 0.
@@ -361,11 +320,13 @@ class BlockLists:
         Raises:
             TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.
         """
-        return slice_keys(self, require_int("first", first, 0), require_int("last", last, 0))
+        first, last = require_int("first", first, 0), require_int("last", last, 0)
+        return replace(self, **slice_keys(self.counts, self.indices, self.kv_offsets, self.kv_lengths, self.num_kv_blocks, first, last))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLists:
         """The same lists on ``device``; self where they are there already."""
-        return to_device(self, torch.device(device), non_blocking)
+        moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}
+        return self if moved["counts"] is self.counts else replace(self, **moved)
 
     def to_fields(self) -> tuple:
         """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.
@@ -387,11 +348,19 @@ class BlockLists:
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""
-        return describe(self, values=False)
+        return self._describe(values=False)
 
     def __str__(self) -> str:
         """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
-        return describe(self, values=True)
+        return self._describe(values=True)
+
+    def _describe(self, values: bool) -> str:
+        sizes = size_in_words(self.q_offsets, self.max_q_length), size_in_words(self.kv_offsets, self.max_kv_length)
+        return describe(self.counts, self.indices, *sizes, self.num_kv_blocks, values)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: x for name in TENSORS if isinstance(x := getattr(self, name), Tensor)}
 
     def _used(self) -> Tensor:
         return prefix_mask(self.counts, self.capacity)
@@ -405,12 +374,3 @@ class BlockLists:
 def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
     """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
     return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
-
-
-def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {tensor.dtype}")
-    if tensor.dim() != dims:
-        raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")

@@ -30,6 +30,20 @@ def require_int(name: str, value: Any, least: int) -> int:
     return value
 
 
+def require_number(name: str, value: float) -> float:
+    """``value``, an int or a float; numpy's numbers as Python's.
+
+    Raises:
+        TypeError: neither.
+    """
+    if type(value) in (int, float):
+        return value
+    numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
 def require_bool(name: str, value: bool) -> bool:
     """``value``, a bool.
 
@@ -86,8 +100,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     if scale is None:
         return head_dim ** -0.5
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    scale = require_number("scale", scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale}")
     return float(scale)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import DTYPES
 from .operators import kernels_run, watched
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ SHORTEST_TILE = 16
 COMPACTED_ROWS = 512
 # Two warpgroups of 64 query rows; on shorter blocks one of them would idle.
 HOPPER_QUERY_BLOCK = 128
-# The Hopper backward's tiles of 128 keys would be half empty.
-HOPPER_BACKWARD_KEY_BLOCK = 64
+# The Hopper backward's tiles are of 128 keys: those of blocks up to this long would be half empty.
+HOPPER_BACKWARD_SHORT = 64
 
 
 class PatternFacts(NamedTuple):
@@ -45,7 +45,7 @@ class PatternFacts(NamedTuple):
 
 
 # Of a pattern that nobody has described: blocks that fill every kernel's tiles.
-LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_KEY_BLOCK, 1, 1, True)
+LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 
 class Problem(NamedTuple):
@@ -118,6 +118,8 @@ class Implementation:
         gathered: the forward of key blocks too short for tiles, if it has one.
         triton: whether it needs triton. Then its forward may write over q, and compacted keys are as good as tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing.
+        backward_short: key blocks of up to so many tokens, unless compacted, have their backward in the next row.
+        outruns_dense: whether attention to all blocks takes less time this way than torch's SDPA.
     """
 
     name: str
@@ -128,19 +130,22 @@ class Implementation:
     gathered: str | None = None
     triton: bool = True
     deterministic: bool = False
+    backward_short: int = 0
+    outruns_dense: bool = False
 
 
-# Best first.
+# Best first. On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with
+# heads of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
 TABLE = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
-                   deterministic=True),
+                   deterministic=True, backward_short=HOPPER_BACKWARD_SHORT, outruns_dense=True),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot, _triton_suits_not,
                    gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
 _ROWS = {row.name: row for row in TABLE}
 # The specification is no row: only an explicit choice takes it.
-IMPLEMENTATIONS = ("auto", "reference", "torch", "triton", "hopper")
+IMPLEMENTATIONS = ("auto", "reference", *reversed(_ROWS))
 _OLD_NAMES = {"gather": "torch"}
 
 
@@ -194,19 +199,16 @@ class Route:
 
     @property
     def outruns_dense(self) -> bool:
-        """Whether exact attention over all blocks takes less time this way than torch's SDPA.
-
-        On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with heads
-        of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
-        """
-        return self.name == "hopper"
+        """Whether exact attention over all blocks takes less time this way than torch's SDPA."""
+        return self.forward is not None and _ROWS[self.name].outruns_dense
 
     @property
     def slow_fallback(self) -> str | None:
         """The sentence to warn with where no kernel fits tensors on a GPU and plain torch runs, many times slower."""
         if self.name != "torch" or self.device_type != "cuda" or not self.rejected:
             return None
-        return f"attention runs in plain torch on a GPU, many times slower than with kernels: 'triton' {self.rejected[-1][1]}"
+        name, reason = self.rejected[-1]
+        return f"attention runs in plain torch on a GPU, many times slower than with kernels: {name!r} {reason}"
 
     def explain(self) -> tuple[str, ...]:
         """A sentence for each faster implementation that was not taken."""
@@ -285,8 +287,8 @@ def _decide_anew(name: str, problem: Problem) -> Route:
     if row.triton:
         forward = "compacted" if problem.compacts(backward=False) else "gathered" if short and row.gathered else "tiles"
         backward = "compacted" if problem.compacts(backward=True) else "tiles"
-        if row.name == "hopper" and problem.facts.max_kv_length <= HOPPER_BACKWARD_KEY_BLOCK and backward == "tiles":
-            backward_row = _ROWS["triton"]
+        if problem.facts.max_kv_length <= row.backward_short and backward == "tiles":
+            backward_row = TABLE[TABLE.index(row) + 1]
         if short and backward == "tiles" and backward_row.gathered:
             backward = "gathered"
     return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" and row.gathered else row.forward),

@@ -1,4 +1,4 @@
-"""ssta_3d_attention and ssta_attention: tile, select, attend, combine, untile."""
+"""ssta_3d_attention and ssta_attention: tile, select, attend, untile. Partial results would be combined, by lse, before the last."""
 
 from __future__ import annotations
 

@@ -52,20 +52,6 @@ def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
     return tile
 
 
-def require_number(name: str, value: float) -> float:
-    """``value``, an int or a float; numpy's numbers as Python's.
-
-    Raises:
-        TypeError: neither.
-    """
-    if type(value) in (int, float):
-        return value
-    numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
-    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return float(value)
-
-
 def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> str:
     """``value``, one of ``choices``; ``also`` names what else would have been accepted.
 

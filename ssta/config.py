@@ -8,8 +8,8 @@ from math import prod
 
 from torch import Tensor
 
-from .checks import require_choice, require_function, require_int, require_number, require_tile, require_triple
-from .kernels import require_bool
+from .checks import require_choice, require_function, require_int, require_tile, require_triple
+from .kernels import require_bool, require_number
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 SAMPLING_TYPES = ("similarity", "importance")

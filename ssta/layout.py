@@ -1,8 +1,7 @@
-"""Where tokens go: TileLayout is a sequence cut into tiles."""
+"""Where tokens go: TileLayout is a sequence cut into tiles, TiledQKV are the q, k and v of a layer in its order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -12,58 +11,52 @@ from torch import Tensor
 
 from .checks import require_choice, require_device, require_tile
 from .config import PAD_TYPES
+from .cut import TiledSegment, cut_segments, in_sequence, tile_index
 from .kernels import Deferred, gather_blocks, kernels_run, require_strided, take_tokens
 from .memo import remember
 from .sequence import DenseRun, TokenLayout, VideoGrid
-from .tiled import TiledQKV
-
-# Padding beyond both is no plan but a mistake: slots for each token, and slots at all.
-MOST_PADDING = 64
-MOST_PADDED = 1 << 20
 
 # What tiles are made of: tokens that are ready, or that are materialised on the way into the tiles.
 Input = Tensor | Deferred
 
 
-@dataclass(frozen=True)
-class TiledSegment:
-    """How one segment is cut. A dense run counts as a grid of one row: (1, 1, length), with tiles (1, 1, tokens of a tile).
+@dataclass(slots=True, eq=False)
+class TiledQKV:
+    """q, k and v in tile order, with the means of their video tiles. Made by ``TileLayout.tile_qkv``; owns q's memory.
 
     Args:
-        kind: "video" or "dense".
-        first_token: where the segment starts in the sequence.
-        first_slot: where it starts in tiled order.
-        extent: its tokens along (t, h, w).
-        tile: tokens of a tile along (t, h, w).
-        padded: the extent after padding; equal to ``extent`` where nothing is padded.
+        layout: the order; N video tiles, P slots.
+        q: ``[B, H, P, D]``; None once ``release_q`` has given it away.
+        k, v: ``[B, Hkv, P, D]``.
+        q_mean, k_mean: float32 ``[B, H, N, D]`` and ``[B, Hkv, N, D]``, those of ``scoring.descriptors``. None where plain torch runs, to
+            which they would be a pass of their own.
     """
 
-    kind: str
-    first_token: int
-    first_slot: int
-    extent: tuple[int, int, int]
-    tile: tuple[int, int, int]
-    padded: tuple[int, int, int]
+    layout: TileLayout
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    q_mean: Tensor | None = None
+    k_mean: Tensor | None = None
 
-    @property
-    def tiles(self) -> tuple[int, int, int]:
-        """Tiles along (t, h, w), partial ones included."""
-        t, h, w = (-(-n // size) for n, size in zip(self.extent, self.tile))
-        return t, h, w
+    def held_q(self) -> Tensor:
+        """q.
 
-    @property
-    def num_tiles(self) -> int:
-        return prod(self.tiles)
+        Raises:
+            RuntimeError: it was released, and its memory may hold something else.
+        """
+        if self.q is None:
+            raise RuntimeError("q was released by release_q(): whoever took it may have written over its memory")
+        return self.q
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens including padding."""
-        return prod(self.padded)
+    def release_q(self) -> Tensor:
+        """q, which is the caller's from now on, to be written over; nobody finds it here any more.
 
-    @property
-    def longest_tile(self) -> int:
-        """Slots of the first tile, which none exceeds."""
-        return prod([min(n, size) for n, size in zip(self.padded, self.tile)])
+        Raises:
+            RuntimeError: it was released before.
+        """
+        q, self.q = self.held_q(), None
+        return q
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,7 +180,7 @@ class TileLayout:
         """The transpose of ``tile``: for each token the sum over its slots."""
         if self.num_slots == self.tokens.length:
             return take_tokens(x, self.inverse)
-        parts = [self._fold(x, segment) for segment in _in_sequence(self.tokens, self.video, self.dense)]
+        parts = [self._fold(x, segment) for segment in in_sequence(self.tokens, self.video, self.dense)]
         if x.stride(1) < x.stride(2):
             return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         return torch.cat(parts, 2)
@@ -273,7 +266,7 @@ def checked_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding:
 def _compiled_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
     """``_tile_layout`` for a graph. Traced into it, the index arithmetic would be computed again in every call, and torch 2.11's compiler
     fails on it."""
-    video, dense = _cut(tokens, tile_thw, padding)
+    video, dense = cut_segments(tokens, tile_thw, padding)
     cut = (*video, *dense)
     segments = [n for segment in tokens.segments for n in (segment.thw if isinstance(segment, VideoGrid) else (0, 0, segment.length))]
     sizes = [sum([segment.num_slots for segment in cut]), tokens.length, sum([segment.num_tiles for segment in cut])]
@@ -300,10 +293,10 @@ def _(segments, tile_thw, padding, sizes, device):
 
 @remember(64)
 def _tile_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str, device: torch.device) -> TileLayout:
-    video, dense = _cut(tokens, tile_thw, padding)
+    video, dense = cut_segments(tokens, tile_thw, padding)
     slots, sources, inverses, lengths = [], [], [], []
     for segment in (*video, *dense):
-        slot, token, tile_lengths = _index(segment, padding == "zero" and segment.kind == "video", device)
+        slot, token, tile_lengths = tile_index(segment, padding == "zero" and segment.kind == "video", device)
         slots.append(slot.flatten())
         sources.append(token.flatten())
         t, h, w = segment.extent
@@ -312,59 +305,6 @@ def _tile_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: s
     row_major = torch.cat(slots)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), *lengths]).cumsum(0)
     source = torch.zeros_like(row_major).scatter(0, row_major, torch.cat(sources))
-    inverse = torch.cat(_in_sequence(tokens, inverses[:len(video)], inverses[len(video):]))
+    inverse = torch.cat(in_sequence(tokens, inverses[:len(video)], inverses[len(video):]))
     returned = torch.full_like(source, -1).scatter(0, inverse, torch.arange(len(inverse), device=device))
     return TileLayout(tokens, tile_thw, padding, video, dense, source, inverse, returned, offsets.int(), offsets.diff().int(), row_major)
-
-
-def _cut(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> tuple[tuple[TiledSegment, ...], tuple[TiledSegment, ...]]:
-    """The video and the dense segments with their place in the sequence and, video first, among the slots."""
-    starts, start = [], 0
-    for segment in tokens.segments:
-        starts.append(start)
-        start += segment.length
-    video: list[TiledSegment] = []
-    dense: list[TiledSegment] = []
-    slot = 0
-    for kind, found, segment_type in (("video", video, VideoGrid), ("dense", dense, DenseRun)):
-        for segment, start in zip(tokens.segments, starts):
-            if not isinstance(segment, segment_type):
-                continue
-            extent, tile = (segment.thw, tile_thw) if isinstance(segment, VideoGrid) else ((1, 1, segment.length), (1, 1, prod(tile_thw)))
-            t, h, w = extent if padding == "none" else (-(-n // size) * size for n, size in zip(extent, tile))
-            found.append(TiledSegment(kind, start, slot, extent, tile, (t, h, w)))
-            slot += t * h * w
-    if padding != "none" and slot > max(MOST_PADDING * tokens.length, MOST_PADDED):
-        raise ValueError(f"tile_thw must not be so large that padding {padding!r} makes more than {MOST_PADDING} slots of a token, "
-                         f"got {tile_thw}, which makes {slot:,} of {tokens.length:,} tokens")
-    return tuple(video), tuple(dense)
-
-
-def _in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:
-    """One item for each video grid and one for each dense run, in the order of the segments in the sequence."""
-    grids, runs = iter(video), iter(dense)
-    return [next(grids if isinstance(segment, VideoGrid) else runs) for segment in tokens.segments]
-
-
-def _index(segment: TiledSegment, zeros: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For each position of the padded segment its slot and its token (-1 for padding that is ``zeros``), int64 ``[T, H, W]`` each;
-    and the number of slots of each tile, int64 ``[tiles]``."""
-    _, rows, columns = segment.padded
-    axes, lengths = [], []
-    for axis, (real, padded, size) in enumerate(zip(segment.extent, segment.padded, segment.tile)):
-        at = torch.arange(padded, device=device)
-        begin = at // size * size
-        shape = [-1 if other == axis else 1 for other in range(3)]
-        # Where the position's tile begins, the tile's slots, the place inside the tile, the nearest real position, whether it is padding.
-        parts = (begin, (padded - begin).clamp(max=size), at - begin, at.clamp(max=real - 1), at >= real)
-        axes.append([part.view(shape) for part in parts])
-        lengths.append((padded - torch.arange(0, padded, size, device=device)).clamp(max=size))
-    (t0, t_len, t_in, t, t_pad), (h0, h_len, h_in, h, h_pad), (w0, w_len, w_in, w, w_pad) = axes
-    # Slots before the tile: whole layers of tiles, then whole rows of tiles in its layer, then tiles in its row.
-    before = t0 * rows * columns + t_len * (h0 * columns + h_len * w0)
-    slot = segment.first_slot + before + (t_in * h_len + h_in) * w_len + w_in
-    token = segment.first_token + (t * segment.extent[1] + h) * segment.extent[2] + w
-    if zeros:
-        token = token.masked_fill(t_pad | h_pad | w_pad, -1)
-    t_lengths, h_lengths, w_lengths = lengths
-    return slot, token, (t_lengths[:, None, None] * h_lengths[:, None] * w_lengths).flatten()

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
-from .kernels import require_strided
-from .layout import tile_layout
+from .kernels import require_bool, require_strided
+from .layout import TiledQKV, tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
-from .tiled import TiledQKV
 from .window import near
 
 
@@ -71,8 +70,7 @@ def create_moba_3d_mask(
     _grid(canvas_thw, tile_thw)
     if q_block_avg_pool is not True:
         raise ValueError(f"q_block_avg_pool must be True, because scores are those of tiles, got {q_block_avg_pool}")
-    if not isinstance(add_text_mask, bool):
-        raise TypeError(f"add_text_mask must be a bool, got {type(add_text_mask).__name__}")
+    require_bool("add_text_mask", add_text_mask)
     if sampling_type == "importance" and lambda_ is None:
         raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
     config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type="block_attn", threshold=threshold,

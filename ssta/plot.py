@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .cut import TiledSegment
 from .kernels import require_int
-from .layout import TiledSegment
 from .report import Report
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .attention import check_inputs, check_lengths, ssta_attention
 from .config import SSTAConfig
+from .cut import TiledSegment
 from .kernels import BlockLists, PatternFacts, Route, choose_route, resolve_scale
-from .layout import TiledSegment, TileLayout, tile_layout
+from .layout import TileLayout, tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
 from .text import TextMask

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from .config import SSTAConfig
 from .kernels import BlockLists, keep_blocks, select_blocks, topk_blocks, without_autocast
-from .layout import TileLayout
+from .layout import TiledQKV, TileLayout
 from .memo import remember
 from .scoring import descriptors, tile_scores
 from .text import TextMask
-from .tiled import TiledQKV
 from .window import near
 
 # Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.

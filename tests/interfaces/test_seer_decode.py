@@ -187,7 +187,7 @@ def call(**changes):
     (dict(max_selected_blocks="1"), TypeError, "max_selected_blocks must be an int, got '1'"),
     (dict(max_selected_blocks=-1), ValueError, "max_selected_blocks must be at least 0, got -1"),
     (dict(block_indices=torch.zeros(5, 2, 3)), TypeError, "block_indices must be int32, got torch.float32"),
-    (dict(sm_scale="x"), TypeError, "scale must be a number, got str"),
+    (dict(sm_scale="x"), TypeError, r"scale must be a number, got 'x' \(str\)"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):

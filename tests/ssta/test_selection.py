@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from selection_cases import Case, cases
 
 from ssta import SSTAConfig, TokenLayout, tile_layout
+from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 from ssta.selection import best, select_tiles
-from ssta.tiled import TiledQKV
 
 
 @settings(max_examples=80)

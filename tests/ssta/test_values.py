@@ -210,6 +210,7 @@ def test_a_call_checks_its_arguments_at_most_twice():
             ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
         finally:
             sys.setprofile(None)
-    for name in ("autocast_inputs", "check_inputs", "require_triple", "resolve_scale", "_settle_axis", "__post_init__", "_cut", "near"):
+    for name in ("autocast_inputs", "check_inputs", "require_triple", "resolve_scale", "settled_fields", "__post_init__", "cut_segments",
+                 "near"):
         assert seen.get(name, 0) <= 2, name
     assert seen["for_canvas"] == 1

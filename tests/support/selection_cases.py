@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
+from ssta.layout import TiledQKV
 from ssta.selection import select_tiles
-from ssta.tiled import TiledQKV
 
 PADDINGS = ("none", "zero", "repeat")
 

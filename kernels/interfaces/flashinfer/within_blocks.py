@@ -8,7 +8,7 @@ from torch import Tensor
 from ...block_masks import in_range, prefix_mask
 from ...blocks import BlockLists
 from ...checks import without_autocast
-from ...routing import choose_route, require_impl
+from ...routing import TOKEN_IMPLEMENTATIONS, choose_route, require_impl
 
 
 def attention_within_blocks(
@@ -31,9 +31,9 @@ def attention_within_blocks(
     Raises:
         ValueError: an ``impl`` that is not there or cannot run on such tensors.
     """
-    if impl == "hopper":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got 'hopper'")
-    impl = require_impl(impl, ("auto", "torch", "triton"))
+    given, impl = impl, require_impl(impl)
+    if impl not in TOKEN_IMPLEMENTATIONS:
+        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got {given!r}")
     if impl == "auto":
         impl = "torch" if q.device.type == "cpu" else "triton"
     if impl == "triton":

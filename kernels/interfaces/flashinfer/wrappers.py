@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ...checks import require_bool, require_int, require_integers
+from ...routing import IMPLEMENTATIONS
 from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
                      "vsa_blackwell_blk64")
-BACKENDS = ("torch", "gather", "triton", "hopper")
+BACKENDS = ("gather", *(name for name in IMPLEMENTATIONS if name not in ("auto", "reference")))
 NO_SCALES = (None, None, None)
 
 
