@@ -155,3 +155,11 @@ def test_scale_and_default_scale():
     exact, _ = reference_attention(q, k, v, blocks, 0.25)
     assert torch.allclose(block_sparse_attention(q, k, v, blocks), exact)
     assert not torch.allclose(block_sparse_attention(q, k, v, blocks, scale=1.0), exact)
+
+
+def test_a_scale_may_be_one_of_numpys_numbers():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = torch.randn(3, 1, 1, 8, 4).unbind()
+    blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 4, 4)
+    first, second = (block_sparse_attention(q, k, v, blocks, scale=scale) for scale in (numpy.float32(0.5), 0.5))
+    assert torch.equal(first, second)
