@@ -7,7 +7,8 @@ import torch
 
 from ssta.kernels import BlockLists
 
-INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
+# Slow: with gradients, each takes seconds.
+INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter", marks=pytest.mark.slow)]
 EVERYWHERE = [pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
               pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
               pytest.param("cuda", "hopper", id="gpu-hopper", marks=pytest.mark.gpu),
