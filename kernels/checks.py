@@ -86,7 +86,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     if scale is None:
         return head_dim ** -0.5
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+    if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale}")
