@@ -62,7 +62,7 @@ class BlockLists:
 
     # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
-    _covers: ClassVar[bool] = False
+    _covers: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
@@ -89,16 +89,21 @@ class BlockLists:
         # What was derived from the old lists.
         values.pop("_flipped", None)
         if lengths is not None:
-            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=False)
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=0)
         return new
 
-    def covering(self) -> BlockLists:
-        """These blocks, said to hold every token of both axes, so that kernels need not clear what lies between blocks.
+    def covering(self, tokens: int) -> BlockLists:
+        """These blocks, said to hold each of the first ``tokens`` tokens of both axes, so that kernels need not clear what lies between
+        blocks.
 
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
-        vars(self)["_covers"] = True
+        vars(self)["_covers"] = tokens
         return self
+
+    def __getstate__(self) -> dict:
+        # A copy's tensors are the user's, who may write to them.
+        return {name: value for name, value in vars(self).items() if name not in ("_bounds", "_covers")}
 
     # What it says about itself
 

@@ -36,7 +36,7 @@ def require_number(name: str, value: float) -> float:
     Raises:
         TypeError: neither.
     """
-    if type(value) in (int, float):
+    if type(value) in (int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
     if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):

@@ -238,7 +238,12 @@ def choose_route(
     kind = capability(device) if device.type == "cuda" else None
     # A compiler traces what is not cached.
     decide = _decide_anew if torch.compiler.is_compiling() else _decide
-    return decide(require_impl(impl), Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts))
+    problem = Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts)
+    try:
+        return decide(require_impl(impl), problem)
+    except TypeError:
+        # The numbers of a symbolic trace cannot be hashed.
+        return _decide_anew(require_impl(impl), problem)
 
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:

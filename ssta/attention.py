@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -153,7 +154,8 @@ def ssta_attention(
     require_bool("return_blocks", return_blocks)
     out, selection, _ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
                                    impl=impl)
-    return (out, selection.blocks) if return_blocks else out
+    # A copy says nothing of tensors that its owner may write to.
+    return (out, copy(selection.blocks)) if return_blocks else out
 
 
 def ssta_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from copy import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -166,7 +167,7 @@ def explain(
     output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
     selection = select_tiles(layout.tile_qkv(query, key, key), config, text)
-    blocks = selection.blocks
+    blocks = copy(selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.sparse_type != "block_attn" else None
     route = choose_route(impl, query.device, query.dtype, head_dim, PatternFacts.of(blocks), heads=heads, kv_heads=key.shape[1])

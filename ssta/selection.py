@@ -158,7 +158,7 @@ def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: st
     offsets, longest = layout.tile_length or layout.offsets, layout.max_tile_length
     blocks = BlockLists(counts, counts[..., None][..., :0], offsets, offsets, num_kv_blocks=layout.num_tiles, max_q_length=longest,
                         max_kv_length=longest)
-    return _Fixed(forced, blocks.covering())
+    return _Fixed(forced, blocks.covering(layout.num_slots))
 
 
 def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], lengths: Tensor | None = None) -> BlockLists:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route, notices, routing
 from ssta.kernels.routing import LONG_BLOCKS, TABLE
@@ -168,3 +169,15 @@ def test_meta_tensors_have_shapes():
     x = torch.randn(1, 2, 8, 4, device="meta")
     blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), 4, 4)
     assert block_sparse_attention(x, x, x, blocks).shape == x.shape
+
+
+def test_a_symbolic_trace_chooses_its_route():
+    """Its numbers cannot be hashed."""
+    x = torch.randn(1, 2, 8, 4)
+    blocks = BlockLists.from_mask(torch.tensor([[True, False], [True, True]]), 4, 4)
+
+    def attend(q, counts, indices):
+        return block_sparse_attention(q, q, q, BlockLists(counts, indices, 4, 4, num_kv_blocks=2))
+
+    inputs = (x, blocks.counts, blocks.indices)
+    assert torch.equal(make_fx(attend, tracing_mode="symbolic")(*inputs)(*inputs), attend(*inputs))

@@ -12,7 +12,7 @@ import torch
 
 from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
 from ssta.attention import ssta_layer
-from ssta.kernels import BlockLists, topk_blocks
+from ssta.kernels import BlockLists, block_sparse_attention, topk_blocks
 from ssta.selection import select_tiles
 from ssta.text import _places
 
@@ -214,3 +214,21 @@ def test_a_call_checks_its_arguments_at_most_twice():
                  "near"):
         assert seen.get(name, 0) <= 2, name
     assert seen["for_canvas"] == 1
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_returned_lists_are_the_callers_own(impl):
+    """They serve tensors of another length, and what is written to them or to their copies holds."""
+    torch.manual_seed(0)
+    layout, config = TokenLayout.video_text((1, 3, 4), 3), SSTAConfig(tile_thw=(1, 2, 2), kernel_thw=(1, 1, 1), topk=1)
+    x = torch.randn(1, 1, layout.length, 16).half()
+    _, blocks = ssta_attention(x, x, x, layout, config, text_mask=torch.tensor([[True, True, False]]), impl=impl, return_blocks=True)
+    slots = int(blocks.q_offsets[..., -1].max()) if isinstance(blocks.q_offsets, torch.Tensor) else blocks.q_offsets * blocks.num_q_blocks
+    long = torch.randn(1, 1, slots + 9, 16).half()
+    out, lse = block_sparse_attention(long, long, long, blocks, return_lse=True, impl=impl)
+    assert not out[:, :, slots:].any() and (lse[:, :, slots:] == -torch.inf).all()
+    for copied in (copy.copy(blocks), copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))):
+        assert torch.equal(block_sparse_attention(long, long, long, copied, impl=impl), out)
+    written = copy.deepcopy(blocks)
+    written.q_lengths.zero_()
+    assert not block_sparse_attention(long, long, long, written, impl=impl).any()
