@@ -35,7 +35,7 @@ class BlockLists:
             the tensors are cut there, and a block whose end lies before its start is empty.
         kv_offsets: the same for the key blocks.
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
-            real; the rows of the others give out = 0 and lse = -inf.
+            real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
         num_kv_blocks: number of key blocks. With a uniform ``kv_offsets`` it may be left out; ``to_mask`` and what is built on it then
             refuse, and a backward pass transposes the lists anew for every call.

@@ -24,19 +24,21 @@ class SSTAConfig:
 
     Args:
         tile_thw: tokens of a tile along t, h, w. Dense runs are cut into tiles of as many tokens.
-        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1.
-        topk: key tiles that the budget gives to each query tile (with ``threshold``: at most).
+        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video.
+        topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
+            there are, which then are all kept.
         sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both.
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
         sampling_type: "similarity", "importance", or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
-            ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]``, higher is better.
+            ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
+            floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given.
         pad_type: "none" computes on real tokens only; "zero" and "repeat" pad partial tiles as published checkpoints did.
         mask_share_within_head: descriptors are averaged over the heads: one pattern for all of them.
         adaptive_pool: cells (t, h, w) of a tile's descriptor, at most 4,096; None = (2, 2, 2) with a threshold, else one mean.
         budget: a function ``f(scores) -> keep`` from float32 ``[B, H, N, N]`` to bool of the same shape, in place of ``topk``
-            and ``threshold``.
+            and ``threshold``. It may write to the scores, and keep nothing.
         variants: ``(max_frames, {field: value, ...})`` in ascending order. ``for_canvas`` applies the first one whose
             ``max_frames`` is not exceeded.
 
