@@ -41,8 +41,8 @@ def dpm() -> DPMSolverMultistepScheduler:
 FLOW = dict(flow=flow, unipc=unipc, dpm=dpm)
 COGVIDEOX = dict(ddim=CogVideoXDDIMScheduler, cogvideox_dpm=CogVideoXDPMScheduler)
 # The schedulers that pipelines are published with or that people exchange them for; the others take what PIPELINES gives them.
-SCHEDULERS = dict(wan=FLOW, skyreels_v2=FLOW, wan_video_to_video=FLOW, wan_vace=FLOW, cogvideox=COGVIDEOX, consisid=COGVIDEOX,
-                  cogvideox_video_to_video=COGVIDEOX)
+SCHEDULERS = dict(wan=FLOW, skyreels_v2=FLOW, wan_video_to_video=FLOW, wan_image_to_video=FLOW, wan_vace=FLOW, cogvideox=COGVIDEOX,
+                  consisid=COGVIDEOX, cogvideox_image_to_video=COGVIDEOX, cogvideox_video_to_video=COGVIDEOX)
 CASES = [(name, each) for name in PIPELINES for each in SCHEDULERS.get(name, [None]) if name != "wan_2.2"]
 
 

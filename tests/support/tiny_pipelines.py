@@ -69,6 +69,21 @@ def normed(temporal: int, spatial: int) -> Settings:
                     spatial_compression_ratio=spatial, mel_compression_ratio=4)
 
 
+def video(channels: int = 4, seed: int = 5) -> Tensor:
+    """Latents of the canvas, two by two in each token."""
+    return embeds(3 * 12 * 16, channels, seed).mT.reshape(1, channels, 3, 12, 16)
+
+
+def frames(*_, **__) -> tuple[Tensor, Tensor]:
+    """Latents as CogVideoX has them, frames before channels, and those of an image or a video to go by."""
+    return video().transpose(1, 2), video(seed=6).transpose(1, 2)
+
+
+def rows(*_, **__) -> tuple[Tensor, Tensor]:
+    """Latents as LTX packs them, and which tokens are given: the first frame's."""
+    return embeds(3 * 6 * 8, 4, 5), (torch.arange(3 * 6 * 8) < 6 * 8).float()[None]
+
+
 def vae(**config) -> Settings:
     return Settings(config=Settings(**config), temporal_compression_ratio=4, spatial_compression_ratio=16)
 
@@ -124,7 +139,13 @@ def unipc() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
-SIZE = dict(height=96, width=128, num_frames=9)
+def hunyuan_vae() -> dict:
+    return {"vae": Settings(config=Settings(scaling_factor=1.0), dtype=torch.float32, temporal_compression_ratio=4,
+                            spatial_compression_ratio=8)}
+
+
+SIZE, LONG = dict(height=96, width=128, num_frames=9), dict(height=192, width=256, num_frames=17)
+IMAGE = dict(image=torch.zeros(1, 3, 96, 128))
 PIPELINES = {
     "wan": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12)),
     "wan_2.2": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12), two=True),
@@ -173,6 +194,34 @@ PIPELINES = {
         | two_prompts(12, masks=True), missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"),
         parts=lambda: {"vae": normed(8, 32), "audio_vae": normed(4, 4), "connectors": Connectors()},
         methods={"prepare_audio_latents": lambda pipe, *_, audio_latent_length, **__: embeds(audio_latent_length, 4, 5)}),
+    # These take an image, whose latents stand in for its encoder's.
+    "wan_image_to_video": TinyPipeline(
+        "WanImageToVideoPipeline", "wan", unipc, SIZE | IMAGE | two_prompts(12), options={"in_channels": 8},
+        parts=lambda: {"vae": Settings(config=Settings(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8))},
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "hunyuan_video_image_to_video": TinyPipeline(
+        "HunyuanVideoImageToVideoPipeline", "hunyuan_video", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor"),
+        options={"in_channels": 9, "image_condition_type": "latent_concat"}, parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "hunyuan_video_token_replace": TinyPipeline(
+        "HunyuanVideoImageToVideoPipeline", "hunyuan_video_i2v", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor"), parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6)[:, :, :1])}),
+    "hunyuan_skyreels": TinyPipeline(
+        "HunyuanSkyreelsImageToVideoPipeline", "hunyuan_video", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), options={"in_channels": 8}, parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "cogvideox_image_to_video": TinyPipeline(
+        "CogVideoXImageToVideoPipeline", "cogvideox", CogVideoXDDIMScheduler, SIZE | IMAGE | two_prompts(12), options={"in_channels": 8},
+        methods={"prepare_latents": frames}),
+    "cogvideox_fun_control": TinyPipeline(
+        "CogVideoXFunControlPipeline", "cogvideox", CogVideoXDDIMScheduler,
+        dict(height=96, width=128, latents=frames()[0], control_video_latents=video(seed=6)) | two_prompts(12), options={"in_channels": 8},
+        methods={"prepare_control_latents": lambda pipe, *_: (None, video(seed=6))}),
+    "ltx_image_to_video": TinyPipeline(
+        "LTXImageToVideoPipeline", "ltx", flow, LONG | dict(image=torch.zeros(1, 3, 192, 256)) | two_prompts(12, masks=True),
+        methods={"prepare_latents": rows}),
 }
 
 
