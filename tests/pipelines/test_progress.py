@@ -98,6 +98,18 @@ def test_a_generation_that_starts_in_the_middle_has_its_own_first_steps(name, ea
             assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (count, sum(expected(count)))
 
 
+def test_an_ltx_video_that_starts_in_the_middle_has_its_own_first_steps():
+    """Its pipeline leaves timesteps out without telling the scheduler where it begins."""
+    tiny = PIPELINES["ltx_condition"]
+    pipe = tiny.build()
+    with apply_ssta(pipe, SPARSE, schedule=THIRD) as handle:
+        trail = Trail(pipe.transformer)
+        for _ in range(2):
+            latents(pipe, steps=10, **tiny.call | {"denoise_strength": 0.6})
+            assert trail.steps(6) == expected(6)
+            assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (6, 2)
+
+
 def test_both_transformers_of_wan_2_2_share_a_beginning():
     """Also under a scheduler that nobody told where to begin, as Wan 2.2's image-to-video pipeline leaves it."""
     tiny = PIPELINES["wan_2.2"]
