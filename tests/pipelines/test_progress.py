@@ -41,8 +41,8 @@ def dpm() -> DPMSolverMultistepScheduler:
 FLOW = dict(flow=flow, unipc=unipc, dpm=dpm)
 COGVIDEOX = dict(ddim=CogVideoXDDIMScheduler, cogvideox_dpm=CogVideoXDPMScheduler)
 # The schedulers that pipelines are published with or that people exchange them for; the others take what PIPELINES gives them.
-SCHEDULERS = dict(wan=FLOW, skyreels_v2=FLOW, wan_video_to_video=FLOW, wan_vace=FLOW, cogvideox=COGVIDEOX, consisid=COGVIDEOX,
-                  cogvideox_video_to_video=COGVIDEOX)
+SCHEDULERS = dict(wan=FLOW, skyreels_v2=FLOW, wan_video_to_video=FLOW, wan_image_to_video=FLOW, wan_vace=FLOW, cogvideox=COGVIDEOX,
+                  consisid=COGVIDEOX, cogvideox_image_to_video=COGVIDEOX, cogvideox_video_to_video=COGVIDEOX)
 CASES = [(name, each) for name in PIPELINES for each in SCHEDULERS.get(name, [None]) if name != "wan_2.2"]
 
 
@@ -96,6 +96,18 @@ def test_a_generation_that_starts_in_the_middle_has_its_own_first_steps(name, ea
             latents(pipe, steps=10, **tiny.call | {"strength": strength})
             assert trail.steps(count) == expected(count)
             assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (count, sum(expected(count)))
+
+
+def test_an_ltx_video_that_starts_in_the_middle_has_its_own_first_steps():
+    """Its pipeline leaves timesteps out without telling the scheduler where it begins."""
+    tiny = PIPELINES["ltx_condition"]
+    pipe = tiny.build()
+    with apply_ssta(pipe, SPARSE, schedule=THIRD) as handle:
+        trail = Trail(pipe.transformer)
+        for _ in range(2):
+            latents(pipe, steps=10, **tiny.call | {"denoise_strength": 0.6})
+            assert trail.steps(6) == expected(6)
+            assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (6, 2)
 
 
 def test_both_transformers_of_wan_2_2_share_a_beginning():

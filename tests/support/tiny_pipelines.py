@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import diffusers
 import torch
 from diffusers import CogVideoXDDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from PIL import Image
 from tiny_models import TEXT_LEN, TINY, valid
 from torch import Tensor
 
@@ -65,8 +66,23 @@ class Connectors(Settings):
 def normed(temporal: int, spatial: int) -> Settings:
     """LTX-2's VAEs, which latents are normed back for."""
     return Settings(config=Settings(scaling_factor=1.0, sample_rate=16000, mel_hop_length=160, mel_bins=16, latent_channels=1),
-                    latents_mean=torch.zeros(4), latents_std=torch.ones(4), temporal_compression_ratio=temporal,
+                    dtype=torch.float32, latents_mean=torch.zeros(4), latents_std=torch.ones(4), temporal_compression_ratio=temporal,
                     spatial_compression_ratio=spatial, mel_compression_ratio=4)
+
+
+def video(channels: int = 4, seed: int = 5) -> Tensor:
+    """Latents of the canvas, two by two in each token."""
+    return embeds(3 * 12 * 16, channels, seed).mT.reshape(1, channels, 3, 12, 16)
+
+
+def frames(*_, **__) -> tuple[Tensor, Tensor]:
+    """Latents as CogVideoX has them, frames before channels, and those of an image or a video to go by."""
+    return video().transpose(1, 2), video(seed=6).transpose(1, 2)
+
+
+def rows(*_, **__) -> tuple[Tensor, Tensor]:
+    """Latents as LTX packs them, and which tokens are given: the first frame's."""
+    return embeds(3 * 6 * 8, 4, 5), (torch.arange(3 * 6 * 8) < 6 * 8).float()[None]
 
 
 def vae(**config) -> Settings:
@@ -86,6 +102,7 @@ class TinyPipeline:
         missing: components that it does without, the VAE aside.
         options: of the transformer, besides its own.
         parts: what it has besides, made for each pipeline.
+        settings: attributes of it to change, and to what.
         methods: methods that need what is missing, and what stands in for them: (pipe, the method's arguments) -> its result.
     """
 
@@ -97,6 +114,7 @@ class TinyPipeline:
     missing: tuple[str, ...] = ("text_encoder", "tokenizer")
     options: Mapping = field(default_factory=dict)
     parts: Callable[[], dict] = dict
+    settings: Mapping = field(default_factory=dict)
     methods: Mapping[str, Callable] = field(default_factory=dict)
 
     def build(self, layers: int = 2, scheduler: Callable | None = None) -> DiffusionPipeline:
@@ -106,6 +124,7 @@ class TinyPipeline:
             parts |= {"transformer_2": TINY[self.tiny].build(seed=1, layers=layers), "boundary_ratio": 0.875}
         pipe = resolve_name(self.pipeline if ":" in self.pipeline else f"diffusers:{self.pipeline}")(**parts)
         pipe.set_progress_bar_config(disable=True)
+        vars(pipe).update(self.settings)
         for name, method in self.methods.items():
             setattr(pipe, name, partial(method, pipe))
         return pipe
@@ -124,7 +143,29 @@ def unipc() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
-SIZE = dict(height=96, width=128, num_frames=9)
+def hunyuan_vae() -> dict:
+    return {"vae": Settings(config=Settings(scaling_factor=1.0), dtype=torch.float32, temporal_compression_ratio=4,
+                            spatial_compression_ratio=8)}
+
+
+def wan_vae() -> dict:
+    return {"vae": Settings(config=Settings(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8), dtype=torch.float32,
+                            temperal_downsample=[False, True, True])}
+
+
+def ltx2_parts() -> dict:
+    return {"vae": normed(8, 32), "audio_vae": normed(4, 4), "connectors": Connectors()}
+
+
+def audio(pipe: DiffusionPipeline, *_, audio_latent_length: int, **__) -> Tensor:
+    return embeds(audio_latent_length, 4, 5)
+
+
+SIZE, LONG = dict(height=96, width=128, num_frames=9), dict(height=192, width=256, num_frames=17)
+LTX2 = LONG | dict(guidance_scale=1.0, audio_guidance_scale=1.0, stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0,
+                   audio_modality_scale=1.0) | two_prompts(12, masks=True)
+COARSE = dict(vae_scale_factor_spatial=128)
+IMAGE = dict(image=torch.zeros(1, 3, 96, 128))
 PIPELINES = {
     "wan": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12)),
     "wan_2.2": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12), two=True),
@@ -163,16 +204,96 @@ PIPELINES = {
         parts=lambda: {"guider": diffusers.ClassifierFreeGuidance(), "vae": vae(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8)}),
     "wan_vace": TinyPipeline(
         "WanVACEPipeline", "wan_vace", unipc, SIZE | two_prompts(12),
-        parts=lambda: {"vae": Settings(dtype=torch.float32, temperal_downsample=[False, True, True])},
+        parts=wan_vae,
         methods={"preprocess_conditions": lambda pipe, *_: (None, None, [[]]),
                  "prepare_video_latents": lambda pipe, *_: embeds(3 * 12 * 16, 4, 5).mT.reshape(1, 4, 3, 12, 16),
                  "prepare_masks": lambda pipe, *_: torch.ones(1, 2, 3, 12, 16)}),
-    "ltx2": TinyPipeline(
-        "LTX2Pipeline", "ltx2", flow, dict(height=192, width=256, num_frames=17, guidance_scale=1.0, audio_guidance_scale=1.0,
-                                           stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0, audio_modality_scale=1.0)
-        | two_prompts(12, masks=True), missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"),
-        parts=lambda: {"vae": normed(8, 32), "audio_vae": normed(4, 4), "connectors": Connectors()},
-        methods={"prepare_audio_latents": lambda pipe, *_, audio_latent_length, **__: embeds(audio_latent_length, 4, 5)}),
+    "ltx2": TinyPipeline("LTX2Pipeline", "ltx2", flow, LTX2, missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"),
+                         parts=ltx2_parts, methods={"prepare_audio_latents": audio}),
+    # These take an image, whose latents stand in for its encoder's.
+    "wan_image_to_video": TinyPipeline(
+        "WanImageToVideoPipeline", "wan", unipc, SIZE | IMAGE | two_prompts(12), options={"in_channels": 8}, parts=wan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "hunyuan_video_image_to_video": TinyPipeline(
+        "HunyuanVideoImageToVideoPipeline", "hunyuan_video", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor"),
+        options={"in_channels": 9, "image_condition_type": "latent_concat"}, parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "hunyuan_video_token_replace": TinyPipeline(
+        "HunyuanVideoImageToVideoPipeline", "hunyuan_video_i2v", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor"), parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6)[:, :, :1])}),
+    "hunyuan_skyreels": TinyPipeline(
+        "HunyuanSkyreelsImageToVideoPipeline", "hunyuan_video", flow, SIZE | IMAGE | hunyuan_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), options={"in_channels": 8}, parts=hunyuan_vae,
+        methods={"prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "cogvideox_image_to_video": TinyPipeline(
+        "CogVideoXImageToVideoPipeline", "cogvideox", CogVideoXDDIMScheduler, SIZE | IMAGE | two_prompts(12), options={"in_channels": 8},
+        methods={"prepare_latents": frames}),
+    "cogvideox_fun_control": TinyPipeline(
+        "CogVideoXFunControlPipeline", "cogvideox", CogVideoXDDIMScheduler,
+        dict(height=96, width=128, latents=frames()[0], control_video_latents=video(seed=6)) | two_prompts(12), options={"in_channels": 8},
+        methods={"prepare_control_latents": lambda pipe, *_: (None, video(seed=6))}),
+    "ltx_image_to_video": TinyPipeline(
+        "LTXImageToVideoPipeline", "ltx", flow, LONG | dict(image=torch.zeros(1, 3, 192, 256)) | two_prompts(12, masks=True),
+        methods={"prepare_latents": rows}),
+    "ltx_condition": TinyPipeline(
+        "LTXConditionPipeline", "ltx", flow, LONG | dict(image=torch.zeros(1, 3, 192, 256)) | two_prompts(12, masks=True),
+        parts=lambda: {"vae": normed(8, 32)},
+        methods={"prepare_latents": lambda pipe, *_, **__: (*rows(), torch.zeros(1, 3, 3 * 6 * 8), 0)}),
+    "ltx2_image_to_video": TinyPipeline(
+        "LTX2ImageToVideoPipeline", "ltx2", flow, LTX2 | dict(image=torch.zeros(1, 3, 192, 256), image_crf=0),
+        missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"), parts=ltx2_parts,
+        methods={"prepare_latents": rows, "prepare_audio_latents": audio}),
+    "ltx2_condition": TinyPipeline(
+        "LTX2ConditionPipeline", "ltx2", flow, LTX2, missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"), parts=ltx2_parts,
+        methods={"prepare_latents": lambda pipe, *_, **__: (rows()[0], rows()[1][..., None], rows()[0], None),
+                 "prepare_audio_latents": audio}),
+    "ltx2_in_context": TinyPipeline(
+        "LTX2InContextPipeline", "ltx2", flow, LTX2, missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"), parts=ltx2_parts,
+        methods={"prepare_audio_latents": audio}),
+    "ltx2_hdr": TinyPipeline(
+        "LTX2HDRPipeline", "ltx2", flow, LONG | two_prompts(12, masks=True),
+        missing=("text_encoder", "tokenizer", "audio_vae", "vocoder"), parts=ltx2_parts, methods={"prepare_audio_latents": audio}),
+    "kandinsky5_image_to_video": TinyPipeline(
+        "Kandinsky5I2VPipeline", "kandinsky5", flow, SIZE | IMAGE | kandinsky_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), options={"visual_cond": True},
+        methods={"prepare_latents": lambda pipe, *_, **__: video(9).movedim(1, -1).contiguous()}),
+    # Kandinsky's images are about 1024 wide whatever was asked for: 8 latents here.
+    "kandinsky5_text_to_image": TinyPipeline(
+        "Kandinsky5T2IPipeline", "kandinsky5", flow, dict(height=1024, width=1024) | kandinsky_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), settings=COARSE),
+    "kandinsky5_image_to_image": TinyPipeline(
+        "Kandinsky5I2IPipeline", "kandinsky5", flow, dict(height=1024, width=1024) | IMAGE | kandinsky_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), settings=COARSE, options={"visual_cond": True},
+        methods={"prepare_latents": lambda pipe, *_, **__: embeds(8 * 8, 9, 5).reshape(1, 1, 8, 8, 9)}),
+    "hunyuan_video_15_image_to_video": TinyPipeline(
+        "HunyuanVideo15ImageToVideoPipeline", "hunyuan_video_15", flow, dict(num_frames=9, image=Image.new("RGB", (128, 96)))
+        | hunyuan_15_prompts(),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
+        parts=lambda: {"guider": diffusers.ClassifierFreeGuidance(), "vae": vae(latent_channels=4)},
+        methods={"encode_image": lambda pipe, *_, **__: embeds(5, 8, 7),
+                 "prepare_latents": lambda pipe, *_, **__: video()[..., ::2, ::2],
+                 "prepare_cond_latents_and_mask": lambda pipe, *_, **__: video(5, seed=6)[..., ::2, ::2].split((4, 1), dim=1)}),
+    "motif_video_image_to_video": TinyPipeline(
+        "MotifVideoImage2VideoPipeline", "motif_video", flow, SIZE | IMAGE | {"prompt": None} | two_prompts(12, masks=True),
+        missing=("text_encoder", "tokenizer", "feature_extractor"), options={"in_channels": 9},
+        parts=lambda: {"guider": diffusers.ClassifierFreeGuidance(), "vae": vae(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8)},
+        methods={"_prepare_first_frame_conditioning": lambda pipe, *_, **__: (video(seed=6), video(1, seed=7), embeds(3, 8, 8))}),
+    "skyreels_v2_image_to_video": TinyPipeline(
+        "SkyReelsV2ImageToVideoPipeline", "skyreels_v2", unipc,
+        SIZE | IMAGE | {f"{name}_embeds": embeds(512, 12, seed) for seed, name in enumerate(("prompt", "negative_prompt"))},
+        missing=("text_encoder", "tokenizer", "image_encoder", "image_processor"),
+        options={"in_channels": 8, "image_dim": 8, "added_kv_proj_dim": 32}, parts=wan_vae,
+        methods={"encode_image": lambda pipe, *_: embeds(5, 8, 7), "prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "skyreels_v2_forcing_image_to_video": TinyPipeline(
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline", "skyreels_v2", unipc, SIZE | IMAGE | two_prompts(12), parts=wan_vae,
+        methods={"prepare_latents": lambda pipe, *_, **__: (video(), 3, video(seed=6)[:, :, :1], 1)}),
+    "skyreels_v2_forcing_of_a_video": TinyPipeline(
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline", "skyreels_v2", unipc,
+        SIZE | dict(video=torch.zeros(1, 9, 3, 96, 128), overlap_history=5, base_num_frames=9) | two_prompts(12), parts=wan_vae,
+        methods={"check_inputs": lambda pipe, *_: None,
+                 "prepare_latents": lambda pipe, *_, **__: (video(), 3, video(seed=6)[:, :, :1], 1)}),
 }
 
 
