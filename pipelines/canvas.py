@@ -48,6 +48,10 @@ def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, i
     coords = arguments.get("video_coords")
     if coords is None:
         raise ValueError("num_frames, height and width, or video_coords, must be given so that SSTA knows the canvas, got neither")
+    if coords.dim() != 3:
+        # LTX-2's, [batch, 3, tokens, 2], may go on behind the video with tokens of key frames: where it ends, they do not say.
+        raise ValueError(f"num_frames, height and width must be given beside video_coords that are not [batch, 3, tokens], so that SSTA "
+                         f"knows the canvas, got video_coords of shape {tuple(coords.shape)}")
     return from_coordinates(coords, lambda: coords[0].T)
 
 

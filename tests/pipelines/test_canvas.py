@@ -8,7 +8,7 @@ from tiny_hunyuan import CANVAS, SPARSE
 from tiny_models import TINY, run
 
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.canvas import from_coordinates
+from ssta.pipelines.canvas import from_coordinates, from_numbers
 
 
 def made_in_inference_mode(call: dict) -> dict:
@@ -51,3 +51,10 @@ def test_coordinates_that_are_changed_in_place_are_read_again():
         assert from_coordinates(points, lambda: points) == (3, 3, 4)
         points[:12, 0] = 5.0
         assert from_coordinates(points, lambda: points) == (2, 3, 4)
+
+
+def test_coordinates_that_do_not_say_where_the_video_ends_are_refused():
+    coordinates = torch.zeros(1, 3, 24, 2)
+    with pytest.raises(ValueError, match=r"num_frames, height and width must be given .* got video_coords of shape \(1, 3, 24, 2\)"):
+        from_numbers(torch.nn.Module(), dict(video_coords=coordinates))
+    assert from_numbers(torch.nn.Module(), dict(video_coords=coordinates, num_frames=2, height=3, width=4)) == (2, 3, 4)
