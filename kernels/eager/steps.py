@@ -102,12 +102,19 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, row_sum, (row_sum.log() + row_max).masked_fill(empty, float("-inf")).squeeze(-1)
 
 
+def read_lists(q: Tensor, k: Tensor, blocks: BlockLists) -> list[list]:
+    """[counts, indices, first token and tokens of the query blocks, and of the key blocks], each nested by batch element and query head.
+
+    Synchronises where they are on a GPU.
+    """
+    fields = (blocks.counts, blocks.indices, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
+    return [per_query_head(x, q.shape[0], q.shape[1]).tolist() for x in fields]
+
+
 def _exact_steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> Iterator[ExactStep]:
     batch, heads, q_len, _ = q.shape
     group, shift, dtype = heads // k.shape[1], k.shape[2] - q_len, compute_dtype(q)
-    counts, indices = (per_query_head(x, batch, heads).tolist() for x in (blocks.counts, blocks.indices))
-    q_starts, q_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.q_bounds(q_len))
-    kv_starts, kv_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.kv_bounds(k.shape[2]))
+    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = read_lists(q, k, blocks)
     for b in range(batch):
         for h in range(heads):
             for row, count in enumerate(counts[b][h]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..blocks import BlockLists, per_query_head
-from .steps import compute_dtype, softmax
+from ..blocks import BlockLists
+from .steps import compute_dtype, read_lists, softmax
 
 
 def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, soft_cap: float, mask: Tensor | None,
@@ -15,12 +15,10 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
 
     One query block of one head after the other. Reads the lists, so it synchronises where they are on a GPU.
     """
-    batch, heads, q_len, _ = q.shape
+    batch, heads = q.shape[:2]
     group, dtype = heads // k.shape[1], compute_dtype(q)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    counts, indices = (per_query_head(x, batch, heads).tolist() for x in (blocks.counts, blocks.indices))
-    q_starts, q_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.q_bounds(q_len))
-    kv_starts, kv_sizes = (per_query_head(x, batch, heads).tolist() for x in blocks.kv_bounds(k.shape[2]))
+    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = read_lists(q, k, blocks)
     for b in range(batch):
         for h in range(heads):
             for i, count in enumerate(counts[b][h]):
