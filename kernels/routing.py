@@ -235,10 +235,11 @@ def choose_route(
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
-    kind = capability(device) if device.type == "cuda" else None
+    # The environment is read only where it decides anything, which is not on the way to a GPU's kernels.
+    kind, interpreting = (capability(device), False) if device.type == "cuda" else (None, _interpreting())
     # A compiler traces what is not cached.
     decide = _decide_anew if torch.compiler.is_compiling() else _decide
-    problem = Problem(device.type, kind, _interpreting(), dtype, head_dim, heads, kv_heads, causal, facts)
+    problem = Problem(device.type, kind, interpreting, dtype, head_dim, heads, kv_heads, causal, facts)
     try:
         return decide(require_impl(impl), problem)
     except TypeError:
