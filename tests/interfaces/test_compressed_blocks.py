@@ -4,13 +4,12 @@
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from token_oracle import assert_as_exact_as_torch, dense
+from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense
 
 from ssta.kernels.interfaces import parallel_nsa, parallel_nsa_compression, parallel_nsa_topk, selected_attention
 from ssta.kernels.interfaces.native_sparse_attention import compressed
 
 IMPLEMENTATIONS = [pytest.param("cpu", "torch", id="torch"), pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu)]
-INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
 everywhere = pytest.mark.parametrize("device, impl", IMPLEMENTATIONS)
 # (batch, ends of the sequences' keys, how many last tokens of each are queries), blocks of 4.
 LAYOUTS = {"batch": (2, [40], [40]), "batch, short tail": (2, [38], [38]), "decoding": (2, [40], [3]),

@@ -5,16 +5,10 @@ from functools import partial
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from token_oracle import assert_as_exact_as_torch, dense
+from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense, everywhere
 
 from ssta.kernels.interfaces import parallel_nsa, selected_attention
 from ssta.kernels.interfaces.native_sparse_attention.selected import native_sparse_attention
-
-INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
-everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
-    pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):

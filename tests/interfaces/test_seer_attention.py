@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from token_oracle import assert_as_exact_as_torch, dense
+from token_oracle import assert_as_exact_as_torch, dense, everywhere
 
 from ssta.kernels.interfaces import (
     attn_pooling,
@@ -14,12 +14,6 @@ from ssta.kernels.interfaces import (
     block_1d_gqa_sparse_attn_varlen_sim_func,
     block_2d_sparse_attn_varlen_func,
 )
-
-INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
-everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
-    pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 LENGTHS = [7, 0, 14, 3]
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from token_oracle import assert_close, dense
+from token_oracle import assert_close, dense, everywhere
 
 from ssta.kernels.interfaces import (
     block_sparse_flash_decode_gqa_indice,
@@ -13,12 +13,6 @@ from ssta.kernels.interfaces import (
     block_sparse_flash_decode_leftpad_gqa_indice,
     block_sparse_flash_decode_leftpad_gqa_mask,
 )
-
-INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
-everywhere = pytest.mark.parametrize("device, impl", [
-    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
-    pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
-    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 CAPACITY = 45
 LENGTHS = [45, 17, 0, 30, 1]

@@ -1,7 +1,14 @@
 """The yardstick of the interfaces with a list for every token: dense float64 attention under a mask of tokens."""
 
+import pytest
 import torch
 from oracles import FACTOR
+
+INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter")]
+everywhere = pytest.mark.parametrize("device, impl", [
+    pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
+    pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu),
+    pytest.param("cuda", "torch", id="gpu-torch", marks=pytest.mark.gpu)])
 
 
 def dense(q, k, v, visible, scale):
