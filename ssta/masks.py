@@ -17,6 +17,7 @@ from .kernels import require_bool, require_strided
 from .layout import TiledQKV, tile_layout
 from .selection import select_tiles
 from .sequence import TokenLayout
+from .text import TextMask
 from .window import near
 
 
@@ -117,10 +118,13 @@ def create_ssta_3d_mask(
     if -(-text_mask.shape[-1] // block) != text_block_num:
         raise ValueError(f"text_mask must have the tokens of text_block_num {text_block_num} blocks of {block}, the last of which may be "
                          f"partial, got {text_mask.shape[-1]}")
-    blocks = (((text_mask != 0).sum(-1, keepdim=True) + block - 1) // block).clamp(min=1)
-    used = torch.arange(total, device=q.device) < total - text_block_num + blocks
+    tokens = TokenLayout.video_text(canvas_thw, text_mask.shape[-1])
+    rows = torch.atleast_2d(text_mask)
+    used = TextMask.of(rows, len(rows), tokens, q.device).active_tiles(tile_layout(tokens, tile_thw, "none", q.device))
     if text_mask.dim() == 2:
         mask, used = mask.reshape(q.shape[0], -1, total, total), used[:, None]
+    else:
+        used = used[0]
     both = used[..., :, None] & used[..., None, :]
     alone = torch.eye(total, dtype=torch.bool, device=q.device) & ~used[..., None]
     return _without_batch(mask & both | alone) if text_mask.dim() == 2 else mask & both | alone
