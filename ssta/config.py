@@ -12,10 +12,14 @@ from .checks import require_choice, require_function, require_int, require_tile,
 from .kernels import require_bool, require_number
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
-SAMPLING_TYPES = ("similarity", "importance")
+SAMPLING_TYPES = ("similarity", "importance", "error")
+COMPENSATIONS = ("none", "mean", "linear")
+ALLOCATIONS = ("row", "head")
 PAD_TYPES = ("none", "zero", "repeat")
 # Each is a mean of its own for every tile.
 MOST_CELLS = 4096
+# Of the budget, where neither topk nor density is given.
+TOPK = 64
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,28 @@ class SSTAConfig:
         tile_thw: tokens of a tile along t, h, w. Dense runs are cut into tiles of as many tokens.
         kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
-            there are, which then are all kept.
+            there are, which then are all kept. None = 64, or whatever ``density`` leaves to the budget.
         sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both.
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
-        sampling_type: "similarity", "importance", or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
+        sampling_type: "similarity", "importance", "error" (the estimated softmax mass of a tile times how far its estimate is off, see
+            ``ssta.compensation``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
             ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
-            floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given.
+            floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given. None = "error" with a
+            compensation, else "similarity".
         pad_type: "none" computes on real tokens only; "zero" and "repeat" pad partial tiles as published checkpoints did.
         mask_share_within_head: descriptors are averaged over the heads: one pattern for all of them.
         adaptive_pool: cells (t, h, w) of a tile's descriptor, at most 4,096; None = (2, 2, 2) with a threshold, else one mean.
         budget: a function ``f(scores) -> keep`` from float32 ``[B, H, N, N]`` to bool of the same shape, in place of ``topk``
             and ``threshold``. It may write to the scores, and keep nothing.
+        density: instead of ``topk``, the share in (0, 1] of the video's tile pairs that is computed exactly, window included, whatever the
+            canvas. A window that alone is more is computed whole.
+        allocation: how ``density`` is spread over the query tiles: "row" = the same number of key tiles for each (to within one),
+            "head" = the best scored of all rows of a head, with at least 3 % of the tiles in each row.
+        compensation: what the video tiles that are not computed exactly contribute: "none" = nothing, as published; "mean" = each its mean
+            key and value; "linear" = these with a first-order correction from its covariances. See ``ssta.compensation``.
+        compensation_parts: 1 or 2 estimates for each tile; with 2 its tokens are split by their keys' first principal direction.
         variants: ``(max_frames, {field: value, ...})`` in ascending order. ``for_canvas`` applies the first one whose
             ``max_frames`` is not exceeded.
 
@@ -49,15 +62,19 @@ class SSTAConfig:
 
     tile_thw: tuple[int, int, int] = (6, 8, 8)
     kernel_thw: tuple[int, int, int] = (3, 3, 3)
-    topk: int = 64
+    topk: int | None = None
     sparse_type: str = "ssta"
     threshold: float = 0.0
     lambda_: float = 0.7
-    sampling_type: str | Callable[[Tensor, Tensor], Tensor] = "similarity"
+    sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = None
     pad_type: str = "none"
     mask_share_within_head: bool = False
     adaptive_pool: tuple[int, int, int] | None = None
     budget: Callable[[Tensor], Tensor] | None = None
+    density: float | None = None
+    allocation: str = "row"
+    compensation: str = "none"
+    compensation_parts: int = 1
     variants: tuple[tuple[int, Mapping[str, object]], ...] = ()
     # What for_canvas gives up to so many frames, and beyond them all.
     _resolved: tuple[tuple[int, SSTAConfig], ...] = field(init=False, repr=False, compare=False)
@@ -66,7 +83,8 @@ class SSTAConfig:
     def __post_init__(self) -> None:
         self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
         self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
-        self._settle("topk", require_int("topk", self.topk, 1))
+        if self.topk is not None:
+            self._settle("topk", require_int("topk", self.topk, 1))
         require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)
         self._settle("sparse_type", "block_attn" if self.sparse_type == "moba" else self.sparse_type)
         for name, below in (("threshold", True), ("lambda_", False)):
@@ -76,10 +94,8 @@ class SSTAConfig:
             self._settle(name, value)
         if callable(self.sampling_type):
             require_function("sampling_type", self.sampling_type, "q_descriptors", "k_descriptors")
-        else:
+        elif self.sampling_type is not None:
             require_choice("sampling_type", self.sampling_type, SAMPLING_TYPES, " or a function of (q_descriptors, k_descriptors)")
-        if self.threshold > 0 and self.sampling_type == "importance":
-            raise ValueError(f"threshold must be 0 with sampling_type 'importance', whose scores are no logits, got {self.threshold}")
         require_choice("pad_type", self.pad_type, PAD_TYPES)
         require_bool("mask_share_within_head", self.mask_share_within_head)
         if self.adaptive_pool is not None:
@@ -92,6 +108,8 @@ class SSTAConfig:
             require_function("budget", self.budget, "scores")
             if self.threshold > 0:
                 raise ValueError(f"threshold must be 0 with a budget of your own, which replaces it, got {self.threshold}")
+        self._check_compensation()
+        self._check_density()
         if not isinstance(self.variants, (tuple, list)):
             raise TypeError(f"variants must be a tuple of (max_frames, overrides), got {self.variants!r}")
         checked = [self._check_variant(i, variant) for i, variant in enumerate(self.variants)]
@@ -101,6 +119,41 @@ class SSTAConfig:
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_compensation(self) -> None:
+        require_choice("compensation", self.compensation, COMPENSATIONS)
+        parts = require_int("compensation_parts", self.compensation_parts, 1)
+        if parts > 2 or parts > 1 and self.compensation == "none":
+            raise ValueError(f"compensation_parts must be 1, or 2 with a compensation, got {parts} with compensation {self.compensation!r}")
+        self._settle("compensation_parts", parts)
+        if self.compensation != "none" and self.mask_share_within_head:
+            raise ValueError("mask_share_within_head must be False with a compensation, whose estimates are each head's own, got True with "
+                             f"compensation {self.compensation!r}")
+        if self.threshold > 0 and self.scored_by in ("importance", "error"):
+            raise ValueError(f"threshold must be 0 with sampling_type {self.scored_by!r}, whose scores are no logits, got {self.threshold}")
+        if self.scored_by == "error":
+            if self.compensation == "none":
+                raise ValueError("sampling_type 'error' must come with a compensation, 'mean' or 'linear', whose error it is, got 'none'")
+            if self.adaptive_pool is not None:
+                raise ValueError("adaptive_pool must be None with sampling_type 'error', which has no descriptors, "
+                                 f"got {self.adaptive_pool}")
+
+    def _check_density(self) -> None:
+        require_choice("allocation", self.allocation, ALLOCATIONS)
+        if self.density is None:
+            if self.allocation != "row":
+                raise ValueError(f"allocation must be 'row' without a density, which it spreads, got {self.allocation!r}")
+            return
+        self._settle("density", require_number("density", self.density))
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {self.density}")
+        for name, free in (("topk", None), ("threshold", 0.0), ("budget", None)):
+            if getattr(self, name) != free:
+                raise ValueError(f"{name} must be {free} with a density, which takes its place, got {name} = {getattr(self, name)} and "
+                                 f"density = {self.density}")
+        if self.sparse_type == "sta":
+            raise ValueError("sparse_type must be 'ssta' or 'block_attn' with a density, for the window alone has its own, got 'sta' and "
+                             f"density = {self.density}")
 
     def _check_variant(self, i: int, variant: tuple) -> tuple[int, tuple[tuple[str, object], ...], SSTAConfig]:
         """The variant with its overrides as sorted pairs, which can be hashed, and the configuration that it stands for."""
@@ -129,6 +182,18 @@ class SSTAConfig:
         if self.adaptive_pool is None and self.threshold > 0:
             return (2, 2, 2)
         return self.adaptive_pool
+
+    @property
+    def scored_by(self) -> str | Callable[[Tensor, Tensor], Tensor]:
+        """``sampling_type``, or what None stands for."""
+        if self.sampling_type is None:
+            return "similarity" if self.compensation == "none" else "error"
+        return self.sampling_type
+
+    @property
+    def row_topk(self) -> int:
+        """``topk``, or what None stands for without a density."""
+        return TOPK if self.topk is None else self.topk
 
     def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:
         """The settings for a canvas of ``thw`` latent tokens, without variants; a config that has none returns itself.
