@@ -14,6 +14,7 @@ if __name__ == "ssta.kernels":
     from .prologue.reorder import gather_blocks, take_tokens
     from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
+    from .tail import CAP, ITERATIONS, BlockEstimates, per_query_head
 
     __all__ = [
         # attention
@@ -23,4 +24,6 @@ if __name__ == "ssta.kernels":
         # what prepares and selects for it
         "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
         "token_rstd", "topk_blocks",
+        # what stands in for blocks that were not selected
+        "CAP", "ITERATIONS", "BlockEstimates", "per_query_head",
     ]
