@@ -52,12 +52,12 @@ def tile_scores(q_descriptors: Tensor, k_descriptors: Tensor, config: SSTAConfig
 
     The two named ones run in a kernel of their own on a GPU. Everything else is ``score_tiles``.
     """
-    lambda_ = config.lambda_ if config.sampling_type == "importance" else None
-    if not callable(config.sampling_type) and kernels_run(q_descriptors):
+    lambda_ = config.lambda_ if config.scored_by == "importance" else None
+    if not callable(config.scored_by) and kernels_run(q_descriptors):
         return score_blocks(q_descriptors, k_descriptors, lambda_)
     k_descriptors = k_descriptors.repeat_interleave(q_descriptors.shape[1] // k_descriptors.shape[1], 1)
-    if callable(config.sampling_type):
-        scorer = config.sampling_type
+    if callable(config.scored_by):
+        scorer = config.scored_by
     else:
         scorer = similarity if lambda_ is None else partial(importance, lambda_=lambda_)
     return score_tiles(q_descriptors, k_descriptors, scorer)

@@ -50,13 +50,17 @@ class Selection:
         return topk_blocks(self.scores, self.k_per_row)
 
 
-def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, keep_scores: bool = True) -> Selection:
+def select_tiles(
+    tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, scores: Tensor | None = None,
+    keep_scores: bool = True,
+) -> Selection:
     """The tiles that each tile attends to. Never waits for the device, and is never differentiated.
 
     Args:
         tiled: q and k in the order of a layout that was made with ``config``'s tiles and padding.
         config: without variants, which ``SSTAConfig.for_canvas`` resolves.
         text_mask: a TextMask, or what ``TextMask.of`` takes.
+        scores: float32 ``[B, H, N, N]``, in place of those that ``config`` asks for; with "error" there are no others.
         keep_scores: False frees the scores' memory; the Selection then has its ``blocks`` only.
 
     Raises:
@@ -65,9 +69,9 @@ def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMa
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return select_tiles(tiled, config, text_mask, keep_scores=keep_scores)
+            return select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores)
     layout, q = tiled.layout, tiled.held_q()
-    lengths = active = scores = k_per_row = own = None
+    lengths = active = k_per_row = own = None
     text = None if text_mask is None else TextMask.of(text_mask, q.shape[0], layout.tokens, q.device)
     if text is not None and layout.dense and layout.padding == "none":
         # The invalid tokens of a dense tile are neither attended to nor computed.
@@ -77,9 +81,9 @@ def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMa
     if config.sparse_type != "sta" and layout.num_video_tiles:
         # Autocast would compute the scores in half precision.
         with without_autocast(q.device.type):
-            scores = _scores(tiled, config)
+            scores = _scores(tiled, config) if scores is None else scores
             if config.budget is None:
-                k_per_row = _k_per_row(scores, config.topk, config.threshold)
+                k_per_row = _k_per_row(scores, config.row_topk, config.threshold)
             else:
                 own = _checked_keep(config.budget, scores)
     elif active is None:

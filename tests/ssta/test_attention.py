@@ -204,7 +204,7 @@ VALID = dict(query=(2, 4, 40, 16), key=(2, 4, 40, 16), value=(2, 4, 40, 16), thw
     ({"lambda_": 1.5}, ValueError, r"lambda_ must lie in \[0, 1\], got 1.5"),
     ({"lambda_": None}, TypeError, "lambda_ must be a number, got None"),
     ({"sparse_type": "dense"}, ValueError, "sparse_type must be one of 'sta', 'block_attn', 'moba', 'ssta', got 'dense'"),
-    ({"sampling_type": "random"}, ValueError, "sampling_type must be one of 'similarity', 'importance' or a function .*got 'random'"),
+    ({"sampling_type": "random"}, ValueError, "sampling_type must be one of 'similarity', 'importance', 'error' or a function .*got 'random'"),
     ({"pad_type": "reflect"}, ValueError, "pad_type must be one of 'none', 'zero', 'repeat', got 'reflect'"),
     ({"pad_type": None}, TypeError, "pad_type must be one of .*got None"),
     ({"impl": "cuda"}, ValueError, "impl must be one of .*got 'cuda'"),

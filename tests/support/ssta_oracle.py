@@ -166,7 +166,7 @@ def select(q, k, segments, config, valid=None):
         else:
             kept.append([len(tile.slots) for tile in tiles])
         for h in range(heads):
-            scores = scores_of(q_means[h], k_means[h], config.sampling_type, config.lambda_)
+            scores = scores_of(q_means[h], k_means[h], config.scored_by, config.lambda_)
             for i in range(total):
                 for j in range(total):
                     if i < n and j < n:
@@ -174,7 +174,7 @@ def select(q, k, segments, config, valid=None):
                     else:
                         mask[b, h, i, j] = used[i] and used[j] or i == j
                 if i < n and config.sparse_type != "sta":
-                    chosen, score_margin, mass_margin = budget_of(scores[i], config.topk, config.threshold)
+                    chosen, score_margin, mass_margin = budget_of(scores[i], config.row_topk, config.threshold)
                     mask[b, h, i, chosen] = True
                     clear = clear and score_margin > 1e-5 * max(map(abs, scores[i])) and mass_margin > 2e-4
     return Selection(tiles, mask, kept, clear)
