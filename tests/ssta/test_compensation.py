@@ -51,7 +51,8 @@ def test_tiles_of_identical_keys_and_values_are_estimated_exactly(options):
     q, k, v = field((5, 6, 9), spread=0.0, text=3, kv_heads=1)
     # Of the queries no more is asked than that they are not all the same.
     q = torch.randn_like(q)
-    out = ssta_3d_attention(q, k, v, (5, 6, 9), topk=1, tile_thw=TILE, kernel_thw=(1, 1, 1), text_len=3, sparse_type="block_attn", **options)
+    out = ssta_3d_attention(q, k, v, (5, 6, 9), topk=1, tile_thw=TILE, kernel_thw=(1, 1, 1), text_len=3, sparse_type="block_attn",
+                            **options)
     torch.testing.assert_close(out, dense(q, k, v))
 
 
@@ -161,9 +162,8 @@ def test_error_selects_what_the_estimate_gets_wrong():
     k[0, 0, 2] = 0.4 * torch.randn(32, 8, dtype=torch.float64)
     k[0, 0, 2] -= k[0, 0, 2].mean(0)
     q, v = (torch.randn(1, 1, 128, 8, dtype=torch.float64) for _ in range(2))
-    _, blocks = ssta_attention(q, k.flatten(2, 3), v, TokenLayout.video_text((1, 16, 8)),
-                               SSTAConfig(tile_thw=(1, 4, 8), kernel_thw=(1, 1, 1), topk=1, sparse_type="block_attn", compensation="linear"),
-                               return_blocks=True)
+    config = SSTAConfig(topk=1, **LINEAR | dict(tile_thw=(1, 4, 8)))
+    _, blocks = ssta_attention(q, k.flatten(2, 3), v, TokenLayout.video_text((1, 16, 8)), config, return_blocks=True)
     assert blocks.to_mask()[0, 0].tolist() == [[False, False, True, False]] * 4
 
 
@@ -212,7 +212,8 @@ def test_a_window_alone_can_be_compensated(padding):
     ({"compensation": "linear", "compensation_parts": 3}, ValueError, "compensation_parts must be 1, or 2 .*got 3"),
     ({"compensation": "linear", "compensation_parts": 0}, ValueError, "compensation_parts"),
     ({"sampling_type": "error"}, ValueError, "sampling_type 'error' must come with a compensation.*got 'none'"),
-    ({"compensation": "mean", "mask_share_within_head": True}, ValueError, "mask_share_within_head must be False with a compensation.*'mean'"),
+    ({"compensation": "mean", "mask_share_within_head": True}, ValueError,
+     "mask_share_within_head must be False with a compensation.*'mean'"),
     ({"compensation": "linear", "threshold": 0.5}, ValueError, "threshold must be 0 with sampling_type 'error'.*got 0.5"),
     ({"compensation": "linear", "adaptive_pool": (1, 2, 2)}, ValueError, "adaptive_pool must be None with sampling_type 'error'"),
 ])
