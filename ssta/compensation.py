@@ -103,6 +103,15 @@ def compensate(
         return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
 
 
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
+    """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
+    worst head. Synchronises the device."""
+    shares = exact_mass.double()
+    lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
+    mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
+    return mean, fifth, worst
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
