@@ -85,7 +85,7 @@ class TailCase:
                                                  self.scale)
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, linear=True, dtype=torch.bfloat16, device="cpu",
+def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, linear=True, dtype=torch.float16, device="cpu",
               spread=1.0):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens."""
     tokens = sum(lengths)
