@@ -77,8 +77,8 @@ def _lse_kernel(q, k_mean, bias, offsets, lse, heads, group, blocks, units, toke
         keys = load_rows(k_mean, start, DIM, units - start, N, DIM, DIM_PAD, True)
         more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
         scores = _logits(queries, keys, more[None, :], scale_log2)
-        _, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
-    _, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
+    empty, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
     tl.store(lse + at * tokens + row + lines, row_lse, mask=lines < rows)
 
 
@@ -240,7 +240,7 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
 
 def depth(dim_pad: int, block_m: int) -> int:
     """Rows of a query block's matrix that are multiplied at once: all, but where tiles must be small."""
-    return dim_pad if block_m > 32 else 32 if dim_pad > 32 else dim_pad
+    return dim_pad if block_m > 32 else min(dim_pad, 32)
 
 
 def _config(kernel: str, q: Tensor) -> tuple[TailConfig, dict[str, int]]:
