@@ -15,7 +15,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Largest error of out and of lse: sums of rounded weights times rounded means, and out itself rounded; of values of about 1. Triton's
 # interpreter rounds to bfloat16 towards zero.
 TOLERANCE = {torch.bfloat16: (2**-6, 2**-6) if DEVICE == "cuda" else (2**-5, 2**-5),
-             torch.float16: (2**-8, 2**-7), torch.float32: (2**-8, 2**-7)}
+             torch.float16: (2**-7, 2**-7), torch.float32: (2**-7, 2**-7)}
 both_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
@@ -69,7 +69,7 @@ def test_batch_and_grouped_heads(listed_heads, parts, monkeypatch):
 
 
 def test_heads_done_in_groups_are_the_heads(monkeypatch):
-    case = tail_case([20, 35, 9, 12], 3, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
+    case = tail_case([20, 9, 12], 2, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
     blocks = case.some_blocks()
     (out, lse), _ = case.exact(blocks)
     whole = case.estimate()
@@ -202,6 +202,7 @@ def test_traced_into_one_graph(linear, with_mass, parts):
         shown = [x for x in vars(estimates).values() if isinstance(x, torch.Tensor)]
         return *shown[:1 + 2 * with_mass], *case.add(out * 1, lse + 0, blocks, estimates, owned=owned)
 
+    torch.compiler.reset()
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for owned in (False, True):
         assert same_bits(compiled(case.q, out, lse, owned), both(case.q, out, lse, owned))
