@@ -196,7 +196,7 @@ def ssta_layer(
         if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
             scores = estimates.scores()
     if selection is None:
-        selection = select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores)
+        selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
     del scores
     q, k, v = tiled.release_q(), tiled.k, tiled.v
     # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before
