@@ -51,7 +51,7 @@ def apply_ssta(
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
         preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
             for every family's densely trained weights (``pipelines/presets.py`` has their settings and reasons); or one for weights that
-            were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, in which nothing stays dense.
+            were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no dense steps.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
             synchronises with the device once in each forward.
@@ -230,7 +230,7 @@ def _plan(
         by_level = tuple([with_density(config, level, chosen=chosen) for level in schedule.levels if level < 1])
         # Itself and not just equal: layers that have none of their own are known by it.
         config = replace(config)
-    elif schedule.density is not None:
+    elif isinstance(schedule.density, float):
         config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(family, config, schedule, progress, impl)
     context.sites = tuple([site.name for site in sites])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ssta import SSTAConfig
 from ssta.kernels import require_number
@@ -19,7 +20,7 @@ _LEAST_NOISE = 1e-4
 # Where a density's range is looked for.
 _SAMPLES = 256
 # What a density takes the place of, and what that leaves.
-_BUDGET = {"topk": None, "threshold": 0.0, "budget": None}
+_BUDGET: dict[str, Any] = {"topk": None, "threshold": 0.0, "budget": None}
 
 
 def log_snr(noise: float) -> float:
@@ -123,7 +124,7 @@ def with_density(config: SSTAConfig, density: float, *, chosen: bool = False) ->
                     raise ValueError(f"schedule's density must come with a configuration that leaves the budget to it, got {name} = "
                                      f"{overrides[name]} in config and density = {density} in schedule; leave {name} out of config, or "
                                      "density out of schedule")
-    variants = tuple([(frames, {name: value for name, value in overrides if name not in (*_BUDGET, "density")})
+    variants = tuple([(frames, {name: value for name, value in dict(overrides).items() if name not in (*_BUDGET, "density")})
                       for frames, overrides in config.variants])
     try:
         return replace(config, **_BUDGET, density=density, variants=variants)

@@ -28,8 +28,8 @@ class Preset:
     reason: str
 
 
-# All estimate the tiles that they leave out: at 16 % density and without a warm-up a small model's video comes within 30 dB of its dense one
-# with such an estimate, and within 21 dB without. A warm-up decides which video is made, so it is saved on last.
+# All estimate the tiles that they leave out: at 16 % density and without a warm-up a small model's video comes within 30 dB of its dense
+# one with such an estimate, and within 21 dB without. A warm-up decides which video is made, so it is saved on last.
 PRESETS: dict[str, Preset] = {
     "near": Preset(density=0.30, warm_up=0.20, compensation="linear", reason=(
         "to stay with the dense model's video: most published methods keep the first fifth of the steps dense, and 20 to 30 % of the pairs "
@@ -64,7 +64,8 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(map(repr, preset_names(family)))} for {family.model}, got {name!r}")
     preset, default = PRESETS[name], family.default_config()
-    shapes = tuple([(frames, {field: value for field, value in overrides if field in _SHAPE}) for frames, overrides in default.variants])
+    shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
+                    for frames, overrides in default.variants])
     config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, density=preset.density, compensation=preset.compensation,
                         variants=shapes)
     return config, replace(family.default_schedule(), dense_steps=preset.warm_up)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,7 +139,8 @@ class SSTAProcessor:
         if timed:
             self._stopwatch.start(query.device)
         dense = self.dense
-        result, backend = (self._attend_densely if dense else self._attend_sparsely)(query, key, value, layout, text_mask)
+        attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
+        result, backend = attended(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
@@ -147,8 +148,8 @@ class SSTAProcessor:
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length,
-                          *((None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)), mass)
+        tiles, counts = (None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass)
         if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
             self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
@@ -229,8 +230,10 @@ class SSTAProcessor:
         found = {}
         for level in self.context.level_steps:
             counts = self._level_counts.get(level)
-            known = counts is not None and tiles is not None and counts.shape[-1] == tiles
-            found[level] = share_of(counts, tiles) if known else self.context.schedule.levels[level]
+            if counts is None or tiles is None or counts.shape[-1] != tiles:
+                found[level] = self.context.schedule.levels[level]
+            else:
+                found[level] = share_of(counts, tiles)
         return found
 
 

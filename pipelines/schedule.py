@@ -70,7 +70,7 @@ class Schedule:
         if self.density is not None and not callable(self.density):
             if not 0 < require_number("density", self.density) <= 1:
                 raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {self.density}")
-            object.__setattr__(self, "density", require_number("density", self.density))
+            object.__setattr__(self, "density", float(self.density))
         if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
         dense = _layers("dense_layers", self.dense_layers)
