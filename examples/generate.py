@@ -85,7 +85,7 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--preset", help="near, balanced or fast, or settings for weights that were trained with SSTA; the family's if left out")
+    parser.add_argument("--preset", help="near, balanced or fast, or one for weights that were trained with SSTA; the family's if left out")
     parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
     parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
     parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")
