@@ -19,31 +19,52 @@ _FORWARDS_KEPT = 8
 
 
 class Kept:
-    """One layer's selection for one of a step's forwards, and the query's shape that it was for; None before it was chosen."""
+    """One layer's selection for one of a step's forwards, and the query's shape that it was for; None before it was chosen.
+
+    A bit for each pair of tiles: lists, whose rows of text hold every tile, are 32 times as much, and ascend in either form.
+    """
 
     def __init__(self) -> None:
-        self._selection: Selection | None = None
-        # What a compiled graph leaves behind, which cannot be lists.
+        self._bits: Tensor | None = None
+        # What else there is to the lists: without lists, or where a compiled graph must leave them behind as arguments of from_mask.
+        self._rest: BlockLists | None = None
         self._fields: tuple | None = None
         self._shape: tuple[int, ...] | None = None
 
     def selection(self, shape: tuple[int, ...]) -> Selection | None:
         """What was chosen for a query of ``shape``."""
-        if self._shape != shape:
+        if self._shape != shape or self._bits is None:
             return None
-        return self._selection if self._fields is None else Selection(BlockLists(*self._fields))
+        if self._fields is None:
+            assert self._rest is not None
+            lists = BlockLists.from_mask(_unpacked(self._bits, self._rest.num_q_blocks), 1, 1)
+            return Selection(self._rest.relisted(lists.counts, lists.indices))
+        tiles, q_offsets, kv_offsets, q_lengths, kv_lengths, max_q_length, max_kv_length = self._fields
+        return Selection(BlockLists.from_mask(_unpacked(self._bits, tiles), q_offsets, kv_offsets, q_lengths=q_lengths,
+                                              kv_lengths=kv_lengths, max_q_length=max_q_length, max_kv_length=max_kv_length))
 
     def keep(self, selection: Selection, shape: tuple[int, ...]) -> None:
+        of = selection.blocks
+        self._bits, self._shape = _packed(of.to_mask()), shape
         if torch.compiler.is_compiling():
-            of = selection.blocks
-            self._fields = (of.counts, of.indices, of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.num_kv_blocks,
-                            of.max_q_length, of.max_kv_length)
+            self._fields = (of.num_q_blocks, of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.max_q_length, of.max_kv_length)
         else:
-            self._selection = selection
-        self._shape = shape
+            self._rest = of.relisted(of.counts, of.indices.new_empty(0).expand(*of.counts.shape, 0))
 
     def drop(self) -> None:
-        self._selection = self._fields = self._shape = None
+        self._bits = self._rest = self._fields = self._shape = None
+
+
+def _packed(mask: Tensor) -> Tensor:
+    """uint8 ``[..., ceil(N / 8)]`` of bool ``[..., N]``."""
+    rows = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (rows.to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(bits: Tensor, length: int) -> Tensor:
+    """bool ``[..., length]``, what was packed."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits[..., None] >> places & 1).flatten(-2)[..., :length].bool()
 
 
 class Holder:

@@ -42,8 +42,8 @@ class Schedule:
         refresh: for how many steps a selection of tiles serves: 1 = chosen anew at every step. Neighbouring steps want much the same tiles
             (of 50 steps, published methods choose anew after 10 or 12), and choosing takes time. Each of a step's forwards (with a prompt,
             without it) keeps its own. Chosen before its time: in another generation, on another canvas, batch, device or prompt, at another
-            density; and at every forward that records gradients, so that checkpointing recomputes the same. Kept are lists on the device,
-            4 bytes for a pair of tiles that is computed, per head and layer, until the generation's last step is done. Needs a scheduler
+            density; and at every forward that records gradients, so that checkpointing recomputes the same. Kept is a bit on the
+            device for a pair of tiles, per head and layer, until the generation's last step is done. Needs a scheduler
             that counts the steps; a forward whose step cannot be found chooses anew, and warns once.
 
     Raises:

@@ -19,13 +19,13 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta.kernels import notices
 from ssta.pipelines import Schedule, apply_ssta, processor
-from ssta.pipelines.reuse import Kept
+from ssta.pipelines.reuse import Kept, _packed, _unpacked
 
 THIRDS = Schedule(refresh=3)
 
 
 class Watch:
-    """What sparse layers attended to from now on: for each call whether its selection was given, and the lists."""
+    """What sparse layers attended to from now on: for each call whether its selection was given, and its mask."""
 
     def __init__(self, monkeypatch):
         self.calls: list[tuple[bool, torch.Tensor]] = []
@@ -33,8 +33,7 @@ class Watch:
 
         def watched(*args, selection=None, **options):
             result = layer(*args, selection=selection, **options)
-            blocks = result.selection.blocks
-            self.calls.append((selection is not None, blocks.indices))
+            self.calls.append((selection is not None, result.selection.blocks.to_mask()))
             return result
 
         monkeypatch.setattr(processor, "ssta_layer", watched)
@@ -87,10 +86,10 @@ def test_each_of_a_step_s_forwards_keeps_its_own(watch):
     with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=0.2, refresh=4)) as handle:
         latents(pipe, steps=10, **call)
         # Two dense steps; then with and without the prompt, two layers each.
-        lists = [indices for _, indices in watch.calls]
+        lists = [mask for _, mask in watch.calls]
         first, again = lists[:4], lists[4:16]
-        assert all(lists[i] is first[i % 4] for i in range(16)) and len({id(indices) for indices in lists}) == 2 * 4
-        assert not torch.equal(first[1], first[3]) and again[0] is first[0]
+        assert all(torch.equal(ours, first[i % 4]) for i, ours in enumerate(again)) and not torch.equal(first[1], first[3])
+        assert not torch.equal(lists[16], first[0])
         assert watch.reused(8, 4) == [[place % 4 > 0] * 4 for place in range(8)]
         report = handle.report()
         assert [(run.steps, run.dense_steps, run.chosen_steps) for run in report] == [(10, 2, 2)] * 2
@@ -220,9 +219,11 @@ def test_removal_and_the_end_of_a_generation_free_what_was_kept(loop):
     assert reuse is None
     loop.forward(0, call)
     (reuse,) = context._reuses
-    lists = [weakref.ref(kept._selection.blocks.indices) for forward in reuse._forwards for kept in forward.layers.values()]
-    assert len(lists) == 2
-    # The last run, for the report, holds counts and not the lists.
+    bits = [kept._bits for forward in reuse._forwards for kept in forward.layers.values()]
+    # Two heads, and eight tiles of video and one of text in nine rows, of two bytes each.
+    assert [of.untyped_storage().nbytes() for of in bits] == [2 * 9 * 2] * 2
+    lists = [weakref.ref(of) for of in bits]
+    del bits
     loop.forward(5, call)
     gc.collect()
     assert all(held() is None for held in lists)
@@ -291,3 +292,10 @@ def test_each_thread_keeps_its_own(watch):
 def test_bad_refresh(value, error, message):
     with pytest.raises(error, match=message):
         Schedule(refresh=value)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 30])
+def test_bits_are_what_was_packed(length):
+    mask = torch.rand(2, 3, 5, length, generator=torch.Generator().manual_seed(0)) < 0.4
+    bits = _packed(mask)
+    assert bits.shape == (2, 3, 5, -(-length // 8)) and bits.dtype == torch.uint8 and torch.equal(_unpacked(bits, length), mask)
