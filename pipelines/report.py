@@ -30,6 +30,8 @@ class LayerRun:
         seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
         time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
         explanation: for each faster implementation that was not taken, why.
+        exact_mass: share of the softmax mass that was computed exactly: its mean, its 5th percentile, and that of the worst head; None
+            where nothing says.
     """
 
     layer: str
@@ -43,6 +45,7 @@ class LayerRun:
     seconds: float | None = None
     time_share: float | None = None
     explanation: tuple[str, ...] = ()
+    exact_mass: tuple[float, float, float] | None = None
 
 
 class RunReport(list):
