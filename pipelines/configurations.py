@@ -94,7 +94,7 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
             raise ValueError(_wanted(presets, part))
         changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
     try:
-        config = _changed(config, changes["config"]) if changes["config"] else config
+        config = changed(config, changes["config"]) if changes["config"] else config
         return Configuration(text, config, replace(schedule, **changes["schedule"]), backend or None)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text}: {error}") from None
@@ -105,8 +105,13 @@ def _wanted(presets: dict[str, Any], got: str) -> str:
             f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {got!r}")
 
 
-def _changed(config: SSTAConfig, changes: dict[str, Any]) -> SSTAConfig:
-    """``config`` with the changes, without what was there only beside that which they replace."""
+def changed(config: SSTAConfig, changes: dict[str, Any]) -> SSTAConfig:
+    """``config`` with the changes, without variants, and without what was there only beside what they replace: a density takes the place
+    of top-k, threshold and budget, either of the first two that of a density, and no compensation has no parts and no error to select by.
+
+    Raises:
+        TypeError, ValueError: what ``SSTAConfig`` raises.
+    """
     beside: dict[str, Any] = {}
     if changes.get("density") is not None:
         beside = {"topk": None, "threshold": 0.0, "budget": None}

@@ -21,8 +21,12 @@ from .configurations import Configuration, running
 from .evaluation_folder import Folder, Reference, settings_of
 from .evaluation_table import Evaluation
 from .measurement import Clip, Measurement
+from .progress import Progress
 from .quality import describe, relative_difference, write_video
 from .report import RunReport, Stopwatch
+
+# How `LayerRun.implementation` begins where a layer attended densely.
+_DENSE = "dense, "
 
 
 def compare(
@@ -80,8 +84,8 @@ class _Comparison:
                  say: Callable[[str], None]) -> None:
         self.pipe, self.configurations, self.call, self.folder = pipe, configurations, call, folder
         self.videos, self.fps, self.say = videos, fps, say
-        # By configuration: the kernels of its dense steps, once it is warm.
-        self.warm: dict[str, tuple[str, ...]] = {}
+        # By configuration, once it is warm: the kernels of its dense steps and layers, as far as they were seen, in order.
+        self.dense_kernels: dict[str, dict[str, None]] = {}
 
     def clip(self, clip: Clip, clips: Sequence[Clip]) -> None:
         """Whatever is not finished of one clip."""
@@ -107,39 +111,52 @@ class _Comparison:
         if clip.image is not None:
             call["image"] = load_image(clip.image)
         with running(self.pipe, configuration) as handle:
-            if configuration.name not in self.warm:
+            if configuration.name not in self.dense_kernels:
                 self.say(f"{configuration.name}: two steps to warm up")
-                self.warm[configuration.name] = self._warm_up(call, clip.seed, configuration, handle)
+                self._warm_up(call, clip.seed, configuration, handle)
             self.say(f"{configuration.name}: generating {clip.name}")
-            generated, seconds, wall, device = _generate(self.pipe, call, clip.seed)
+            seen = self.dense_kernels[configuration.name]
+            # A generation that starts in the middle may have no dense step among two. Looking waits for the device, so once will do.
+            with ExitStack() if seen else self._looking(handle, seen, once=True):
+                generated, seconds, wall, device = _generate(self.pipe, call, clip.seed)
             if handle is None:
                 return generated, Measurement(seconds, wall), device
             report = handle.report()
         kernels = tuple(dict.fromkeys(run.implementation for run in report))
-        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), kernels, self.warm[configuration.name],
-                                      report[0].thw), device
+        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), kernels, tuple(seen), report[0].thw), device
 
-    def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> tuple[str, ...]:
-        """Two steps; the kernels that attended densely in them."""
+    def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> None:
         seen: dict[str, None] = {}
-
-        def look(*_) -> None:
-            assert handle is not None
-            seen.update((run.implementation.removeprefix("dense, "), None) for run in handle.report()
-                        if run.implementation.startswith("dense, "))
-
-        models = [] if handle is None else [model for _, model in transformers_of(self.pipe)]
-        hooks = [model.register_forward_hook(look) for model in models]
-        try:
+        with self._looking(handle, seen):
             _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self.dense_kernels[configuration.name] = seen
         first = self.configurations[0]
-        if configuration.all_dense and configuration.backend != first.backend and tuple(seen) == self.warm.get(first.name):
+        if configuration.all_dense and configuration.backend != first.backend and seen == self.dense_kernels.get(first.name):
             raise ValueError(f"{configuration.name} must attend with other kernels than {first.name}, got {', '.join(seen)} for both; "
                              "where text is masked, dense steps run the library's own kernels: take stock, or dense@ with one of those")
-        return tuple(seen)
+
+    @contextmanager
+    def _looking(self, handle: SSTAHandle | None, seen: dict[str, None], once: bool = False) -> Iterator[None]:
+        """Notes in ``seen`` what attends densely in every forward, or in the first one."""
+        hooks: list[Any] = []
+
+        def look(*_: object) -> None:
+            assert handle is not None
+            dense = [run.implementation for run in handle.report() if run.implementation.startswith(_DENSE)]
+            seen.update(dict.fromkeys(name.removeprefix(_DENSE) for name in dense))
+            if once:
+                remove()
+
+        def remove() -> None:
+            while hooks:
+                hooks.pop().remove()
+
+        if handle is not None:
+            hooks += [model.register_forward_hook(look) for _, model in transformers_of(self.pipe)]
+        try:
+            yield
+        finally:
+            remove()
 
     def _measured(self, clip: Clip, configuration: Configuration, generated: Reference, measured: Measurement, reference: Reference,
                   device: torch.device) -> Measurement:
@@ -178,7 +195,7 @@ def exact_mass(report: RunReport) -> tuple[float, float, float] | None:
 def _generate(pipe: Any, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:
     """(the first video of the call, seconds per step, of the whole call, the device that denoised)."""
     start = time.perf_counter()
-    with _denoising_time(pipe) as (watch, devices), _decoded(pipe) as latents:
+    with _denoising(pipe) as denoised, _decoded(pipe) as latents:
         out = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0]
     video = out[0].cpu()
     wall = time.perf_counter() - start
@@ -188,26 +205,39 @@ def _generate(pipe: Any, call: dict, seed: int) -> tuple[Reference, float, float
         # An image is a video of one frame.
         frames = video[None] if video.dim() == 3 else video
         kept = Reference(torch.cat([x.flatten() for x in latents]) if latents else None, frames.half())
-    return kept, watch.seconds() / len(pipe.scheduler.timesteps), wall, devices[0]
+    seconds = denoised.watch.seconds()
+    assert seconds is not None and denoised.device is not None
+    return kept, seconds / denoised.steps, wall, denoised.device
+
+
+class _Denoising:
+    """What the transformers' forwards of one call tell."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+        self.steps = 0
+        # None before the first one.
+        self.device: torch.device | None = None
 
 
 @contextmanager
-def _denoising_time(pipe: Any) -> Iterator[tuple[Any, list[torch.device]]]:
-    """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one, and, once it
-    runs, where."""
-    watch = Stopwatch()
-    devices: list[torch.device] = []
+def _denoising(pipe: Any) -> Iterator[_Denoising]:
+    """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one, how many steps
+    run, which are fewer than the scheduler has where the call starts in the middle, and where."""
+    found, progress = _Denoising(), Progress(pipe)
     hooks: list[Any] = []
 
     def start(model, args, kwargs):
-        if not devices:
-            devices.append(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
-            watch.start(devices[0])
+        if found.device is None:
+            step = progress.step(kwargs.get("timestep"))
+            found.steps = len(pipe.scheduler.timesteps) if step is None else step.total
+            found.device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            found.watch.start(found.device)
 
     for _, model in transformers_of(pipe):
-        hooks += [model.register_forward_pre_hook(start, with_kwargs=True), model.register_forward_hook(lambda *_: watch.stop())]
+        hooks += [model.register_forward_pre_hook(start, with_kwargs=True), model.register_forward_hook(lambda *_: found.watch.stop())]
     try:
-        yield watch, devices
+        yield found
     finally:
         for hook in hooks:
             hook.remove()

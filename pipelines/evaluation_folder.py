@@ -94,21 +94,21 @@ class Folder:
         write_json(file, kept)
         return cls(path, settings)
 
-    def _file(self, clip: str, configuration: str) -> Path:
-        return self.path / "clips" / clip / f"{_slug(configuration)}.json"
+    def _file(self, clip: Clip, configuration: str) -> Path:
+        return self.path / "clips" / clip.name / f"{_slug(configuration)}.json"
 
-    def _reference(self, clip: str) -> Path:
-        return self.path / "references" / f"{clip}.pt"
+    def _reference(self, clip: Clip) -> Path:
+        return self.path / "references" / f"{clip.name}.pt"
 
     def finished(self, clip: Clip, configuration: str) -> bool:
-        return self._file(clip.name, configuration).exists()
+        return self._file(clip, configuration).exists()
 
     def measurement(self, clip: Clip, configuration: str) -> Measurement:
         """
         Raises:
             ValueError: a file that is not what ``finish`` wrote.
         """
-        file = self._file(clip.name, configuration)
+        file = self._file(clip, configuration)
         if file not in self._known:
             found = read_json(file, "a finished clip")
             try:
@@ -123,25 +123,26 @@ class Folder:
         """The last that is written of a configuration's clip."""
         found = {field: value for field, value in plain(measured).items() if field != "class"}
         described = {"prompt": clip.prompt, "seed": clip.seed, "image": clip.image}
-        write_json(self._file(clip.name, configuration), {"configuration": configuration, "clip": described, "measured": found})
+        write_json(self._file(clip, configuration), {"configuration": configuration, "clip": described, "measured": found})
 
     def has_reference(self, clip: Clip) -> bool:
-        return self._reference(clip.name).exists()
+        return self._reference(clip).exists()
 
     def reference(self, clip: Clip) -> Reference:
         """
         Raises:
             ValueError: a file that is not what ``keep`` wrote.
         """
-        file = self._reference(clip.name)
+        file = self._reference(clip)
         try:
             found = torch.load(file, map_location="cpu", weights_only=True)
             return Reference(found["latents"], found["frames"])
         except Exception as error:
-            raise ValueError(f"a reference must be as it was written, got {file}: {error}; delete it to generate it again") from None
+            # What torch says of it recommends unsafe ways to read it.
+            raise ValueError(f"a reference must be as it was written, got {file} ({type(error).__name__}); delete it and resume") from None
 
     def keep(self, clip: Clip, reference: Reference) -> None:
-        file = self._reference(clip.name)
+        file = self._reference(clip)
         file.parent.mkdir(exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}.part")
         torch.save({"latents": reference.latents, "frames": reference.frames}, part)

@@ -18,8 +18,9 @@ from ssta.pipelines.configurations import Configuration, dense, parse_configurat
 @pytest.fixture
 def pipe(monkeypatch):
     """A Wan pipeline whose family has a top-k by default, and presets."""
+    estimated = SSTAConfig(density=0.2, compensation="linear", compensation_parts=2, sampling_type="error")
     presets = {"dense enough": lambda: (SSTAConfig(density=0.3, allocation="head"), Schedule()),
-               "estimated": lambda: (SSTAConfig(density=0.2, compensation="linear", compensation_parts=2, sampling_type="error"), Schedule())}
+               "estimated": lambda: (estimated, Schedule())}
     family = replace(WAN, default_config=lambda: SSTAConfig(topk=32, variants=((1, {"topk": 8}),)), presets=presets)
     monkeypatch.setattr(configurations, "family_of", lambda model: family)
     return PIPELINES["wan"].build()
