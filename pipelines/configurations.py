@@ -13,7 +13,8 @@ from ssta import SSTAConfig
 from ssta.kernels import IMPLEMENTATIONS
 
 from .apply import SSTAHandle, apply_ssta, transformers_of
-from .family import family_of
+from .family import Family, family_of
+from .presets import preset_names, preset_settings
 from .schedule import Schedule
 
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
@@ -64,7 +65,7 @@ def dense(pipe: Any) -> Configuration:
 def parse_configuration(text: str, pipe: Any) -> Configuration:
     """A configuration from what a person writes.
 
-    ``"default"``; ``"dense"``; ``"stock"``, without SSTA; the name of one of the family's presets; fields of ``SSTAConfig`` and of
+    ``"default"``; ``"dense"``; ``"stock"``, without SSTA; a preset's name, as in ``preset_names``; fields of ``SSTAConfig`` and of
     ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``; or a name and
     then the fields that differ from it, such as ``"fast,dense_steps=0"``. After all this ``"@backend"`` is ``Configuration.backend``:
     ``"dense@_native_cudnn"``. A configuration that fields of ``SSTAConfig`` change has no variants. A density takes the place of top-k,
@@ -74,8 +75,7 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         ValueError: an unknown name, field or backend, or a value that the field does not take.
     """
     family = family_of(transformers_of(pipe)[0][1])
-    presets = {"default": lambda: (family.default_config(), family.default_schedule()),
-               "dense": lambda: (family.default_config(), Schedule(dense_steps=1)), **family.presets}
+    known = ("stock", "default", "dense", *preset_names(family))
     what, _, backend = (piece.strip() for piece in text.partition("@"))
     if "@" in text and not backend:
         raise ValueError(f"a configuration must have a backend after @, got {text!r}")
@@ -84,14 +84,14 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         return Configuration(text, None, backend=backend or None)
     if "=" in first:
         first, parts = "default", [first, *parts]
-    elif first not in presets:
-        raise ValueError(_wanted(presets, first))
-    config, schedule = presets[first]()
+    elif first not in known or first == "stock":
+        raise ValueError(_wanted(known, first))
+    config, schedule = _settings(family, first)
     changes: dict[str, dict[str, Any]] = {"config": {}, "schedule": {}}
     for part in parts:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
-            raise ValueError(_wanted(presets, part))
+            raise ValueError(_wanted(known, part))
         changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
     try:
         config = changed(config, changes["config"]) if changes["config"] else config
@@ -100,8 +100,16 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         raise ValueError(f"{text}: {error}") from None
 
 
-def _wanted(presets: dict[str, Any], got: str) -> str:
-    return (f"a configuration must be {', '.join(map(repr, ('stock', *presets)))} or fields such as topk=16 of "
+def _settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
+    if name == "default":
+        return family.default_config(), family.default_schedule()
+    if name == "dense":
+        return family.default_config(), Schedule(dense_steps=1)
+    return preset_settings(family, name)
+
+
+def _wanted(known: tuple[str, ...], got: str) -> str:
+    return (f"a configuration must be {', '.join(map(repr, known))} or fields such as topk=16 of "
             f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {got!r}")
 
 

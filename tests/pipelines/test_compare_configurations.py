@@ -35,6 +35,14 @@ def test_names(pipe):
     assert parse_configuration("dense enough", pipe).config == SSTAConfig(density=0.3, allocation="head")
 
 
+def test_presets_of_all_families(pipe):
+    fast = parse_configuration("fast", pipe)
+    assert fast.config.density < parse_configuration("near", pipe).config.density and fast.config.compensation == "linear"
+    made = parse_configuration("fast,dense_steps=0,refresh=5,density=0.5", pipe)
+    assert made.schedule == replace(fast.schedule, dense_steps=0, refresh=5)
+    assert made.config == replace(fast.config, density=0.5, variants=())
+
+
 def test_a_familys_own_presets():
     sparse = parse_configuration("hunyuan_video_15_sparse", tiny_transformer(layers=1))
     assert (sparse.config, sparse.schedule) == (SSTAConfig.hunyuan_video_15(), Schedule())
@@ -65,10 +73,11 @@ def test_what_takes_the_place_of_what(pipe, text, config):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("quick", "a configuration must be 'stock', 'default', 'dense', 'dense enough', 'estimated' or fields .*dense_steps.*, got 'quick'"),
+    ("quick", "a configuration must be 'stock', 'default', 'dense', 'dense enough', 'estimated', 'near', .* or fields .*, got 'quick'"),
     ("topk=", "got 'topk='"), ("topk=0", "topk=0: topk must be at least 1, got 0"), ("topk=many", "topk must be an int"),
     ("tile_thw=2x4", "tile_thw must have three entries"), ("tile_thw=axbxc", "tile_thw"), ("dense_steps=2", "dense_steps must lie in"),
     ("pad_type=mirror", "pad_type must be one of"), ("stock,topk=3", "got 'stock'"), ("default,fast", "got 'fast'"),
+    ("refresh=0", "refresh must be at least 1"),
     ("density=2", "density=2: density must lie in"), ("density=0.2,topk=3", "topk must be None with a density"),
     ("dense@", "must have a backend after @, got 'dense@'"), ("dense@fastest", "backend must be one of .*_native_cudnn.*, got 'fastest'"),
     ("stock@triton", "without SSTA, got 'triton'")])
