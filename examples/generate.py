@@ -86,7 +86,7 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--preset", help="near, balanced, fast, or a name for weights trained with SSTA; the family's default if left out")
+    parser.add_argument("--preset", help="near, balanced or fast, or one for weights that were trained with SSTA; the family's if left out")
     parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
     parser.add_argument("--density", type=float, help="share of the video's tile pairs to compute exactly, in place of --topk")
     parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
@@ -141,9 +141,14 @@ def settings(options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedu
     else:
         config, schedule = preset_settings(family, options.preset)
     changes = {name: getattr(options, name) for name in ("topk", "density", "pad_type") if getattr(options, name) is not None}
+    if options.topk is not None or options.density is not None:
+        # The default's variants would set it back.
+        config = changed(config, changes)
+    else:
+        config = replace(config, **changes)
     if options.dense_steps is not None:
         schedule = replace(schedule, dense_steps=options.dense_steps)
-    return changed(config, changes) if changes else config, schedule
+    return config, schedule
 
 
 def generate(name: str, pipe: Any, call: dict, seed: int) -> torch.Tensor:

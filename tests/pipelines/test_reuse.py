@@ -1,5 +1,5 @@
-"""Selections that serve several steps: who chooses when, in every pipeline; each forward of a step its own; what makes layers choose sooner;
-what is kept is freed; checkpointing, caches, threads and compiled blocks."""
+"""Selections that serve several steps: who chooses when, in every pipeline; each of a step's forwards its own; what makes layers choose
+sooner; what is kept is freed; checkpointing, caches and threads."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_more_forwards_in_a_step_than_are_kept(watch, loop):
 def test_without_a_scheduler_nothing_is_kept(watch, unsaid):
     model, call = TINY["wan"].build(), TINY["wan"].call()
     with apply_ssta(model, SPARSE, schedule=THIRDS) as handle:
-        with pytest.warns(RuntimeWarning, match=r"schedule has refresh = 3, but nothing says which step .*; tiles are chosen anew in every f"):
+        with pytest.warns(RuntimeWarning, match="refresh = 3, but nothing says which step .*; tiles are chosen anew in every forward"):
             run(model, call)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
