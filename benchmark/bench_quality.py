@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import named, new_parser, number
-from clips import ClipError, Clips, read_clips
+from arguments import Unusable, named, new_parser, number
+from clips import Clips, read_clips
 from fine_tune import fine_tune
 from measure import RESULTS, print_machine
 from measure_quality import FOLLOWED, Bench
@@ -37,8 +37,6 @@ from procedural import procedural_clips
 from quality_grid import FULL_TILES, TOY_TILES, fine_tuned, grid
 from train_video import Plan, train
 from video_model import FULL, TOY, Checkpoint, ModelSize, PatchAutoencoder, VideoModel, label_order, pixels
-
-TRAIN_CLIPS, HELD_CLIPS = 12, 6
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     print_machine()
     try:
         checkpoint, clips = trained(options, device)
-    except (ClipError, ValueError) as error:
+    except Unusable as error:
         parser.error(str(error))
     tiles = FULL_TILES if gpu else TOY_TILES
     paths = [options.out / "quality.csv", *([RESULTS / f"{options.csv}.csv"] if options.csv else [])]
@@ -96,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only configurations whose name contains one of these")
     parser.add_argument("--videos", type=number, default=8 if gpu else 2, help="for each seed (default %(default)s)")
     parser.add_argument("--seeds", type=number, default=1, help="of noise (default %(default)s)")
-    parser.add_argument("--steps", type=number, default=30 if gpu else 4, help="of denoising (default %(default)s)")
+    parser.add_argument("--steps", type=number, default=30 if gpu else 3, help="of denoising (default %(default)s)")
     parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
     parser.add_argument("--train-seed", type=int, help="chooses the clips, and all that is random in training (default 0)")
     parser.add_argument("--head-dim", type=int, choices=(32, 64, 128), help="of the transformer, whose width stays (default 64)")
@@ -116,7 +114,7 @@ def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoi
     """A finished checkpoint, and the clips where they are needed.
 
     Raises:
-        ClipError, ValueError: clips or a checkpoint that cannot be used, or that do not fit each other or the other arguments.
+        Unusable: clips or a checkpoint that cannot be used, or that do not fit each other or the other arguments.
     """
     path = options.checkpoint or options.out / "model.pt"
     checkpoint = Checkpoint.load(path) if path.exists() else None
@@ -126,7 +124,7 @@ def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoi
         for option, given, found in (("train-seed", options.train_seed, checkpoint.train_seed),
                                      ("head-dim", options.head_dim, checkpoint.size.head_dim)):
             if given not in (None, found):
-                raise ValueError(f"--{option} must be {found}, as in the checkpoint {path}, got {given}")
+                raise Unusable(f"--{option} must be {found}, as in the checkpoint {path}, got {given}")
         size, seed, head_dim = checkpoint.size, checkpoint.train_seed, checkpoint.size.head_dim
         print(f"{path}: {checkpoint.steps} steps, {checkpoint.seconds:.0f} s of training, {'' if checkpoint.complete else 'not '}finished")
         if checkpoint.complete and not options.fine_tune:
@@ -136,7 +134,7 @@ def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoi
     if checkpoint is None:
         checkpoint = untrained(size, clips, seed)
     elif checkpoint.clips != [clip.name for clip in clips.train]:
-        raise ValueError(f"--clips must be those of the checkpoint {path}, {checkpoint.source}: {', '.join(checkpoint.clips)}; "
+        raise Unusable(f"--clips must be those of the checkpoint {path}, {checkpoint.source}: {', '.join(checkpoint.clips)}; "
                          f"got {clips.source}: {', '.join(clip.name for clip in clips.train)}")
     if not checkpoint.complete:
         finish(checkpoint, clips, 60 * options.minutes, path, device)
@@ -145,8 +143,8 @@ def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoi
 
 def load_clips(folder: Path | None, size: ModelSize, seed: int, device: torch.device) -> Clips:
     start = time.perf_counter()
-    clips = (procedural_clips(TRAIN_CLIPS, HELD_CLIPS, *size.pixels, seed) if folder is None
-             else read_clips(folder, TRAIN_CLIPS, HELD_CLIPS, *size.pixels, seed))
+    clips = (procedural_clips(size.clips, size.held, *size.pixels, seed) if folder is None
+             else read_clips(folder, size.clips, size.held, *size.pixels, seed))
     seconds = time.perf_counter() - start
     print(f"{clips.source}: {len(clips.train)} clips to train on, {len(clips.held)} held out, in {seconds:.1f} s", flush=True)
     return clips.to(device)

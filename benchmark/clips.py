@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from arguments import Unusable
 from torch import Tensor
 
 ENDINGS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
@@ -19,10 +20,6 @@ SPARE = 1.06
 CUT, STILL, SURROUNDINGS = 12.0, 0.1, 12
 # Of the windows, so many are held out: every fifth, whatever the seed.
 HELD_EVERY = 5
-
-
-class ClipError(ValueError):
-    """A folder, or a file in it, that gives no clips."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,11 @@ def read_clips(folder: Path, train: int, held: int, frames: int, height: int, wi
     seeds, so it is never trained on.
 
     Raises:
-        ClipError: no such folder, no videos in it, a file that cannot be read, nothing to read videos with, or fewer than three windows.
+        Unusable: no such folder, no videos in it, a file that cannot be read, nothing to read videos with, or fewer than three windows.
     """
     windows = [window for path in video_files(folder) for window in windows_of(path, frames)]
     if len(windows) < 3:
-        raise ClipError(f"--clips {folder} must hold at least 3 stretches of {frames} frames without a cut, got {len(windows)}")
+        raise Unusable(f"--clips {folder} must hold at least 3 stretches of {frames} frames without a cut, got {len(windows)}")
     for_held = windows[2::HELD_EVERY]
     for_train = [window for i, window in enumerate(windows) if i % HELD_EVERY != 2]
     chosen = [spread(for_train, train, seed), spread(for_held, held, 0)]
@@ -95,10 +92,10 @@ def spread(windows: list[Window], count: int, seed: int) -> list[Window]:
 def video_files(folder: Path) -> list[Path]:
     """The videos in ``folder``, by name."""
     if not folder.is_dir():
-        raise ClipError(f"--clips must be a folder of videos, got {folder}")
+        raise Unusable(f"--clips must be a folder of videos, got {folder}")
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)
     if not files:
-        raise ClipError(f"--clips {folder} must hold videos ({', '.join(ENDINGS)}), got none")
+        raise Unusable(f"--clips {folder} must hold videos ({', '.join(ENDINGS)}), got none")
     return files
 
 
@@ -174,11 +171,11 @@ def frames_of(path: Path) -> Iterator[np.ndarray]:
     """The frames of a file, uint8 ``[H, W, 3]`` RGB.
 
     Raises:
-        ClipError: it has none that can be read, or there is nothing to read it with.
+        Unusable: it has none that can be read, or there is nothing to read it with.
     """
     package = next((package for package in READERS if importlib.util.find_spec(package)), None)
     if package is None:
-        raise ClipError(f"{path} can be read with cv2 or imageio, and neither is installed: pip install opencv-python-headless, or "
+        raise Unusable(f"{path} can be read with cv2 or imageio, and neither is installed: pip install opencv-python-headless, or "
                         "pip install imageio imageio-ffmpeg")
     count = 0
     try:
@@ -187,9 +184,9 @@ def frames_of(path: Path) -> Iterator[np.ndarray]:
             count += 1
     # imageio's plugins raise what they like, and some only when they close.
     except Exception as error:
-        raise ClipError(f"{path} cannot be read with {package} beyond frame {count}: {error}") from error
+        raise Unusable(f"{path} cannot be read with {package} beyond frame {count}: {error}") from error
     if not count:
-        raise ClipError(f"{path} cannot be read with {package}: it gave no frame")
+        raise Unusable(f"{path} cannot be read with {package}: it gave no frame")
 
 
 def _by_cv2(path: Path) -> Iterator[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 from clips import Clips
@@ -24,31 +25,36 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
     its held-out loss under the configuration and densely."""
     entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
 
-    def row(trained: str, entry: Entry, loss: float, dense: float, **more: float) -> dict:
+    def row(trained: str, entry: Entry, loss: float, dense: float, **more: object) -> dict:
         return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
                     loss_above=100 * (loss / dense - 1), **more)
 
     def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
-        """Densely, and under each of ``of``."""
-        return bench.loss_of(model, bench.all_dense), [bench.loss_of(model, entry) for entry in of]
+        """Densely, and under each of ``of``; of a copy, because ``model`` is compiled as it was trained."""
+        copy = VideoModel(model.size, model.no_clip)
+        copy.load_state_dict(model.state_dict())
+        copy = bench.loaded(copy.to(bench.device))
+        return bench.loss_of(copy, bench.all_dense), [bench.loss_of(copy, entry) for entry in of]
 
-    plan = Plan(seconds, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
-    before = bench.checkpoint.model(bench.device)
-    dense, sparse = losses(before, entries)
-    for entry, loss in zip(entries, sparse):
+    def tuned(plan: Plan, what: str, config: SSTAConfig | None = None) -> tuple[VideoModel, int]:
+        """(the model, how many steps it was trained)."""
+        model = bench.checkpoint.model(bench.device)
+        # Nothing counts steps in training, so no schedule has a meaning there.
+        with nullcontext() if config is None else apply_ssta(model.dit, config, schedule=Schedule()):
+            steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}")
+        return model, steps
+
+    dense, found = losses(bench.checkpoint.model(bench.device), entries)
+    for entry, loss in zip(entries, found):
         yield row("before", entry, loss, dense)
-    model = bench.checkpoint.model(bench.device)
-    steps = train(model, bench.autoencoder, clips.train, plan, "fine-tuning, dense")
-    best, sparse = losses(model, entries)
-    for entry, loss in zip(entries, sparse):
+    plan = Plan(seconds, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
+    model, steps = tuned(plan, "dense")
+    best, without = losses(model, entries)
+    for entry, loss in zip(entries, without):
         yield row("trained densely", entry, loss, best)
     plan = replace(plan, seconds=math.inf, steps=steps)
-    for entry, without in zip(entries, sparse):
-        model = bench.checkpoint.model(bench.device)
-        assert entry.config is not None
-        # Nothing counts steps in training: a schedule has no meaning there.
-        with apply_ssta(model.dit, entry.config, schedule=Schedule()):
-            train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {entry.name}")
+    for entry, start in zip(entries, without):
+        model, _ = tuned(plan, entry.name, entry.config)
         dense, (loss,) = losses(model, [entry])
-        gap = without - best
-        yield row("trained with SSTA", entry, loss, dense, gap_closed=100 * (1 - (loss - best) / gap) if gap > 0 else math.nan)
+        gap = start - best
+        yield row("trained through it", entry, loss, dense, gap_closed=100 * (1 - (loss - best) / gap) if gap > 0 else "")

@@ -109,8 +109,8 @@ class Bench:
         return columns
 
     def loss_of(self, model: VideoModel, entry: Entry) -> float:
-        """Held-out loss of another model of this kind, which is made ready to sample, under ``entry``."""
-        sampler = Sampler(self.loaded(model), self._labels[:1], 0, self._samplers[0].steps)
+        """Held-out loss of another model of this kind, made ready by ``loaded``, under ``entry``."""
+        sampler = Sampler(model, self._labels[:1], 0, self._samplers[0].steps)
         with under(entry, sampler):
             return held_out_loss(sampler, self.held)
 

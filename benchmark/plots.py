@@ -134,7 +134,8 @@ def plot_quality(rows: list[Row]) -> Figure:
         axes.set_xlabel({"density": "share of tile pairs computed", "sample_s": "s, dotted: dense"}[x], fontsize="small")
         axes.set_ylabel({"psnr": "PSNR against dense, dB", "ssim": "SSIM against dense"}[column], fontsize="small")
     of = rows[0]
-    figure.supxlabel(f"{of['clips']}, {of['videos']} videos x {of['seeds']} seeds, {of['steps']} steps\n{caption(rows)}", fontsize="x-small")
+    what = f"{of['clips']}, {of['videos']} videos x {of['seeds']} seeds, {of['steps']} steps"
+    figure.supxlabel(f"{what}\n{caption(rows)}", fontsize="x-small")
     return figure
 
 
