@@ -10,83 +10,43 @@ covariances C_u of keys with values and S_u of keys; query tile I has the second
     M_I  = sum over u of (mean over I's queries of w_qu) sqrt(min(1, 1 / h_Iu)) C_u
     out  = sum over u of w_qu vb_u + s q^T M_I
 
-For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that of
-its mean key. Real tiles have bounded tails, so both are damped where h > 1. "mean" leaves h and M out. Where it would help nothing, since
-tokens of a tile differ too much to be estimated together (mean of h, weighted by mass, above 3), a head does without.
+For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
+of its mean key. Real tiles have bounded tails, so both are damped where h > 1. "mean" leaves h and M out. A head whose tiles' tokens differ
+too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, the mixture in M_I and the halves count as constants.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, without_autocast
+from .memo import remember
+
 if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import BlockLists
-    from .layout import TileLayout
-
-# Of h: beyond it the estimate is damped.
-CAP = 1.0
-# Of h's mean weighted by mass: heads above it are not compensated.
-USELESS = 3.0
-# Of the power iteration that finds a tile's first principal direction.
-ITERATIONS = 10
-
-
-@dataclass(frozen=True, eq=False)
-class TileEstimates:
-    """What is known of a layer's N video tiles before any is selected; constants to autograd. U = parts * N units, of tile u // parts.
-
-    Attributes:
-        parts: units of a tile.
-        linear: whether C and h take part in the estimate.
-        log_count: float32 ``[B, Hkv, U]``, log of a unit's tokens; -inf where it has none, or its tile holds NaN or inf: nothing is
-            estimated of that.
-        half_variance: h, float32 ``[B, H, N, U]``; None for "mean" where no score asks for it.
-        mass: float32 ``[B, H, N, U]``, the mean over a query tile's tokens of softmax over all units; None where h is.
-        order: int64 ``[B, Hkv, N, L]``, the tokens of each tile in the order in which units divide them; None where that is their own.
-    """
-
-    parts: int
-    linear: bool
-    log_count: Tensor
-    half_variance: Tensor | None
-    mass: Tensor | None
-    order: Tensor | None
-
-    def scores(self) -> Tensor:
-        """mass x h, float32 ``[B, H, N, N]``: how much each tile's estimate may be off, which ``sampling_type="error"`` selects by."""
-        assert self.mass is not None and self.half_variance is not None
-        scores = (self.mass * self.half_variance).unflatten(-1, (-1, self.parts)).sum(-1)
-        bad = self.log_count.isneginf().unflatten(-1, (-1, self.parts)).any(-1)
-        return scores.masked_fill(_per_query_head(bad, scores.shape[1])[:, :, None], -torch.inf)
-
-    def useful(self) -> Tensor | None:
-        """bool ``[B, H]``: the heads that are compensated; None = all."""
-        if self.mass is None or self.half_variance is None:
-            return None
-        return (self.mass * self.half_variance).sum(-1).mean(-1) <= USELESS
+    from .layout import TiledQKV, TileLayout
 
 
 class _Tiles:
     """The video tokens of a layout, tile by tile: ``[..., P, *]`` in tiled order <-> ``[..., N, L, *]``, the end of short tiles unused."""
 
     def __init__(self, layout: TileLayout) -> None:
-        self.number, self.longest = layout.num_video_tiles, max([segment.longest_tile for segment in layout.video])
+        self.number, self.longest = layout.num_video_tiles, _longest(layout)
         self.slots = sum([segment.num_slots for segment in layout.video])
         self.lengths = layout.lengths[:self.number].long()
         starts = layout.offsets[:self.number].long()
         place = torch.arange(self.longest, device=layout.device)
         self.valid = place < self.lengths[:, None]
         self._index = (starts[:, None] + place).clamp(max=self.slots - 1).flatten()
-        self.of_slot = torch.repeat_interleave(self.lengths, output_size=self.slots)
-        self._back = self.of_slot * self.longest + torch.arange(self.slots, device=layout.device) - starts[self.of_slot]
+        slot = torch.arange(self.slots, device=layout.device)
+        self.of_slot = torch.bucketize(slot, layout.offsets[1:self.number + 1], right=True)
+        self._back = self.of_slot * self.longest + slot - starts[self.of_slot]
 
     def cut(self, x: Tensor) -> Tensor:
         """``[B, H, P, C]`` -> ``[B, H, N, L, C]``, zeros where a tile has no token."""
@@ -103,47 +63,73 @@ class _Tiles:
         return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None]), bounds.diff()
 
 
-def estimate_tiles(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> TileEstimates:
-    """What the selection and the estimate need to know of a layer's video tiles.
+@remember(64)
+def _tiles(layout: TileLayout) -> _Tiles:
+    return _Tiles(layout)
+
+
+def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float) -> BlockEstimates:
+    """What the selection and the estimate need to know of a layer's N video tiles, of which there is at least one.
 
     Args:
-        q: ``[B, H, P, D]`` in ``layout``'s tiled order; k and v ``[B, Hkv, P, D]``.
-        layout: at least one video tile.
+        tiled: q, k and v in the order of the tiles.
         config: its compensation, which is not "none", its parts, and whether "error" selects.
         scale: factor on the scores.
     """
-    with torch.no_grad():
+    q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
+    if kernels_run(q):
+        return estimate_blocks(q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), scale=scale,
+                               parts=config.compensation_parts, linear=config.compensation == "linear",
+                               with_mass=config.scored_by == "error")
+    # Autocast would compute in half precision.
+    with torch.no_grad(), without_autocast(q.device.type):
         return _estimate_in_torch(q, k, v, layout, config, scale)
 
 
 def compensate(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: TileEstimates, scale: float,
-) -> tuple[Tensor, Tensor]:
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with the tiles that ``blocks`` leaves out estimated, from attention to those that it lists.
 
     Args:
-        out: ``[B, H, P, D]`` in tiled order, over the listed tiles; lse ``[B, H, P]``, float32 or float64, its log-sum-exp.
-        q, k, v: as for ``estimate_tiles``, which gave ``estimates``.
+        out: ``[B, H, P, D]`` in tiled order, over the listed tiles; may be written over where no gradient is asked for.
+        lse: ``[B, H, P]``, float32 or float64, its log-sum-exp; likewise.
+        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``, those of ``estimates``.
+        layout: the tiled order.
         blocks: the tiles that each tile attends to exactly.
 
     Returns:
-        (out, lse), as the arguments of these names. Rows that leave nothing out, and those of text, are the same bits as before.
-        Differentiable in out, lse, q, k and v.
+        (out, lse), as the arguments of these names, differentiable in out, lse, q, k and v; rows that leave nothing out, and those of
+        text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
+        query tile's rows; a constant.
     """
-    return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
+    if kernels_run(q):
+        return add_tail(out, lse, q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), blocks, estimates, scale=scale,
+                        owned=True)
+    with without_autocast(q.device.type):
+        return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
+
+
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
+    """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
+    worst head. Synchronises the device."""
+    shares = exact_mass.double()
+    lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
+    mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
+    return mean, fifth, worst
+
+
+def _longest(layout: TileLayout) -> int:
+    return max([segment.longest_tile for segment in layout.video])
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv, ...]`` -> ``[B, H, ...]``."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> TileEstimates:
-    tiles, parts, linear = _Tiles(layout), config.compensation_parts, config.compensation == "linear"
+def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> BlockEstimates:
+    tiles, parts, linear = _tiles(layout), config.compensation_parts, config.compensation == "linear"
     q_tiles, k_tiles, v_tiles = (tiles.cut(_wide(x)) for x in (q, k, v))
     finite = (k_tiles.isfinite() & v_tiles.isfinite()).flatten(3).all(-1)
     k_tiles = k_tiles.masked_fill(~finite[..., None, None], 0)
@@ -151,24 +137,24 @@ def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, conf
     members, counts = tiles.members(parts)
     log_count = counts.to(k_tiles.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
     if not linear and config.scored_by != "error":
-        return TileEstimates(parts, linear, log_count, None, None, order)
+        return BlockEstimates(parts, linear, log_count, None, None, order)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
-    variance = _per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
+    variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
     # A query that is not finite is no part of what its tile has in common.
     sound = q_tiles.isfinite().all(-1, keepdim=True)
     queries = q_tiles.masked_fill(~sound, 0)
     moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
     half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
-    logits = scale * tiles.join(queries) @ _per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
+    logits = scale * tiles.join(queries) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
     mass = tiles.cut((logits + bias.expand(-1, -1, tiles.number, -1).index_select(2, tiles.of_slot)).softmax(-1).nan_to_num(0))
     mass = (mass * sound).sum(3) / tiles.lengths.clamp(min=1)[:, None]
-    return TileEstimates(parts, linear, log_count, half_variance, mass, order)
+    return BlockEstimates(parts, linear, log_count, half_variance, mass, order)
 
 
 def _bias(log_count: Tensor, half_variance: Tensor | None, heads: int) -> Tensor:
     """``[B, H, N or 1, U]``: what a unit's logit has beside its mean key's."""
-    bias = _per_query_head(log_count, heads)[:, :, None]
+    bias = per_query_head(log_count, heads)[:, :, None]
     return bias if half_variance is None else bias + half_variance.clamp(max=CAP)
 
 
@@ -183,7 +169,7 @@ def _principal_order(k_tiles: Tensor, tiles: _Tiles) -> Tensor:
         direction = variance @ direction
         direction = direction / torch.linalg.vector_norm(direction, dim=-2, keepdim=True).clamp(min=1e-20)
     place = (spread @ direction)[..., 0].masked_fill(~tiles.valid, torch.inf)
-    return place.argsort(-1, stable=True)
+    return place.argsort(dim=-1, stable=True)
 
 
 def _units(x: Tensor, members: Tensor, counts: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,15 +182,16 @@ def _units(x: Tensor, members: Tensor, counts: Tensor, order: Tensor | None) -> 
 
 
 def _compensate_in_torch(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: TileEstimates, scale: float,
-) -> tuple[Tensor, Tensor]:
-    tiles, heads = _Tiles(layout), q.shape[1]
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tiles, heads = _tiles(layout), q.shape[1]
     q_tiles = tiles.cut(_wide(q))
     unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).any(-1)[..., None, None]
     members, counts = tiles.members(estimates.parts)
     (k_mean, k_spread), (v_mean, v_spread) = (
         _units(tiles.cut(_wide(x)).masked_fill(unsound, 0), members, counts, estimates.order) for x in (k, v))
-    k_mean, v_mean = (_per_query_head(x.flatten(2, 3), heads) for x in (k_mean, v_mean))
+    k_mean, v_mean = (per_query_head(x.flatten(2, 3), heads) for x in (k_mean, v_mean))
     half_variance = estimates.half_variance if estimates.linear else None
     selected = blocks.to_mask()[..., :tiles.number, :tiles.number].repeat_interleave(estimates.parts, -1)
     useful = estimates.useful()
@@ -218,7 +205,7 @@ def _compensate_in_torch(
     weights = (logits - tail_lse).exp()
     tail = weights @ v_mean
     if half_variance is not None:
-        covariance = _per_query_head((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), heads)
+        covariance = per_query_head((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), heads)
         damping = (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
         mixture = tiles.cut(weights.detach().nan_to_num(0)).sum(3) / tiles.lengths.clamp(min=1)[:, None] * damping
         matrix = (mixture @ covariance.flatten(3)).unflatten(3, covariance.shape[-2:])
@@ -226,5 +213,6 @@ def _compensate_in_torch(
     exact, exact_lse = out[:, :, :tiles.slots], lse[:, :, :tiles.slots, None]
     total = torch.logaddexp(exact_lse, tail_lse)
     merged = (exact_lse - total).exp() * exact + (tail_lse - total).exp() * tail
-    merged, total = torch.where(nothing, exact, merged.to(out.dtype)), torch.where(nothing, exact_lse, total)[..., 0]
-    return torch.cat((merged, out[:, :, tiles.slots:]), 2), torch.cat((total, lse[:, :, tiles.slots:]), 2)
+    merged, total = torch.where(nothing, exact, merged.to(out.dtype)), torch.where(nothing, exact_lse, total)
+    share = tiles.cut((exact_lse - total).detach().exp()).sum((3, 4)) / tiles.lengths.clamp(min=1)
+    return torch.cat((merged, out[:, :, tiles.slots:]), 2), torch.cat((total[..., 0], lse[:, :, tiles.slots:]), 2), share
