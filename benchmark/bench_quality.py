@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     paths = [options.out / "quality.csv", *([RESULTS / f"{options.csv}.csv"] if options.csv else [])]
     bench = Bench(checkpoint, device, options.videos, options.seeds, options.steps, paths)
     left = (lambda: True) if options.limit is None else (lambda: time.perf_counter() - began < 60 * options.limit)
-    entries = named(parser, "only", options.only, grid(checkpoint.size, tiles, gpu))
+    entries = named(parser, "only", options.only, grid(tiles, gpu))
     bench.dense()
     for entry in entries:
         if not left():
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         bench.measure(entry)
     if options.fine_tune and left():
         assert clips is not None
-        for row in fine_tune(bench, clips, fine_tuned(checkpoint.size, tiles), options.fine_tune_seconds):
+        for row in fine_tune(bench, clips, fine_tuned(tiles.main), options.fine_tune_seconds):
             bench.add(row)
     draw(bench, options.out)
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from clips import Clips
+from measure import failure
 from measure_quality import Bench
 from quality_grid import Entry
 from train_video import Plan, train
@@ -54,7 +55,12 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         yield row("trained densely", entry, loss, best)
     plan = replace(plan, seconds=math.inf, steps=steps)
     for entry, start in zip(entries, without):
-        model, _ = tuned(plan, entry.name, entry.config)
-        dense, (loss,) = losses(model, [entry])
+        try:
+            model, _ = tuned(plan, entry.name, entry.config)
+            dense, (loss,) = losses(model, [entry])
+        # One that cannot be trained must not take the others' rows with it.
+        except Exception as error:
+            yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, trained through it", note=failure(error))
+            continue
         gap = start - best
         yield row("trained through it", entry, loss, dense, gap_closed=100 * (1 - (loss - best) / gap) if gap > 0 else "")

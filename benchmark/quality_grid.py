@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
-
-from video_model import ModelSize
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 
 Triple = tuple[int, int, int]
-# Shares of the tile pairs; of 45 tiles 4 or 5, 7 and 14.
-DENSITIES = (0.1, 0.156, 0.3)
+# Shares of the tile pairs; of 45 tiles 4 or 5, 7 and 13 or 14. MIDDLE is the one at which everything else is varied.
+DENSITIES = (0.156, 0.1, 0.3)
+MIDDLE = 0.156
+# What the tiles that are not computed contribute, by name.
+DROPPED: dict[str, object] = {}
+MEAN: dict[str, object] = {"compensation": "mean"}
+LINEAR: dict[str, object] = {"compensation": "linear"}
+LINEAR_2: dict[str, object] = {"compensation": "linear", "compensation_parts": 2}
+WAYS = {"dropped": DROPPED, "mean": MEAN, "linear": LINEAR, "linear 2 parts": LINEAR_2}
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,17 @@ def dense_entry(layers: int) -> Entry:
     return Entry("dense", "dense", SSTAConfig(topk=1), Schedule(dense_layers=tuple(range(layers))), shown=True)
 
 
-def kept(size: ModelSize, tile: Triple, density: float, **options) -> SSTAConfig:
-    """The configuration that keeps this share of the tiles in every row, by budget alone unless ``options`` say otherwise."""
-    tiles = prod(-(-tokens // of) for tokens, of in zip(size.canvas, tile))
-    return SSTAConfig(**{"tile_thw": tile, "kernel_thw": (1, 1, 1), "sparse_type": "block_attn", "topk": max(1, round(density * tiles)),
-                         **options})
+def kept(tile: Triple, share: float, **options) -> SSTAConfig:
+    """This share of the tile pairs, chosen by budget alone unless ``options`` say otherwise."""
+    return SSTAConfig(**{"tile_thw": tile, "kernel_thw": (1, 1, 1), "sparse_type": "block_attn", "density": share, **options})
 
 
-def grid(size: ModelSize, tiles: Tiles, gpu: bool) -> list[Entry]:
-    entries = [*floors(gpu), *dropped(size, tiles), *windows(size, tiles), *schedules(size, tiles), *other_tiles(size, tiles)]
-    names = [entry.name for entry in entries]
-    assert len(set(names)) == len(names), names
+def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
+    """All of them, what matters most first."""
+    makers = (floors(gpu), ways(tiles.main), warm_ups(tiles.main), allocations(tiles.main), other_tiles(tiles.others), windows(tiles.main),
+              as_published(tiles.main), everything(tiles.main))
+    entries = [entry for maker in makers for entry in maker]
+    assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
 
 
@@ -77,36 +81,56 @@ def floors(gpu: bool) -> Iterator[Entry]:
     yield Entry("dense", "dense, other noise", noise=1000)
 
 
-def dropped(size: ModelSize, tiles: Tiles) -> Iterator[Entry]:
-    """SSTA as published: what is not selected gives nothing."""
-    yield Entry("everything", "everything selected", kept(size, tiles.main, 1.0))
+def ways(tile: Triple) -> Iterator[Entry]:
     for density in DENSITIES:
-        yield Entry("dropped", f"dropped {density:g}", kept(size, tiles.main, density), shown=density == 0.156)
-    yield Entry("dropped", "dropped 0.156, importance", kept(size, tiles.main, 0.156, sampling_type="importance"))
-    yield Entry("dropped", "dropped 0.156, shared heads", kept(size, tiles.main, 0.156, mask_share_within_head=True))
-    yield Entry("dropped", "dropped, threshold 0.9", kept(size, tiles.main, 1.0, threshold=0.9))
+        for way, options in WAYS.items():
+            yield Entry(way, f"{way} {density:g}", kept(tile, density, **options), shown=density == MIDDLE)
+            if options:
+                yield Entry(way, f"{way} {density:g}, by similarity", kept(tile, density, sampling_type="similarity", **options))
 
 
-def windows(size: ModelSize, tiles: Tiles) -> Iterator[Entry]:
+def warm_ups(tile: Triple) -> Iterator[Entry]:
+    for way, options in WAYS.items():
+        yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15),
+                    shown=way in ("dropped", "linear"))
+
+
+def allocations(tile: Triple) -> Iterator[Entry]:
+    for density in DENSITIES:
+        for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+            yield Entry("by head", f"{way} {density:g}, by head", kept(tile, density, allocation="head", **options))
+
+
+def other_tiles(tiles: tuple[Triple, ...]) -> Iterator[Entry]:
+    for tile in tiles:
+        for way, options in WAYS.items():
+            yield Entry("tiles", f"{way} {MIDDLE:g}, tile {_by(tile)}", kept(tile, MIDDLE, **options))
+
+
+def windows(tile: Triple) -> Iterator[Entry]:
+    """A window alone, and one within the density."""
     for window in ((1, 3, 3), (3, 3, 3)):
-        yield Entry("window", f"window {_by(window)}", kept(size, tiles.main, 0.1, sparse_type="sta", kernel_thw=window))
-    yield Entry("window", "window 1x3x3 and 0.1", kept(size, tiles.main, 0.1, sparse_type="ssta", kernel_thw=(1, 3, 3)))
+        yield Entry("window", f"window {_by(window)}", SSTAConfig(tile_thw=tile, kernel_thw=window, sparse_type="sta"))
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        yield Entry("window", f"{way} 0.3, window 1x3x3", kept(tile, 0.3, sparse_type="ssta", kernel_thw=(1, 3, 3), **options))
 
 
-def schedules(size: ModelSize, tiles: Tiles) -> Iterator[Entry]:
-    for density in (0.156, 0.3):
-        yield Entry("warm-up", f"dropped {density:g}, warm-up 15 %", kept(size, tiles.main, density), Schedule(dense_steps=0.15),
-                    shown=density == 0.156)
+def as_published(tile: Triple) -> Iterator[Entry]:
+    """Other selections that published checkpoints were trained with."""
+    yield Entry("dropped", f"dropped {MIDDLE:g}, importance", kept(tile, MIDDLE, sampling_type="importance"))
+    yield Entry("dropped", f"dropped {MIDDLE:g}, shared heads", kept(tile, MIDDLE, mask_share_within_head=True))
+    yield Entry("dropped", "dropped, threshold 0.9", kept(tile, MIDDLE, density=None, topk=10**6, threshold=0.9))
 
 
-def other_tiles(size: ModelSize, tiles: Tiles) -> Iterator[Entry]:
-    for tile in tiles.others:
-        yield Entry("tiles", f"dropped 0.156, tile {_by(tile)}", kept(size, tile, 0.156))
+def everything(tile: Triple) -> Iterator[Entry]:
+    """Laws: nothing is left to drop or to estimate."""
+    for way, options in WAYS.items():
+        yield Entry("everything", f"{way} 1", kept(tile, 1.0, **options))
 
 
-def fine_tuned(size: ModelSize, tiles: Tiles) -> dict[str, SSTAConfig]:
+def fine_tuned(tile: Triple) -> dict[str, SSTAConfig]:
     """What models are fine-tuned through."""
-    return {"dropped 0.15": kept(size, tiles.main, 0.15)}
+    return {f"{way} 0.15": kept(tile, 0.15, **options) for way, options in {"dropped": DROPPED, "linear": LINEAR}.items()}
 
 
 def _by(triple: Triple) -> str:
