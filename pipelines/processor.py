@@ -18,7 +18,7 @@ from ssta.layout import Input
 from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
-from .report import LayerRun, Stopwatch, exact_mass_of
+from .report import LayerRun, Stopwatch
 from .reuse import Holder
 from .streams import TORCH_NORMS, Norms, Stream, joined
 
@@ -218,7 +218,7 @@ class SSTAProcessor:
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
-            exact_mass=None if run.exact_mass is None else exact_mass_of(run.exact_mass),
+            exact_mass=None if run.exact_mass is None else mass_summary(run.exact_mass),
             chosen_steps=None if always_dense else self.context.chosen_steps,
             densities=(min(levels.values()), max(levels.values())) if levels else None,
             sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)

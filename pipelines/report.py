@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .text_table import aligned
 
@@ -87,17 +86,6 @@ class RunReport(list):
         return "\n".join([aligned(rows, left=3), *reasons])
 
     __repr__ = __str__
-
-
-def exact_mass_of(shares: Tensor) -> tuple[float, float, float]:
-    """Mean, 5th percentile and worst head's mean of ``shares`` ``[B, H, N]``. Synchronises the device."""
-    shares = shares.double()
-    mean, worst = shares.mean(), shares.mean(-1).min()
-    # Not torch.quantile, which takes no more than 16 million.
-    flat = shares.flatten().sort().values
-    low = flat[int(0.05 * (len(flat) - 1))]
-    found = torch.stack([mean, low, worst]).tolist()
-    return found[0], found[1], found[2]
 
 
 def _mean_density(run: LayerRun) -> float:

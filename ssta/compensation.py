@@ -127,7 +127,8 @@ def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
     shares = shares[~shares.isnan().any(2)]
     if not shares.numel():
         return None
-    return float(shares.mean()), float(shares.flatten().quantile(0.05, interpolation="lower")), float(shares.mean(1).min())
+    lowest = shares.flatten().sort().values
+    return float(shares.mean()), float(lowest[int(0.05 * (len(lowest) - 1))]), float(shares.mean(1).min())
 
 
 def _longest(layout: TileLayout) -> int:

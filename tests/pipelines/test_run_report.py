@@ -9,8 +9,9 @@ import torch
 from tiny_hunyuan import EVERYTHING, SPARSE
 from tiny_models import TINY, run
 
+from ssta.compensation import mass_summary
 from ssta.pipelines import Schedule, apply_ssta, processor
-from ssta.pipelines.report import LayerRun, RunReport, exact_mass_of
+from ssta.pipelines.report import LayerRun, RunReport
 
 
 def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
@@ -55,7 +56,7 @@ def test_without_compensation_there_is_no_such_column():
 def test_mean_percentile_and_worst_head():
     shares = torch.linspace(0, 1, 101)[None, None].repeat(1, 2, 1)
     shares[:, 1] = 0.9
-    mean, low, worst = exact_mass_of(shares)
+    mean, low, worst = mass_summary(shares)
     # Of 202 shares the eleventh is the first above a twentieth of them.
     assert mean == pytest.approx(0.7) and worst == pytest.approx(0.5) and low == pytest.approx(0.1)
 
