@@ -102,11 +102,14 @@ def compensate(
     Returns:
         (out, lse), as the arguments of these names, differentiable in out, lse, q, k and v; rows that leave nothing out, and those of
         text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
-        query tile's rows, NaN in heads that do without an estimate; a constant.
+        query tile's rows, NaN where a head does without the estimate of what is left out; a constant.
     """
     out, lse, share = _merged(out, lse, q, k, v, layout, blocks, estimates, scale)
     useful = estimates.useful()
-    return out, lse, share if useful is None else share.masked_fill(~useful[..., None], torch.nan)
+    if useful is not None:
+        incomplete = blocks.counts[..., :layout.num_video_tiles] < layout.num_tiles
+        share = share.masked_fill(incomplete & ~useful[..., None], torch.nan)
+    return out, lse, share
 
 
 def _merged(
