@@ -13,7 +13,6 @@ from torch import Tensor
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
-from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 
