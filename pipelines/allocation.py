@@ -51,7 +51,7 @@ def allocate(layers: Sequence[Sequence[Setting]], *, error: float | None = None,
 
     Begins with everybody's cheapest and buys, in all layers together, what gains most for its cost, which at every price is the best that
     the settings give (a Lagrangian relaxation). So more money never leaves a greater error, and a greater error never costs more. The last
-    purchase is made in part where its two settings differ in density alone; error and cost are then taken to be linear between them, which
+    purchase is made in part, unless its two settings have other compensations; error and cost are taken to be linear between them, which
     exaggerates the error, for the hull is convex.
 
     Args:
@@ -69,24 +69,34 @@ def allocate(layers: Sequence[Sequence[Setting]], *, error: float | None = None,
         raise ValueError(f"cost must be at least {spent:.4g}, got {cost:.4g}")
     purchases = sorted(((-_gain(a, b), i, a, b) for i, hull in enumerate(hulls) for a, b in zip(hull, hull[1:])),
                        key=lambda purchase: purchase[:2])
+    left_out: set[int] = set()
     for _, i, a, b in purchases:
         if error is not None and wrong <= error:
             break
-        part = 1.0
-        if error is not None:
-            part = min(part, (wrong - error) / (a.error - b.error))
-        if cost is not None:
-            part = min(part, (cost - spent) / (b.cost - a.cost))
-        if part < 1 and a.compensation != b.compensation:
-            # Not to be had in part: the least that is under the error, the most that is under the cost.
-            part = 1.0 if cost is None else 0.0
-        chosen[i] = bought = b if part >= 1 else _between(a, b, max(part, 0.0))
+        if i in left_out:
+            continue
+        bought = b
+        if error is not None and wrong - a.error + b.error < error or cost is not None and spent - a.cost + b.cost > cost + 1e-9:
+            part = _partly(a, b, None if error is None else error - wrong + a.error, None if cost is None else cost - spent + a.cost)
+            if part is None and cost is not None:
+                # What others offer gains less, but is to be had.
+                left_out.add(i)
+                continue
+            bought = b if part is None else part
+        chosen[i] = bought
         spent, wrong = spent + bought.cost - a.cost, wrong + bought.error - a.error
-        if part < 1:
+        if bought is not b:
             break
     return chosen
 
 
-def _between(a: Setting, b: Setting, part: float) -> Setting:
-    cost, error, density = ((1 - part) * x + part * y for x, y in zip(a[:3], b[:3]))
-    return Setting(cost, error, density, a.compensation)
+def _partly(a: Setting, b: Setting, error: float | None, cost: float | None) -> Setting | None:
+    """What lies between ``a`` and ``b`` and has this error or this cost; None where nothing does that is cheaper than ``b``."""
+    if b.density == 1:
+        # Up to the last tile the others are estimated, at the price that this has.
+        b = Setting(1 + a.cost - a.density, 0.0, 1.0, a.compensation)
+    if a.compensation != b.compensation:
+        return None
+    part = max((a.error - error) / (a.error - b.error) if error is not None else ((cost or 0.0) - a.cost) / (b.cost - a.cost), 0.0)
+    at, wrong, density = ((1 - part) * x + part * y for x, y in zip(a[:3], b[:3]))
+    return Setting(at, wrong, density, a.compensation) if density < 1 and at < 1 else None

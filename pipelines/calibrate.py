@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ def calibrate(
 
         sites = {name: len(processors) for name, _, _, processors in handle.layers()}
         probes = [Probe(module, context, processors, config, extra, tell) for _, module, context, processors in handle.layers()]
-        stack.callback(lambda: [probe.remove() for probe in probes])
+        for probe in probes:
+            stack.callback(probe.remove)
         # What is measured is not part of compiled blocks.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
@@ -146,7 +148,7 @@ def _runs(model: Any, prompts: Any, run: Any, call: Mapping[str, Any], steps: in
         model(**{"output_type": "latent", **call, **own, "num_inference_steps": steps,
                  "generator": torch.Generator().manual_seed(seed + index)})
 
-    return [lambda index=index, prompt=prompt: generate(index, prompt) for index, prompt in enumerate(prompts)]
+    return [partial(generate, index, prompt) for index, prompt in enumerate(prompts)]
 
 
 def _require_plain(config: SSTAConfig, schedule: Schedule) -> None:

@@ -154,7 +154,8 @@ class Calibration:
     def _choose(self, model: ModelCalibration, target: float | None, density: float | None) -> ModelCalibration:
         settings = [layer.settings for layer in model.layers]
         if target is not None:
-            found = allocate(settings, error=target**2)
+            # A rounding error is not to take it above the target.
+            found = allocate(settings, error=target**2 * (1 - 1e-12))
         else:
             assert density is not None
             cost = len(settings) * min(_cost(density, self.config.compensation), 1.0)
@@ -194,8 +195,9 @@ class Calibration:
         unknown = [place for place in sparse if place not in layers]
         if unknown:
             raise ValueError(f"schedule must keep dense what was dense when the calibration was measured, got {', '.join(unknown)} sparse")
-        configs = {place: candidate(self.config, layers[place].density, layers[place].compensation)
-                   for place in sparse if layers[place].density < 1}
+        configs: dict[int | str, SSTAConfig] = {
+            place: candidate(self.config, layers[place].density, layers[place].compensation)
+            for place in sparse if layers[place].density < 1}
         return replace(schedule, dense_layers=tuple([place for place in places if place not in configs]), layer_configs=configs)
 
     def _part(self, name: str, names: Sequence[str]) -> ModelCalibration:
@@ -247,10 +249,11 @@ def checked_aim(target: float | None, density: float | None) -> tuple[float | No
         if not 0 < target < 1:
             raise ValueError(f"target must lie in (0, 1), a relative error of the model's output, got {target}")
         return target, None
-    density = require_number("density", density)
-    if not 0 < density <= 1:
-        raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {density}")
-    return None, density
+    assert density is not None
+    share = require_number("density", density)
+    if not 0 < share <= 1:
+        raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {share}")
+    return None, share
 
 
 def candidate(config: SSTAConfig, density: float, compensation: str) -> SSTAConfig:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig, TokenLayout, VideoGrid, tile_layout
-from ssta.attention import ssta_layer
+from ssta.attention import LayerResult, ssta_layer
 
 from .allocation import allocate
 from .calibration import LayerCalibration, Measured, candidate
@@ -114,28 +114,29 @@ class Probe:
             return self._try(layer.instead, q, k, v, layout, text_mask).out.transpose(1, 2)
         out = layer.attend(query, key, value, layout, text_mask)
         if layout.video and not self._again and not self._context.dense_step:
-            self._measure(layer, out.transpose(1, 2), *(x.transpose(1, 2) for x in (query, key, value)), layout, text_mask)
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            self._measure(layer, (q, k, v), out.transpose(1, 2), layout, text_mask)
             self._due = True
         return out
 
-    def _try(self, trial: Trial, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> Any:
+    def _try(self, trial: Trial, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None) -> LayerResult:
         return ssta_layer(q, k, v, layout, trial.config, text_mask=text_mask, impl=self._context.impl)
 
-    def _measure(self, layer: _Layer, dense: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout,
+    def _measure(self, layer: _Layer, qkv: tuple[Tensor, Tensor, Tensor], dense: Tensor, layout: TokenLayout,
                  text_mask: Tensor | None) -> None:
         """Adds one forward to a layer's sums. Nothing is read from the device."""
-        squares, computed = [], []
+        squares, computed, spans = [], [], _video(layout)
         for trial in self.trials:
-            result = self._try(trial, q, k, v, layout, text_mask)
-            squares.append(sum([_squares(result.out[:, :, span] - dense[:, :, span], (0, 2, 3)) for span in _video(layout)]))
+            result = self._try(trial, *qkv, layout, text_mask)
+            squares.append(torch.stack([_squares(result.out[:, :, span] - dense[:, :, span], (0, 2, 3)) for span in spans]).sum(0))
             computed.append(_computed(result.selection.blocks, trial.config, layout))
             del result
-        whole = torch.stack([_squares(dense[:, :, span], (0, 1, 2, 3)) for span in _video(layout)]).sum()
+        whole = torch.stack([_squares(dense[:, :, span], (0, 1, 2, 3)) for span in spans]).sum()
         layer.last = torch.stack(squares) / whole.clamp(min=1e-30)
         layer.squares = layer.last if layer.squares is None else layer.squares + layer.last
         layer.computed = torch.stack(computed) if layer.computed is None else layer.computed + torch.stack(computed)
         layer.forwards += 1
-        layer.shape = q.shape[1], q.shape[3]
+        layer.shape = dense.shape[1], dense.shape[3]
 
     def _finish(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Forward hook of the transformer: runs it again."""
