@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .kernels import CAP, ITERATIONS, BlockEstimates, per_query_head, without_autocast
+from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, without_autocast
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Tiles:
     """The video tokens of a layout, tile by tile: ``[..., P, *]`` in tiled order <-> ``[..., N, L, *]``, the end of short tiles unused."""
 
     def __init__(self, layout: TileLayout) -> None:
-        self.number, self.longest = layout.num_video_tiles, max([segment.longest_tile for segment in layout.video])
+        self.number, self.longest = layout.num_video_tiles, _longest(layout)
         self.slots = sum([segment.num_slots for segment in layout.video])
         self.lengths = layout.lengths[:self.number].long()
         starts = layout.offsets[:self.number].long()
@@ -76,9 +76,14 @@ def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float) -> BlockEs
         config: its compensation, which is not "none", its parts, and whether "error" selects.
         scale: factor on the scores.
     """
+    q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
+    if kernels_run(q):
+        return estimate_blocks(q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), scale=scale,
+                               parts=config.compensation_parts, linear=config.compensation == "linear",
+                               with_mass=config.scored_by == "error")
     # Autocast would compute in half precision.
-    with torch.no_grad(), without_autocast(tiled.k.device.type):
-        return _estimate_in_torch(tiled.held_q(), tiled.k, tiled.v, tiled.layout, config, scale)
+    with torch.no_grad(), without_autocast(q.device.type):
+        return _estimate_in_torch(q, k, v, layout, config, scale)
 
 
 def compensate(
@@ -99,6 +104,9 @@ def compensate(
         text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
         query tile's rows; a constant.
     """
+    if kernels_run(q):
+        return add_tail(out, lse, q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), blocks, estimates, scale=scale,
+                        owned=True)
     with without_autocast(q.device.type):
         return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
 
@@ -110,6 +118,10 @@ def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
     lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
     mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
     return mean, fifth, worst
+
+
+def _longest(layout: TileLayout) -> int:
+    return max([segment.longest_tile for segment in layout.video])
 
 
 def _wide(x: Tensor) -> Tensor:
