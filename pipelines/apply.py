@@ -66,8 +66,8 @@ def apply_ssta(
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
-        TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor of timesteps,
-            or a family whose functions return something else than they should.
+        TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
+            of timesteps, or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
             parallelism, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
             scheduler, or whose density meets a configuration with a budget of its own, an unknown impl

@@ -266,10 +266,11 @@ def test_a_schedule_of_ones_own(of_a_pipeline):
     with apply_ssta(pipe, found, schedule=Schedule(dense_layers=(0, -1))) as handle:
         latents(pipe, **call)
         assert [run.dense_steps for run in handle.report()] == [4, 0, 4]
-    made = calibrate(pipe, [call], density=0.3, config=TILES, schedule=Schedule(dense_steps=0.5, dense_layers=(1,)), steps=4, extra=0)
+    made = calibrate(pipe, [call], density=0.3, config=TILES, schedule=Schedule(dense_steps=0.5, dense_layers=(1,), refresh=2), steps=4,
+                     extra=0)
     assert made.models[0].forwards == 4
     with apply_ssta(pipe, made) as handle:
-        assert handle.schedule.dense_steps == 0.5 and handle.schedule.dense_layers == ("blocks.1.attn1",)
+        assert handle.schedule.dense_steps == 0.5 and handle.schedule.dense_layers == ("blocks.1.attn1",) and handle.schedule.refresh == 2
     for schedule, message in [
             (Schedule(), "schedule must keep dense what was dense when the calibration was measured, got blocks.0.attn1 sparse"),
             (Schedule(layer_configs={1: TILES}), "schedule must leave .* to the calibration, got layer_configs"),
