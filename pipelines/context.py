@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from .progress import Generation, Progress, Step, read
 from .report import Stopwatch
 from .reuse import Reuse, capturing, choose_anew, signature_of
 from .schedule import Schedule
-
-if TYPE_CHECKING:
-    from .processor import SSTAProcessor
 
 
 class CallState(NamedTuple):
@@ -206,8 +203,7 @@ class ModelContext:
     def _reuse(self, model: nn.Module, step: Step | None, state: CallState, arguments: dict) -> bool:
         """Tells the layers which selections the forward may use; whether they choose anew."""
         processors: dict[str, Any] = {name: getattr(model.get_submodule(name), "processor", None) for name in self.sites}
-        layers: dict[str, SSTAProcessor] = {
-            name: processor for name, processor in processors.items() if getattr(processor, "context", None) is self}
+        layers = {name: processor.holder for name, processor in processors.items() if getattr(processor, "context", None) is self}
         reuse = getattr(self._calls, "reuse", None)
         if reuse is None:
             reuse = self._calls.reuse = Reuse()

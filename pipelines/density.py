@@ -10,9 +10,9 @@ from typing import Any
 from ssta import SSTAConfig
 from ssta.kernels import require_number
 
-# A density that follows the noise takes at most as many values: a compiled block is compiled once for each, and torch compiles it eight
-# times at most (recompile_limit), of which dense steps and dense layers are two.
-LEVELS = 6
+# A density that follows the noise takes at most as many values: a compiled block is compiled once for each, twice where selections serve
+# several steps or a stack's first block gets its tokens in another order, and torch compiles it eight times at most (recompile_limit).
+LEVELS = 4
 # From here on a step is dense: nothing is gained by choosing what to leave out.
 DENSE_FROM = 63 / 64
 # Noise levels of 0 and 1 have no finite ratio.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from ssta.kernels import BlockLists
 from ssta.selection import Selection
 
 from .progress import Generation, Step, is_fake
-
-if TYPE_CHECKING:
-    from .processor import SSTAProcessor
 
 # Of a step. Some pipelines call the model for one part of a long video after the other; what is kept must not pile up.
 _FORWARDS_KEPT = 8
@@ -93,14 +90,14 @@ class Reuse:
         self._number = -1
         self._forwards: list[_Forward] = []
 
-    def begin(self, step: Step, steps: int, signature: tuple | None, layers: Mapping[str, SSTAProcessor]) -> bool:
+    def begin(self, step: Step, steps: int, signature: tuple | None, layers: Mapping[str, Holder]) -> bool:
         """Gives ``layers`` what they are to use in the forward that begins; whether they choose anew.
 
         Args:
             step: the forward's.
             steps: for how many a selection serves.
             signature: what the forward was called with; None = nothing is kept of it, nor used.
-            layers: the processors, by name.
+            layers: their holders, by name.
         """
         if step.generation is not self._generation:
             self.drop()
@@ -118,8 +115,8 @@ class Reuse:
             # Layers that a cache skips now choose when they next run.
             forward.drop()
             forward.signature, forward.place = signature, step.position
-        for name, processor in layers.items():
-            processor.holder.kept = forward.layers.setdefault(name, Kept())
+        for name, holder in layers.items():
+            holder.kept = forward.layers.setdefault(name, Kept())
         return chosen
 
     def end(self) -> None:
@@ -134,10 +131,10 @@ class Reuse:
         self._forwards = []
 
 
-def choose_anew(processors: Iterable[SSTAProcessor]) -> None:
+def choose_anew(layers: Iterable[Holder]) -> None:
     """Lets the layers of this thread's forward choose, and keep nothing."""
-    for processor in processors:
-        processor.holder.kept = None
+    for holder in layers:
+        holder.kept = None
 
 
 def signature_of(arguments: Mapping[str, Any], *others: object) -> tuple | None:

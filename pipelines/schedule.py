@@ -36,9 +36,9 @@ class Schedule:
             default budget: a number, the same at every step; or a function, which is given the log signal-to-noise ratio of the step,
             2 log((1 - s) / s) with s the noise level that ``dense_above`` has. ``by_noise`` makes the published one. Dense steps and dense
             layers stay dense, and layers of ``layer_configs`` keep their own budget. A function is asked for the whole range of noise when
-            the schedule is made; where it gives more than six values (``levels``), each step takes the nearest of six, so that a compiled
-            block is compiled a few times only. Steps whose density is 63/64 or more are dense. The noise is read once in a generation, or
-            once in each forward where nothing counts the steps.
+            the schedule is made; where it gives more than four values, each step takes the nearest of four (``levels``), so that a
+            compiled block is compiled a few times only. Steps whose density is 63/64 or more are dense. The noise is read once in a
+            generation, or once in each forward where nothing counts the steps.
         refresh: for how many steps a selection of tiles serves: 1 = chosen anew at every step. Neighbouring steps want much the same tiles
             (of 50 steps, published methods choose anew after 10 or 12), and choosing takes time. Each of a step's forwards (with a prompt,
             without it) keeps its own. Chosen before its time: in another generation, on another canvas, batch, device or prompt, at another
