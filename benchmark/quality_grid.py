@@ -68,8 +68,9 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
-    makers = (floors(gpu), ways(tiles.main), warm_ups(tiles.main), presets(), by_noise(tiles.main), refreshed(tiles.main), allocations(tiles.main),
-              other_tiles(tiles.others), windows(tiles.main), as_published(tiles.main), everything(tiles.main))
+    main = tiles.main
+    makers = (floors(gpu), ways(main), warm_ups(main), presets(), by_noise(main), refreshed(main), allocations(main),
+              other_tiles(tiles.others), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
