@@ -16,12 +16,12 @@ from sheet import Sheet
 from torch import Tensor
 from video_model import Checkpoint, VideoModel, label_order
 
-from ssta.pipelines import SSTAHandle, apply_ssta
+from ssta.pipelines import LayerRun, SSTAHandle, apply_ssta
 
 # Of the videos, so many follow the dense trajectory, and are shown.
 FOLLOWED = 2
 SPREAD = ("psnr", "ssim", "lpips", "latent_error")
-COLUMNS = ("what", "group", "name", "density", "sample_s", *(f"{name}{end}" for name in SPREAD for end in ("", "_spread")),
+COLUMNS = ("what", "group", "name", "density", "exact_mass", "sample_s", *(f"{name}{end}" for name in SPREAD for end in ("", "_spread")),
            "velocity_error", *(f"velocity_{percent}" for percent in VELOCITIES), "loss", "loss_dense", "loss_above", "gap_closed", "note")
 
 
@@ -75,15 +75,15 @@ class Bench:
             self._add_sample(entry, note=failure(error))
 
     def _measured(self, entry: Entry) -> dict:
-        first, densities = self._samplers[0], []
+        first, runs = self._samplers[0], []
         with under(entry, first) as handle:
-            # The mean over layers at this step; a dense one counts as 1.
-            errors = self._trajectory.follow(lambda: densities.append(fmean(run.density for run in handle.report()) if handle else 1.0))
+            errors = self._trajectory.follow(lambda: runs.extend(handle.report() if handle else ()))
             loss = held_out_loss(first, self.held)
             first.one_step()
         latents, seconds = self._sampled(entry)
         at = {f"velocity_{percent}": errors[step_at(percent, len(errors))] for percent in VELOCITIES}
-        return dict(self._compared(entry, latents), density=fmean(densities), sample_s=seconds, velocity_error=fmean(errors), **at,
+        return dict(self._compared(entry, latents), density=fmean(run.density for run in runs) if runs else 1.0,
+                    exact_mass=_exact_mass(runs), sample_s=seconds, velocity_error=fmean(errors), **at,
                     loss=loss, loss_dense=self._dense_loss, loss_above=100 * (loss / self._dense_loss - 1))
 
     def _other_noise(self, entry: Entry) -> dict:
@@ -122,7 +122,8 @@ class Bench:
         row = {**dict.fromkeys(COLUMNS, ""), **found, **self._same}
         assert list(row) == [*COLUMNS, *self._same], f"{sorted(found)} must be among {COLUMNS}"
         self.rows.append(row)
-        shown = ("density", "psnr", "ssim", "latent_error", "velocity_error", "loss", "loss_above", "gap_closed", "sample_s", "note")
+        shown = ("density", "exact_mass", "psnr", "ssim", "latent_error", "velocity_error", "loss", "loss_above", "gap_closed", "sample_s",
+                 "note")
         print(f"{row['what']}: {row['name']}", *(f"{name} {_short(row[name])}" for name in shown if row[name] != ""), sep="  ", flush=True)
         for path in self.paths:
             write_rows(path, self.rows, quiet=True)
@@ -137,6 +138,13 @@ def under(entry: Entry, sampler: Sampler) -> Iterator[SSTAHandle | None]:
         return
     with apply_ssta(sampler.model.dit, entry.config, schedule=entry.schedule, scheduler=sampler.scheduler) as handle:
         yield handle
+
+
+def _exact_mass(runs: list[LayerRun]) -> float | str:
+    """Mean share of the softmax; known of estimates alone, and 1 where a step of theirs is dense."""
+    if all(run.exact_mass is None for run in runs):
+        return ""
+    return fmean(1.0 if run.exact_mass is None else run.exact_mass[0] for run in runs)
 
 
 def _short(value: object) -> str:

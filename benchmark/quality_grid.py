@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
+from ssta.pipelines.families.wan import WAN
+from ssta.pipelines.presets import PRESETS, preset_settings
 
 Triple = tuple[int, int, int]
 # Shares of the tile pairs; of 45 tiles 4 or 5, 7 and 13 or 14. MIDDLE is the one at which everything else is varied.
@@ -66,8 +68,9 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
-    makers = (floors(gpu), ways(tiles.main), warm_ups(tiles.main), allocations(tiles.main), other_tiles(tiles.others), windows(tiles.main),
-              as_published(tiles.main), everything(tiles.main))
+    main = tiles.main
+    makers = (floors(gpu), ways(main), warm_ups(main), presets(), by_noise(main), refreshed(main), allocations(main),
+              other_tiles(tiles.others), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
@@ -93,6 +96,30 @@ def warm_ups(tile: Triple) -> Iterator[Entry]:
     for way, options in WAYS.items():
         yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15),
                     shown=way in ("dropped", "linear"))
+
+
+def presets() -> Iterator[Entry]:
+    """By name, as the model's family has them: with its tile and its window."""
+    for name in PRESETS:
+        yield Entry("preset", f"preset {name}", *preset_settings(WAN, name))
+
+
+def by_noise(tile: Triple) -> Iterator[Entry]:
+    """A density that falls with the noise, from everything and from twice or three times its end."""
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        config = kept(tile, MIDDLE, **options)
+        for least, most in ((0.156, 1.0), (0.1, 1.0), (0.1, 0.3)):
+            schedule = Schedule.by_noise(least, most=most)
+            yield Entry("by noise", f"{way} {most:g} to {least:g}, by noise", replace(config, density=None), schedule)
+
+
+def refreshed(tile: Triple) -> Iterator[Entry]:
+    """Selections that serve several steps."""
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        for steps in (5, 15):
+            yield Entry("refresh", f"{way} {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **options), Schedule(refresh=steps))
+    yield Entry("refresh", f"linear {MIDDLE:g}, warm-up 15 %, refresh 5", kept(tile, MIDDLE, **LINEAR),
+                Schedule(dense_steps=0.15, refresh=5))
 
 
 def allocations(tile: Triple) -> Iterator[Entry]:

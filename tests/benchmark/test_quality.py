@@ -237,6 +237,7 @@ def test_the_plot_shows_every_sample_and_the_best_for_their_time(trained):
 
     rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 20), row("b", 0.2, 3, 19), row("c", 0.3, 4, 30)]
     axes = plots.plot_quality(rows).axes
-    assert [text.get_text() for text in axes[0].texts] == ["a", "b", "c"]
+    assert [text.get_text() for text in axes[1].texts] == ["a", "c"]
+    assert axes[0].lines[-1].get_xydata().tolist() == [[0.1, 20], [0.2, 19], [0.3, 30]]
     best = next(line for line in axes[1].lines if line.get_color() == "#999999")
     assert best.get_xydata().tolist() == [[1, 20], [4, 30]]
