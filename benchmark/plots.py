@@ -114,6 +114,31 @@ def plot_pipeline(rows: list[Row]) -> Figure:
     return figure
 
 
+def plot_quality(rows: list[Row]) -> Figure:
+    """PSNR and SSIM of samples against the dense ones: over density and over the time of sampling, with a line along the best for it."""
+    points = [row for row in rows if row["what"] == "sample" and row["psnr"] and row["group"] not in ("dense", "everything")]
+    figure = Figure((13, 9), layout="constrained")
+    groups = list(grouped(points, lambda row: row["group"]))
+    for (column, x), axes in zip([(y, x) for y in ("psnr", "ssim") for x in ("density", "sample_s")], figure.subplots(2, 2).flat):
+        found = [(float(row[x]), float(row[column]), row) for row in points]
+        for at, value, row in found:
+            spread = float(row[f"{column}_spread"] or 0)
+            colour = COLOURS[groups.index(row["group"]) % len(COLOURS)]
+            axes.errorbar(at, value, spread, color=colour, marker="o", markersize=4, elinewidth=0.4)
+            axes.annotate(row["name"], (at, value), xytext=(3, 2), textcoords="offset points", fontsize=5)
+        if x == "sample_s":
+            best = [(at, value) for at, value, _ in found if not any(a <= at and v > value for a, v, _ in found)]
+            axes.plot(*zip(*sorted(best)), color="#999999", linewidth=0.8, zorder=0)
+            dense = next((float(row[x]) for row in rows if row["name"] == "dense"), None)
+            axes.axvline(dense, color="#000000", linewidth=0.8, linestyle=":")
+        axes.set_xlabel({"density": "share of tile pairs computed", "sample_s": "s, dotted: dense"}[x], fontsize="small")
+        axes.set_ylabel({"psnr": "PSNR against dense, dB", "ssim": "SSIM against dense"}[column], fontsize="small")
+    of = rows[0]
+    what = f"{of['clips']}, {of['videos']} videos x {of['seeds']} seeds, {of['steps']} steps"
+    figure.supxlabel(f"{what}\n{caption(rows)}", fontsize="x-small")
+    return figure
+
+
 def place_label(rows: list[Row], place: tuple) -> str:
     problem, pattern, kept = place
     tokens, heads, head_dim, _ = problem
@@ -127,4 +152,5 @@ def caption(rows: list[Row]) -> str:
 
 
 # Which CSVs are drawn, and how.
-PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline}
+PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline,
+         "quality": plot_quality}

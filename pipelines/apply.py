@@ -14,7 +14,9 @@ from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
 from .context import ModelContext
+from .density import with_density
 from .family import Family, Site, family_of
+from .presets import preset_settings
 from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
@@ -47,8 +49,9 @@ def apply_ssta(
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
         config: what is attended; default the family's.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
-        preset: the name of a configuration and a schedule for weights that were trained with SSTA, instead of these two:
-            ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, in which nothing stays dense.
+        preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
+            for every family's densely trained weights (``pipelines/presets.py`` has their settings and reasons); or one for weights that
+            were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no dense steps.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
             synchronises with the device once in each forward.
@@ -62,8 +65,9 @@ def apply_ssta(
         TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, not a scheduler, which has a tensor of timesteps,
             or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
-            parallelism, a schedule that names layers that the model does not have or that counts steps without a scheduler, an
-            unknown impl or preset, or a family whose sites are not the model's.
+            parallelism, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
+            scheduler, or whose density meets a configuration with a budget of its own, an unknown impl
+            or preset, or a family whose sites are not the model's.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
@@ -219,8 +223,17 @@ def _plan(
     if _installation(model) is not None:
         raise ValueError(f"model must not have SSTA applied already, got {type(model).__name__} with it; call remove_ssta(model) first")
     sites = _sites(family, model)
+    chosen = config is not None
     config, schedule = _settings(family, config, schedule, preset, progress)
+    by_level: tuple[SSTAConfig, ...] = ()
+    if schedule.levels:
+        by_level = tuple([with_density(config, level, chosen=chosen) for level in schedule.levels if level < 1])
+        # Itself and not just equal: layers that have none of their own are known by it.
+        config = replace(config)
+    elif isinstance(schedule.density, float):
+        config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(family, config, schedule, progress, impl)
+    context.sites = tuple([site.name for site in sites])
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
         processor = site.replacement(context)
@@ -230,6 +243,8 @@ def _plan(
         if any(processor is other for _, other in replacements):
             raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
         processor.config = own
+        # A layer's own configuration keeps its own budget.
+        processor.by_level = by_level if own is config else ()
         replacements.append((site, processor))
     return context, replacements
 
@@ -272,12 +287,7 @@ def _settings(
     """The user's configuration and schedule, or the preset's, or the family's; the latter two in terms of what is known about the steps."""
     given = schedule is not None
     if preset is not None:
-        if preset not in family.presets:
-            known = f"one of {', '.join(map(repr, family.presets))}" if family.presets else f"None for {family.model}, which has none"
-            raise ValueError(f"preset must be {known}, got {preset!r}")
-        made = family.presets[preset]()
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise TypeError(f"{family.model}'s preset {preset!r} must return (SSTAConfig, Schedule), got {type(made).__name__}")
+        made = preset_settings(family, preset)
         config, schedule = made
     else:
         config = family.default_config() if config is None else config
@@ -352,6 +362,7 @@ def _undo(model: nn.Module, installation: _Installation) -> None:
         model.get_submodule(name).processor = original
     for hook in installation.hooks:
         hook.remove()
+    installation.context.forget_selections()
 
 
 def _copy_settings(source: Any, target: Any) -> None:

@@ -15,8 +15,8 @@ TEMPERATURE = 0.01
 LEAST_TILES = 8
 # Percent of the tiles that each row has at least where a head spreads its density.
 LEAST_PERCENT = 3
-# Bits after the point: so 2 ** 15 rows of as many tiles fit int64. A rounded fraction is off by 2 ** 14 at most after as many rows, which is
-# added before it is dropped, so that whole numbers stay whole.
+# Bits after the point: so 2 ** 15 rows of as many tiles fit int64. A rounded fraction is off by 2 ** 14 at most after as many rows; that is
+# added before fractions are dropped, so that whole numbers stay whole.
 FRACTION = 32
 SLACK = 1 << 14
 

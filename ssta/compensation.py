@@ -102,8 +102,17 @@ def compensate(
     Returns:
         (out, lse), as the arguments of these names, differentiable in out, lse, q, k and v; rows that leave nothing out, and those of
         text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
-        query tile's rows; a constant.
+        query tile's rows, NaN in heads that do without an estimate; a constant.
     """
+    out, lse, share = _merged(out, lse, q, k, v, layout, blocks, estimates, scale)
+    useful = estimates.useful()
+    return out, lse, share if useful is None else share.masked_fill(~useful[..., None], torch.nan)
+
+
+def _merged(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if kernels_run(q):
         return add_tail(out, lse, q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), blocks, estimates, scale=scale,
                         owned=True)
@@ -111,13 +120,14 @@ def compensate(
         return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
 
 
-def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
     """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
-    worst head. Synchronises the device."""
-    shares = exact_mass.double()
-    lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
-    mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
-    return mean, fifth, worst
+    worst head, leaving out heads without an estimate; None if all are. Synchronises the device."""
+    shares = exact_mass.double().cpu()
+    shares = shares[~shares.isnan().any(2)]
+    if not shares.numel():
+        return None
+    return float(shares.mean()), float(shares.flatten().quantile(0.05, interpolation="lower")), float(shares.mean(1).min())
 
 
 def _longest(layout: TileLayout) -> int:

@@ -74,8 +74,8 @@ def create_moba_3d_mask(
     require_bool("add_text_mask", add_text_mask)
     if sampling_type == "importance" and lambda_ is None:
         raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
-    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=topk, sparse_type="block_attn", threshold=threshold,
-                        lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
+    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=require_int("topk", topk, 1), sparse_type="block_attn",
+                        threshold=threshold, lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
                         mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
     _check_inputs(q, k, prod(canvas_thw))
     layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)

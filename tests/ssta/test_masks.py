@@ -140,6 +140,7 @@ def test_mask_and_attention_together_are_ssta():
     (dict(sampling_type="random"), ValueError, "sampling_type must be one of"),
     (dict(text_block_num=-1), ValueError, "text_block_num must be at least 0, got -1"),
     (dict(topk=0), ValueError, "topk must be at least 1, got 0"),
+    (dict(topk=None), TypeError, "topk must be an int, got None"),
 ])
 def test_refuses(changes, error, message):
     x = torch.zeros(1, 2, 192, 8)

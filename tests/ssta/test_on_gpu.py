@@ -12,14 +12,16 @@ from ssta.kernels import block_sparse_attention
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("sparse_type", ["sta", "block_attn", "ssta"])
-def test_never_waits_for_the_gpu_and_can_be_captured(sparse_type, padding):
+@pytest.mark.parametrize("budget", [
+    dict(sparse_type="sta"), dict(sparse_type="block_attn", topk=9, threshold=0.5), dict(topk=9, threshold=0.5), dict(density=0.7),
+    dict(density=0.7, allocation="head"), dict(sparse_type="block_attn", density=0.7, allocation="head")], ids=str)
+def test_never_waits_for_the_gpu_and_can_be_captured(budget, padding):
     inputs = [torch.randn(2, 2, 7 * 9 * 20 + 30, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     text_mask = torch.arange(30, device="cuda") < torch.tensor([[4], [30]], device="cuda")
+    config = SSTAConfig(tile_thw=(4, 4, 4), pad_type=padding, **budget)
 
     def step():
-        out = ssta_3d_attention(*inputs, (7, 9, 20), topk=9, tile_thw=(4, 4, 4), text_len=30, sparse_type=sparse_type, pad_type=padding,
-                                threshold=0.5 * (sparse_type != "sta"), text_mask=text_mask)
+        out = ssta_attention(*inputs, TokenLayout.video_text((7, 9, 20), 30), config, text_mask=text_mask)
         return out, *torch.autograd.grad(out.float().square().sum(), inputs)
 
     # All on a side stream: a backward on the default stream would tie the inputs to it, which a capture refuses.
@@ -59,6 +61,32 @@ def test_the_first_call_on_a_gpu_makes_its_layout_without_waiting():
             ssta_3d_attention(q, k, v, (5, 11, 9), topk=3, tile_thw=(4, 4, 4), text_len=7, pad_type=padding)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocation", ["row", "head"])
+def test_another_density_neither_waits_nor_compiles(allocation):
+    from ssta.kernels.prologue import select_kernel, spread_kernel
+
+    q, k, v = torch.randn(3, 1, 2, 5 * 9 * 11 + 7, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    layout, caches = TokenLayout.video_text((5, 9, 11), 7), (spread_kernel._launch_count, spread_kernel._launch_share,
+                                                             select_kernel._launch_select)
+
+    def run(density):
+        config = SSTAConfig(tile_thw=(4, 4, 4), kernel_thw=(1, 1, 1), density=density, allocation=allocation)
+        return ssta_attention(q, k, v, layout, config, return_blocks=True)[1]
+
+    run(0.5)
+    before = [len(cache.compiled) for cache in caches]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = {density: run(density) for density in (0.25, 0.3, 0.8, 1.0)}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(cache.compiled) for cache in caches] == before
+    for density, blocks in found.items():
+        # 18 video tiles and 1 of text.
+        assert abs(float(blocks.to_mask()[..., :-1, :-1].double().mean()) / density - 1) < 0.02
 
 
 @pytest.mark.gpu

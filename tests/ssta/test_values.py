@@ -56,11 +56,12 @@ def test_the_tiled_copies_do_not_outlive_attention(monkeypatch):
         ssta_attention(*inputs(), LAYOUT, CONFIG)
 
 
-@pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0}])
+@pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0},
+                                     {"topk": None, "density": 0.7}, {"topk": None, "density": 0.7, "allocation": "head"}])
 @pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
 def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
     layout = tile_layout(LAYOUT, CONFIG.tile_thw)
-    config = SSTAConfig(tile_thw=(1, 2, 2), kernel_thw=(1, 1, 3), topk=2, sparse_type=sparse_type, **changes)
+    config = SSTAConfig(**{"tile_thw": (1, 2, 2), "kernel_thw": (1, 1, 3), "topk": 2, "sparse_type": sparse_type, **changes})
     tiled = layout.tile_qkv(*inputs())
     found = select_tiles(tiled, config)
     n = layout.num_video_tiles
@@ -70,7 +71,8 @@ def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
     if "budget" in changes:
         assert found.k_per_row is None and torch.equal(found.kept, found.scores > 0)
     else:
-        assert torch.equal(found.kept, topk_blocks(found.scores, found.k_per_row))
+        assert torch.equal(found.kept, topk_blocks(found.scores, found.k_per_row, found.apart))
+    assert (found.apart is None) == ("density" not in changes)
     bare = select_tiles(tiled, config, keep_scores=False)
     assert bare.scores is bare.kept is None and torch.equal(bare.blocks.to_mask(), found.blocks.to_mask())
 

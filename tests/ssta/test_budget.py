@@ -1,0 +1,194 @@
+"""Budgets of a density against the three-loop definition, over rows and over whole heads, on awkward grids and strange scores."""
+
+import math
+
+import pytest
+import ssta_oracle as oracle
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
+from ssta.budget import _row_counts, row_counts
+from ssta.layout import TiledQKV
+from ssta.scoring import across_rows
+from ssta.selection import select_tiles
+from ssta.window import near, window_size
+
+GRIDS = st.sampled_from([[(1, 1, 1)], [(1, 1, 2)], [(3, 1, 1)], [(1, 7, 1)], [(2, 3, 2)], [(5, 3, 1)], [(2, 2, 2), (1, 1, 1)],
+                         [(1, 1, 1), (1, 3, 3), (1, 1, 2)]])
+WINDOWS = st.tuples(*[st.integers(1, 5)] * 3)
+DENSITIES = st.one_of(st.sampled_from((0.0001, 0.16, 0.29, 0.5, 0.999, 1.0)), st.integers(1, 1000).map(lambda x: x / 1000))
+# Few values: many ties, among them those of zeros that differ in their sign.
+STRANGE = (-math.inf, math.nan, -0.0, 0.0, 1e-40, 2.5, math.inf)
+
+
+def layout_of(grids, text=0, device="cpu"):
+    """Tiles of one token."""
+    tokens = TokenLayout((*[VideoGrid(*grid) for grid in grids], *(DenseRun(text) for _ in range(text > 0))))
+    return tile_layout(tokens, (1, 1, 1), device=device)
+
+
+def select(layout, scores, **changes):
+    """The selection by ``scores``, its mask of all tiles, and the window of the video's."""
+    batch, heads, n, _ = scores.shape
+    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", **changes)
+    x = torch.zeros(batch, heads, layout.num_slots, 2)
+    found = select_tiles(TiledQKV(layout, x, x, x), config, scores=scores)
+    window = near(layout.tile_grids, config.kernel_thw) & (config.sparse_type == "ssta")
+    return found, found.blocks.to_mask(), window
+
+
+@given(GRIDS, WINDOWS)
+def test_every_tile_of_a_grid_has_a_window_of_one_size(grids, window):
+    sizes = [window_size(grid, window) for grid in grids for _ in range(math.prod(grid))]
+    assert near(grids, window).sum(-1).tolist() == sizes
+
+
+@settings(max_examples=150)
+@given(GRIDS, WINDOWS, DENSITIES, st.sampled_from(("ssta", "block_attn")))
+def test_rows_share_a_density_and_keep_their_window(grids, window, density, sparse_type):
+    inside = near(grids, window) & (sparse_type == "ssta")
+    sizes = [window_size(grid, window) * (sparse_type == "ssta") for grid in grids]
+    got = row_counts(grids, sizes, density, torch.device("cpu"))
+    n = len(inside)
+    assert got.shape == (1, 1, n) and got.dtype == torch.int32 and (got >= 0).all()
+    total = got[0, 0] + inside.sum(-1)
+    assert total.tolist() == oracle.spread_over_rows(inside.tolist(), density)[0]
+    most = max(density * n**2, float(inside.sum()), n)
+    assert total.sum() <= most + 1e-6 or (total.sum() < most + n and density * n < 2), "no more than asked, but for rows of their last tile"
+    if density * n >= max(sizes) and density * n >= 1:
+        assert [math.floor((i + 1) * density * n + 1e-9) - math.floor(i * density * n + 1e-9) for i in range(n)] == total.tolist()
+
+
+@settings(max_examples=150)
+@given(GRIDS, WINDOWS, DENSITIES, st.sampled_from(("ssta", "block_attn")), st.sampled_from(("row", "head")), st.booleans(),
+       st.integers(0, 1000))
+def test_a_density_keeps_the_best_beside_the_window(grids, window, density, sparse_type, allocation, strange, seed):
+    layout, generator = layout_of(grids, text=2), torch.Generator().manual_seed(seed)
+    n = layout.num_video_tiles
+    scores = torch.randn(2, 2, n, n, generator=generator)
+    if strange:
+        scores = torch.tensor(STRANGE)[torch.randint(0, len(STRANGE), scores.shape, generator=generator)]
+        scores[1, 0, 0] = math.nan
+    before = scores.clone()
+    found, mask, inside = select(layout, scores, kernel_thw=window, density=density, allocation=allocation, sparse_type=sparse_type)
+    assert torch.equal(scores.nan_to_num(7), before.nan_to_num(7)), "given scores are not written to"
+    assert mask[..., n:].all() and mask[..., n:, :].all()
+    spread = oracle.best_of_head if allocation == "head" else \
+        lambda scores, window, density: oracle.best_beyond(scores, window, oracle.spread_over_rows(window, density)[0])
+    for head, kept in zip(scores.masked_fill(scores.isnan(), -math.inf).flatten(0, 1).tolist(), mask[..., :n, :n].flatten(0, 1)):
+        assert kept.tolist() == spread(head, inside.tolist(), density)[0]
+    assert torch.equal(mask[..., :n, :n], found.kept | inside) and not (found.kept & inside).any()
+    assert torch.equal(found.kept.sum(-1), found.k_per_row.expand(2, 2, n))
+    if density == 1:
+        assert mask.all()
+
+
+@pytest.mark.parametrize("allocation", ["row", "head"])
+@pytest.mark.parametrize("grid, density", [((5, 3, 3), 0.16), ((5, 3, 3), 0.61), ((4, 9, 10), 0.16), ((1, 4, 79), 0.1), ((6, 6, 10), 0.3),
+                                           ((4, 9, 10), 0.09), ((7, 1, 1), 0.5)])
+@pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
+def test_the_density_is_met(grid, density, allocation, sparse_type):
+    layout = layout_of([grid])
+    n = layout.num_video_tiles
+    kernel_thw = (1, 1, 3) if n < 100 else (3, 3, 3)
+    scores = torch.randn(1, 2, n, n).exp() * torch.rand(n, 1).exp()
+    _, mask, window = select(layout, scores, kernel_thw=kernel_thw, density=density, allocation=allocation, sparse_type=sparse_type)
+    found = mask.double().mean((-1, -2))
+    assert ((found / density - 1).abs() <= max(0.02, 1 / (density * n**2))).all()
+    assert (mask | ~window).all()
+    least = min(0.03, math.floor(density * n) / n) if allocation == "head" else math.floor(density * n) / n
+    assert (mask.double().mean(-1) >= least).all()
+
+
+def test_other_grids_give_up_what_the_window_of_one_takes():
+    layout = layout_of([(1, 8, 8), (1, 1, 40)])
+    for allocation in ("row", "head"):
+        _, mask, window = select(layout, torch.rand(1, 1, 104, 104), kernel_thw=(1, 7, 7), density=0.32, allocation=allocation)
+        assert abs(float(mask.double().mean()) / 0.32 - 1) < 0.02 and torch.equal(mask[0, 0, :64], window[:64]) == (allocation == "row")
+
+
+def test_the_best_of_a_head_hold_no_less_mass_than_as_many_of_each_row():
+    layout = layout_of([(5, 3, 3)])
+    q, k = (torch.randn(1, 3, 45, 16) * torch.rand(1, 1, 45, 1).exp() for _ in range(2))
+    shares = (q @ k.mT / 4).softmax(-1)
+    mass = {}
+    for allocation in ("row", "head"):
+        config = SSTAConfig(tile_thw=(1, 1, 1), kernel_thw=(1, 1, 3), density=0.2, allocation=allocation)
+        mask = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
+        assert (mask.sum((-1, -2)) == 9 * 45).all()
+        mass[allocation] = (shares * mask).sum((-1, -2))
+    assert (mass["head"] > mass["row"]).all()
+
+
+def test_rows_are_compared_by_the_share_of_attention():
+    scores = torch.randn(1, 2, 9, 9)
+    torch.testing.assert_close(across_rows(scores + torch.randn(9, 1), 0.5), across_rows(scores, 0.5))
+    torch.testing.assert_close(across_rows(scores, 0.5).exp(), (scores / 2).softmax(-1))
+    torch.testing.assert_close(across_rows(8 * scores, 0.5, (2, 2, 2)), across_rows(scores, 0.5))
+    assert torch.equal(across_rows(100 * scores, 9.0).argsort(-1), scores.argsort(-1)), "logarithms do not underflow"
+
+
+def test_rows_are_compared_with_the_scale_of_attention():
+    layout = layout_of([(1, 1, 20)])
+    q, k = torch.randn(2, 1, 1, 20, 4).unbind()
+    config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=0.25, allocation="head")
+    default, same, sharper = (select_tiles(TiledQKV(layout, q, k, k), config, scale=scale) for scale in (None, 0.5, 8.0))
+    assert torch.equal(default.blocks.to_mask(), same.blocks.to_mask()) and not torch.equal(default.k_per_row, sharper.k_per_row)
+    assert default.k_per_row.sum() == sharper.k_per_row.sum() == 100
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling_type", ["similarity", "importance"])
+@pytest.mark.parametrize("allocation", ["row", "head"])
+def test_a_tile_that_is_not_finite_is_taken_last(allocation, sampling_type, bad):
+    layout = layout_of([(1, 1, 12)])
+    q, k = torch.randn(2, 1, 2, 12, 4).unbind()
+    k[0, 1, 5, 2] = bad
+    for density in (0.5, 11 / 12):
+        config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=density, allocation=allocation,
+                            sampling_type=sampling_type)
+        mask = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
+        assert (mask.sum((-1, -2)) == round(density * 144)).all() and not mask[0, 1, :, 5].any()
+
+
+def test_error_needs_scores():
+    layout = layout_of([(1, 1, 3)])
+    x = torch.zeros(1, 1, 3, 2)
+    with pytest.raises(AssertionError, match="BlockEstimates.scores"):
+        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", density=0.5))
+    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", sparse_type="sta")
+    assert select_tiles(TiledQKV(layout, x, x, x), config).scores is None, "the window needs none"
+
+
+def test_counts_of_many_densities_are_not_all_kept():
+    for i in range(1, 100):
+        row_counts([(1, 1, 5)], [3], i / 100, torch.device("cpu"))
+    assert len(_row_counts.kept) <= 64
+    again = row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
+    assert again is row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("allocation", ["row", "head"])
+def test_a_layer_with_a_density_is_one_graph(allocation):
+    torch._dynamo.reset()
+    layout = TokenLayout.video_text((3, 4, 5), 7)
+    config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=0.6, allocation=allocation)
+    q, k, v = torch.randn(3, 1, 2, 67, 8).unbind()
+    mask = torch.arange(7)[None] < 3
+
+    def layer(*tensors):
+        return ssta_attention(*tensors, layout, config, text_mask=mask)
+
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v), layer(q, k, v))
+
+
+def test_everything_at_a_density_of_one_is_dense_attention():
+    layout = TokenLayout.video_text((3, 4, 5), 7)
+    q, k, v = torch.randn(3, 1, 2, 67, 8, dtype=torch.float64).unbind()
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for allocation in ("row", "head"):
+        for sparse_type in ("ssta", "block_attn"):
+            config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=1.0, allocation=allocation, sparse_type=sparse_type)
+            torch.testing.assert_close(ssta_attention(q, k, v, layout, config), dense)
