@@ -22,12 +22,10 @@ from ..device import device_limits, multiprocessors
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
-from .config import dkv_config, dq_config
+from .config import LaunchConfig, dkv_config, dq_config
 
-# Columns of a D x D matrix that one product takes: all of them as long as their accumulators fit into registers.
-ALL_COLUMNS, COLUMNS = 128, 64
-# Rows that a step of the two passes along tokens takes; few, because products of D x D matrices leave little room.
-TOKENS = 64
+# What any GPU takes: float32, which is multiplied without tensor cores.
+_FLOAT32 = LaunchConfig(32, 32, 8, 1)
 
 
 @triton.jit
@@ -215,7 +213,7 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
 
 def triton_tail_backward(
     dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, bias: Tensor, log_count: Tensor, order: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, bias2: Tensor, log_count: Tensor, order: Tensor | None,
     k_mean: Tensor, v_mean: Tensor, covariance: Tensor | None, mixture: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the exact part's out and lse, and for q, k and v.
@@ -226,16 +224,17 @@ def triton_tail_backward(
         tail_lse: float32 ``[B, H, P]``, the tail's lse; -inf where nothing is estimated. Rows past the compensated blocks are not read.
         q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``; the first N blocks of ``offsets`` are compensated.
         longest: an upper bound on a block's tokens.
-        bias: float32 ``[B, H, N, U]``, what a unit's logit has beside its mean key's; -inf where a query block does not estimate it.
+        bias2: float32 ``[B, H, N, U]``, in base 2 what a unit's logit has beside its mean key's; -inf where a query block estimates nothing
+            of it.
         log_count: float32 ``[B, Hkv, U]``, -inf where nothing is estimated of a unit.
         order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
-        covariance: ``[B, Hkv, U, D, D]``, and mixture ``[B, H, N, U]``, P with damping, of its dtype; None for means alone.
+        covariance: ``[B, Hkv, U, D * D]``, and mixture ``[B, H, N, U]``, P with damping, of its dtype; None for means alone.
         scale: factor on the scores.
     """
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, tokens, dim = q.shape
-    kv_heads, (blocks, units) = k.shape[1], bias.shape[2:]
+    kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
     group, parts = heads // kv_heads, units // blocks
     # Rows past the blocks: what arrives passes on, and nothing is added.
     dexact, dq, dk, dv = dout.clone(), *map(torch.zeros_like, (q, k, v))
@@ -245,30 +244,32 @@ def triton_tail_backward(
     exact, out, k_mean, v_mean = map(strided, (exact, out, k_mean, v_mean))
     exact_lse, lse, tail_lse, log_count = (x.contiguous() for x in (exact_lse, lse, tail_lse, log_count))
     dlse = dlse if dlse is None else dlse.contiguous()
-    bias2 = bias * LOG2E
     matrix = None
     if covariance is not None:
         assert mixture is not None
         # The query heads of a key/value head are rows of one product.
         mixture = mixture.reshape(batch * kv_heads, group * blocks, units)
-        matrix = torch.bmm(mixture, covariance.view(batch * kv_heads, units, dim * dim))
+        matrix = torch.bmm(mixture, covariance.flatten(0, 1))
     limits, dim_pad = device_limits(q.device), max(triton.next_power_of_2(dim), 16)
-    columns = dim_pad if dim_pad <= ALL_COLUMNS else COLUMNS
+    wide = q.dtype == torch.float32
+    # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
+    columns = min(dim_pad, 32 if wide else 128 if dim_pad <= 128 else 64)
+    steps = dict(M=32 if wide else 64, C=columns, num_warps=4 if columns * dim_pad <= 64 * 64 else 8)
     shape = dict(DIM=dim, DIM_PAD=dim_pad)
     q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
     lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
 
     # As dQ holds q and dO and streams K and V, so this does with the means; and the other way round.
-    rows = dq_config(dim, longest, units, limits)
+    rows = _FLOAT32 if wide else dq_config(dim, longest, units, limits)
     row_parts = triton.cdiv(longest, rows.block_m)
     _tail_rows_kernel[(blocks * row_parts, batch * heads)](
         q_view, do_view, view(exact), view(out), view(dexact), view(dq), k_view, v_view, exact_lse, lse, tail_lse, dlse, dexact_lse,
         lse2, shift, bias2, matrix, offsets, heads, group, tokens, blocks, units, scale * LOG2E, scale,
-        PARTS=row_parts, M=rows.block_m, N=rows.block_n, C=min(columns, COLUMNS), **shape,
+        PARTS=row_parts, M=rows.block_m, N=rows.block_n, C=min(columns, 64), **shape,
         num_warps=rows.num_warps, num_stages=rows.num_stages)
     del matrix
 
-    config = dkv_config(dim, longest, units, limits)
+    config = _FLOAT32 if wide else dkv_config(dim, longest, units, limits)
     chunks = triton.cdiv(units, config.block_n)
     splits = max(1, min(blocks, 4 * multiprocessors(q.device) // (chunks * batch * kv_heads)))
     share = triton.cdiv(blocks, splits)
@@ -287,10 +288,10 @@ def triton_tail_backward(
         dmatrix = torch.empty(batch * kv_heads, group * blocks, dim * dim, dtype=covariance.dtype, device=q.device)
         _tail_matrix_kernel[(blocks, batch * heads, patches)](
             q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale,
-            M=TOKENS, C=columns, **shape, num_warps=8 if dim_pad > 64 else 4, num_stages=2)
+            **steps, **shape, num_stages=1 if wide else 2)
         dcovariance = torch.bmm(mixture.mT, dmatrix)
         del dmatrix
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](
         view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
-        units, PARTS=parts, M=TOKENS, C=columns, **shape, num_warps=8 if dim_pad > 64 else 4, num_stages=1)
+        units, PARTS=parts, **steps, **shape, num_stages=1)
     return dexact, dexact_lse, dq, dk, dv
