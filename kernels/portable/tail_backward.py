@@ -43,6 +43,15 @@ def _patch(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
+def _with_moments(x, moments, acc):
+    """acc + x moments. Float16 has not the range of second moments, which are bfloat16; float32 is no less exact here than elsewhere."""
+    if x.dtype == tl.float32:
+        return tl.dot(x, moments.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(x.to(moments.dtype), moments, acc)
+
+
+@triton.jit
 def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2,
                       matrix, offsets, heads, group, tokens, blocks, units, scale_log2, scale,
                       PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
@@ -85,8 +94,7 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
         m = matrix + ((batch * heads + head) * blocks + block) * DIM * DIM
         for column in range(0, DIM, C):
             part = _patch(of_head(dout, batch, head) + row.to(tl.int64) * dout.row + column, dout.row, rows, DIM - column, M, C)
-            acc = tl.dot(part.to(matrix.dtype.element_ty), tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc,
-                         input_precision="ieee")
+            acc = _with_moments(part, tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc)
         c += scale * tl.sum(acc * queries.to(tl.float32), 1)
         acc = acc * b[:, None]
     # +inf makes every weight of a row 0.
@@ -104,7 +112,8 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
         unit_bias = tl.load(bias_of + unit, mask=unit < units, other=float("-inf"))
         keys = load_rows(keys_of, first, k_mean.row, units - first, N, DIM, DIM_PAD, True)
         values = load_rows(values_of, first, v_mean.row, units - first, N, DIM, DIM_PAD, True)
-        weights = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + unit_bias[None, :] - row_lse2[:, None])
+        logits2 = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + unit_bias[None, :]
+        weights = tl.exp2(logits2 - row_lse2[:, None])
         dlogits = weights * (tl.dot(do, tl.trans(values), input_precision="ieee") + c[:, None])
         acc = tl.dot(dlogits.to(keys.dtype), keys, acc, input_precision="ieee")
     store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
@@ -136,7 +145,8 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
                 do = load_rows(do_head, row, dout.row, rows, M, DIM, DIM_PAD, True)
                 row_lse2 = tl.load(lse2 + before + row + place, mask=place < rows, other=float("inf"))
                 c = tl.load(shift + before + row + place, mask=place < rows, other=0.0)
-                weights = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_log2 + unit_bias[:, None] - row_lse2[None, :])
+                logits2 = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_log2 + unit_bias[:, None]
+                weights = tl.exp2(logits2 - row_lse2[None, :])
                 dlogits = weights * (tl.dot(values, tl.trans(do), input_precision="ieee") + c[None, :])
                 dv_acc = tl.dot(weights.to(do.dtype), do, dv_acc, input_precision="ieee")
                 dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision="ieee")
@@ -201,10 +211,11 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         new_dv = tl.zeros([M, C], tl.float32) + dvalue[None, :]
         if dcovariance is not None:
             mask = rows[:, None] & (dims < DIM)[None, :]
-            keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0).to(tl.float32) - key[None, :]
-            values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0).to(tl.float32) - value[None, :]
-            new_dv = tl.dot(keys.to(to_values.dtype), to_values, new_dv, input_precision="ieee")
-            new_dk = tl.dot(values.to(to_keys.dtype), to_keys, new_dk, input_precision="ieee")
+            keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0)
+            values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0)
+            keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
+            new_dv = _with_moments(keys.to(k.ptr.dtype.element_ty), to_values, new_dv)
+            new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)
         mask = rows[:, None] & (columns < DIM)[None, :]
         new_dk, new_dv = tl.where(sound, new_dk * factor, 0.0), tl.where(sound, new_dv * factor, 0.0)
         tl.store(dk_head + token * dk.row + columns[None, :], new_dk.to(dk.ptr.dtype.element_ty), mask=mask)
@@ -212,44 +223,33 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
 
 
 def triton_tail_backward(
-    dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, bias2: Tensor, log_count: Tensor, order: Tensor | None,
-    k_mean: Tensor, v_mean: Tensor, covariance: Tensor | None, mixture: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients for the exact part's out and lse, and for q, k and v.
+    dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
+    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int,
+    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor | None,
+    mixture: Tensor | None, scale: float,
+) -> None:
+    """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
 
     Args:
+        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v, last strides 1; dexact_lse like exact_lse.
         dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
-        exact, exact_lse: the exact part; out, lse: merged. lse are float32 ``[B, H, P]``.
-        tail_lse: float32 ``[B, H, P]``, the tail's lse; -inf where nothing is estimated. Rows past the compensated blocks are not read.
+        exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
+        tail_lse: the tail's; -inf where nothing is estimated.
         q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``; the first N blocks of ``offsets`` are compensated.
         longest: an upper bound on a block's tokens.
-        bias2: float32 ``[B, H, N, U]``, in base 2 what a unit's logit has beside its mean key's; -inf where a query block estimates nothing
-            of it.
-        log_count: float32 ``[B, Hkv, U]``, -inf where nothing is estimated of a unit.
-        order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``.
+        bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
+            estimates nothing of it.
+        log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
+        order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``, contiguous.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
-        covariance: ``[B, Hkv, U, D * D]``, and mixture ``[B, H, N, U]``, P with damping, of its dtype; None for means alone.
+        matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
+            the query heads of a key/value head are rows of one product. None for means alone.
         scale: factor on the scores.
     """
-    q, k, v, dout = map(strided, (q, k, v, dout))
+    exact, out, dout, q, k, v, k_mean, v_mean = map(strided, (exact, out, dout, q, k, v, k_mean, v_mean))
     batch, heads, tokens, dim = q.shape
     kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
     group, parts = heads // kv_heads, units // blocks
-    # Rows past the blocks: what arrives passes on, and nothing is added.
-    dexact, dq, dk, dv = dout.clone(), *map(torch.zeros_like, (q, k, v))
-    dexact_lse = torch.zeros_like(exact_lse) if dlse is None else dlse.clone(memory_format=torch.contiguous_format)
-    if not dq.numel() or not units:
-        return dexact, dexact_lse, dq, dk, dv
-    exact, out, k_mean, v_mean = map(strided, (exact, out, k_mean, v_mean))
-    exact_lse, lse, tail_lse, log_count = (x.contiguous() for x in (exact_lse, lse, tail_lse, log_count))
-    dlse = dlse if dlse is None else dlse.contiguous()
-    matrix = None
-    if covariance is not None:
-        assert mixture is not None
-        # The query heads of a key/value head are rows of one product.
-        mixture = mixture.reshape(batch * kv_heads, group * blocks, units)
-        matrix = torch.bmm(mixture, covariance.flatten(0, 1))
     limits, dim_pad = device_limits(q.device), max(triton.next_power_of_2(dim), 16)
     wide = q.dtype == torch.float32
     # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
@@ -267,7 +267,6 @@ def triton_tail_backward(
         lse2, shift, bias2, matrix, offsets, heads, group, tokens, blocks, units, scale * LOG2E, scale,
         PARTS=row_parts, M=rows.block_m, N=rows.block_n, C=min(columns, 64), **shape,
         num_warps=rows.num_warps, num_stages=rows.num_stages)
-    del matrix
 
     config = _FLOAT32 if wide else dkv_config(dim, longest, units, limits)
     chunks = triton.cdiv(units, config.block_n)
@@ -283,9 +282,9 @@ def triton_tail_backward(
 
     dcovariance = None
     patches = triton.cdiv(dim, columns)
-    if covariance is not None:
+    if matrix is not None:
         assert mixture is not None
-        dmatrix = torch.empty(batch * kv_heads, group * blocks, dim * dim, dtype=covariance.dtype, device=q.device)
+        dmatrix = torch.empty_like(matrix)
         _tail_matrix_kernel[(blocks, batch * heads, patches)](
             q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale,
             **steps, **shape, num_stages=1 if wide else 2)
@@ -294,4 +293,3 @@ def triton_tail_backward(
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](
         view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
         units, PARTS=parts, **steps, **shape, num_stages=1)
-    return dexact, dexact_lse, dq, dk, dv
