@@ -1,14 +1,17 @@
 """What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
 
-    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
+    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--compensation none linear] [--parts 1] [--tile 6x8x8]
+                                    [--density D] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
 therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
-Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error).
+Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error). With a
+compensation, tiles are selected by its error and not as the layer's configuration says, and estimates in halves are not checked here.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import torch
@@ -19,12 +22,12 @@ from shapes import LAYERS, LAYERS_CPU, LayerShape
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from truth import Wrong, check, exact_query_block
+from truth import Wrong, check, estimated_query_block, exact_query_block
 
 from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
 from ssta.kernels import BlockLists
 
-KEYS = ("layer", "padding", "stage")
+KEYS = ("layer", "padding", "compensation", "stage")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,6 +36,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_names(parser, "layer", layers)
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
+    parser.add_argument("--compensation", nargs="+", default=["none", "linear"], choices=["none", "mean", "linear"])
+    parser.add_argument("--parts", type=int, default=1, choices=[1, 2], help="estimates for each tile, with a compensation")
+    parser.add_argument("--tile", default=None, metavar="TxHxW", help="tiles other than the layer's, with --density")
+    parser.add_argument("--density", type=float, default=None, help="share of the tile pairs to compute, in place of the layer's top-k")
     parser.add_argument("--whole", action="store_true", help="leave the stages out")
     add_rounds(parser, 7 if gpu else 3)
     add_against(parser)
@@ -46,10 +53,29 @@ def main(argv: list[str] | None = None) -> None:
         return
     print_machine()
     device = "cuda" if gpu else "cpu"
-    measure_each(chosen, lambda shape: measure_layer(shape, options.pad, options.rounds, device, options.whole), path)
+    if options.tile and options.density is None:
+        parser.error(f"--tile must come with --density, for the layers' top-k are for their own tiles, got {options.tile} alone")
+    kinds = [(padding, kind) for padding in options.pad for kind in options.compensation]
+    measure_each(chosen, lambda shape: measure_layer(shape, configurations(shape, kinds, options), options.rounds, device, options.whole),
+                 path)
 
 
-def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: str, whole: bool) -> list[dict]:
+def configurations(shape: LayerShape, kinds: list[tuple[str, str]], options: argparse.Namespace) -> dict[tuple[str, str], SSTAConfig]:
+    """The layer's configuration by (padding, compensation)."""
+    changes: dict = {}
+    if options.density is not None:
+        changes = dict(topk=None, density=options.density, variants=())
+    if options.tile:
+        changes |= dict(tile_thw=tuple(int(size) for size in options.tile.split("x")))
+    found = {}
+    for padding, kind in kinds:
+        config = replace(shape.config, pad_type=padding, **changes).for_canvas(shape.thw)
+        found[padding, kind] = config if kind == "none" else replace(config, compensation=kind, compensation_parts=options.parts,
+                                                                     sampling_type=None)
+    return found
+
+
+def measure_layer(shape: LayerShape, configs: dict[tuple[str, str], SSTAConfig], rounds: int, device: str, whole: bool) -> list[dict]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # [B, S, H, D] as projections give it, seen as [B, H, S, D].
@@ -58,46 +84,45 @@ def measure_layer(shape: LayerShape, paddings: list[str], rounds: int, device: s
     layout = TokenLayout.video_text(shape.thw, shape.text)
     tensors_mib = 4 * q.numel() * q.element_size() / 2**20
 
-    calls = {("dense", "total"): lambda: dense(q, k, v)}
-    facts = {("dense", "total"): dict(density=1.0, error="")}
+    calls = {("dense", "", "total"): lambda: dense(q, k, v)}
+    facts = {("dense", "", "total"): dict(density=1.0, error="")}
     watches = {}
-    for padding in paddings:
-        config = replace(shape.config, pad_type=padding).for_canvas(shape.thw)
-
+    for key, config in configs.items():
         def layer(config=config, **options):
             return ssta_attention(q, k, v, layout, config, text_mask=text_mask, **options)
 
         _, blocks = layer(return_blocks=True)
-        facts[padding, "total"] = dict(error=sampled_error(shape, q, k, v, layer(), blocks, layout, config),
-                                       density=computed_share(blocks, layout, config, device, shape.tokens))
-        calls[padding, "total"] = layer
+        facts[(*key, "total")] = dict(error=sampled_error(shape, q, k, v, layer(), blocks, layout, config),
+                                    density=computed_share(blocks, layout, config, device, shape.tokens))
+        calls[(*key, "total")] = layer
         if not whole:
             from stages import Stopwatch  # which must know the inside of the layer: beside another checkout there may be another inside
 
-            calls[padding, "stages"] = watches[padding] = Stopwatch(layer)
+            calls[(*key, "stages")] = watches[key] = Stopwatch(layer)
     memory = {}
     for key, call in calls.items():
-        if key[1] == "total":
+        if key[-1] == "total":
             call()
             memory[key] = peak_extra_mib(call)
     rows = []
     pairs = shape.heads * shape.tokens**2
-    for (padding, what), times in interleaved(calls, rounds).items():
+    for (padding, kind, what), times in interleaved(calls, rounds).items():
         if what == "stages":
-            parts = watches[padding].summary(rounds)
+            parts = watches[padding, kind].summary(rounds)
         else:
             parts = {"total": times}
         for stage, measured in parts.items():
-            key = padding, stage
+            key = padding, kind, stage
             extra, fact = memory.get(key, ""), facts.get(key, dict(density="", error=""))
             # The rate of the kernel alone: of stage attend, and of dense attention.
-            flops = forward_flops(facts[padding, "total"]["density"] * pairs, shape.head_dim)
+            flops = forward_flops(facts[padding, kind, "total"]["density"] * pairs, shape.head_dim)
             tflops = 1e-9 * flops / measured["median_ms"] if "dense" == padding or stage == "attend" else ""
             rows.append(dict(
-                layer=shape.name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, padding=padding, stage=stage,
-                **{column: measured[column] for column in NO_TIMES}, tflops=tflops, density=fact["density"], extra_mib=extra,
+                layer=shape.name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, padding=padding, compensation=kind,
+                stage=stage, **{column: measured[column] for column in NO_TIMES}, tflops=tflops, density=fact["density"], extra_mib=extra,
                 extra_over_qkvo=extra and extra / tensors_mib, error=fact["error"], note=measured["note"]))
-    return sorted(rows, key=lambda row: (["dense", *paddings].index(row["padding"]), row["stage"] == "total"))
+    order = [("dense", ""), *configs]
+    return sorted(rows, key=lambda row: (order.index((row["padding"], row["compensation"])), row["stage"] == "total"))
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,18 +132,24 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tensor, blocks: BlockLists, layout: TokenLayout,
-                  config: SSTAConfig) -> float:
+                  config: SSTAConfig) -> float | str:
     """The largest error at the real tokens of the first, a middle and the last video tile. Ends the program where it is no rounding."""
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, q.device)
     tiled = [tiles.tile(x) for x in (q, k, v)]
     last = tiles.num_video_tiles - 1
     errors = []
+    if config.compensation == "mean" or config.compensation_parts > 1:
+        return ""
     for head, row in ((0, 0), (shape.heads // 2, last // 2), (shape.heads - 1, last)):
         spot = exact_query_block(*tiled, blocks, 0, head, row)
+        estimated = config.compensation == "linear"
+        wanted = estimated_query_block(*tiled, blocks, head, row, last + 1) if estimated else spot.values[0]
         tokens = tiles.source[spot.rows]
         real = tokens >= 0
         try:
-            errors.append(check(f"SSTA with padding {config.pad_type!r}", out[0, head, tokens[real]], spot.values[0][real]))
+            # The estimate's means and matrices are rounded too.
+            errors.append(check(f"SSTA with padding {config.pad_type!r} and compensation {config.compensation!r}",
+                                out[0, head, tokens[real]], wanted[real], 8 if estimated else 4))
         except Wrong as error:
             raise SystemExit(f"{error}; no time is printed") from None
     return max(errors)

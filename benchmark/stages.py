@@ -20,9 +20,11 @@ from ssta.layout import TileLayout
 # scored are made while tiling.
 STAGES = {
     "tile": ((TileLayout, TileLayout.tile_qkv),),
+    "estimate": ((attention, attention.estimate_tiles),),
     "score": ((selection, selection.descriptors), (selection, selection.tile_scores)),
     "select": ((attention, attention.select_tiles),),
     "attend": ((attention, attention.attend_owned),),
+    "combine": ((attention, attention.compensate),),
     "untile": ((TileLayout, TileLayout.untile),)}
 
 

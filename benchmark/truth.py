@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,31 @@ def exact_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch
         return Spot(batch, head, rows, (out,))
     slopes = _slopes(weights, out, value, dout[batch, head, rows].double())
     return Spot(batch, head, rows, (out, slopes @ key * scale))
+
+
+def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, head: int, row: int, last: int) -> Tensor:
+    """out ``[rows, D]`` of query block ``row`` of the first batch element where the blocks before ``last`` that it does not list are
+    estimated linearly, each as one (``ssta.compensation``). As many heads in k as in q."""
+    spot, (starts, sizes) = exact_query_block(q, k, v, blocks, 0, head, row), blocks.kv_bounds(k.shape[2])
+    query, scale = q[0, head, spot.rows].double(), q.shape[-1] ** -0.5
+    moment = query.mT @ query / len(query)
+    keys = _listed_keys(blocks, k.shape[2], 0, head, row)
+    logits, means, matrices = [(query @ k[0, head, keys].double().mT * scale).logsumexp(-1)], [], []
+    listed = _of_head(blocks.indices, 0, head)[row, :int(_of_head(blocks.counts, 0, head)[row])].tolist()
+    for other in sorted(set(range(last)) - set(listed)):
+        tokens = _tokens((starts, sizes), 0, head, other)
+        key, value = k[0, head, tokens].double(), v[0, head, tokens].double()
+        spread = key - key.mean(0)
+        h = 0.5 * scale**2 * float((moment * (spread.mT @ spread / len(key))).sum())
+        logits.append(scale * query @ key.mean(0) + math.log(len(key)) + min(h, 1.0))
+        means.append(value.mean(0))
+        matrices.append(min(1.0, 1 / max(h, 1e-6)) ** 0.5 * (spread.mT @ (value - value.mean(0)) / len(key)))
+    if not means:
+        return spot.values[0]
+    share = torch.stack(logits[1:], -1).softmax(-1)
+    matrix = (share.mean(0)[:, None, None] * torch.stack(matrices)).sum(0)
+    weights = torch.stack((logits[0], torch.stack(logits[1:], -1).logsumexp(-1)), -1).softmax(-1)
+    return weights[:, :1] * spot.values[0] + weights[:, 1:] * (share @ torch.stack(means) + scale * query @ matrix)
 
 
 def exact_key_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch: int, head: int, column: int, dout: Tensor) -> Spot:

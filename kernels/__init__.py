@@ -12,9 +12,9 @@ if __name__ == "ssta.kernels":
     from .prologue.deferred import Deferred, token_rstd
     from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
+    from .prologue.select import keep_blocks, score_blocks, select_blocks, spread_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
-    from .tail import CAP, ITERATIONS, BlockEstimates, per_query_head
+    from .tail import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, per_query_head
 
     __all__ = [
         # attention
@@ -22,8 +22,8 @@ if __name__ == "ssta.kernels":
         "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_number", "require_strided",
         "resolve_scale", "warn_once", "watched", "without_autocast",
         # what prepares and selects for it
-        "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks", "take_tokens",
-        "token_rstd", "topk_blocks",
+        "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
+        "spread_blocks", "take_tokens", "token_rstd", "topk_blocks",
         # what stands in for blocks that were not selected
-        "CAP", "ITERATIONS", "BlockEstimates", "per_query_head",
+        "CAP", "ITERATIONS", "BlockEstimates", "add_tail", "estimate_blocks", "per_query_head",
     ]

@@ -81,15 +81,16 @@ def block_sparse_attention(
 
 def attend_owned(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    keep_q: bool = False,
 ) -> tuple[Tensor, Tensor, Route | None]:
     """(out, lse, route) of ``block_sparse_attention`` for a caller that owns q and gives it away: without a gradient, and where kernels
-    run over tiles, out takes q's memory.
+    run over tiles, out takes q's memory, but not with ``keep_q``.
 
     For use inside the package: q's memory must be nobody else's, no part of it may be q twice (an expanded dimension), and the caller has
     checked q, k, v and blocks as is done there, autocast included: nothing is checked again on every call. The arguments and the results
     are as there. ``route`` is None while torch.compile traces: the graph chooses when it runs.
     """
-    return _attend(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, deterministic, impl, owned=True)
+    return _attend(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, deterministic, impl, owned=not keep_q)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:

@@ -139,7 +139,7 @@ class SSTAProcessor:
             self._stopwatch.start(query.device)
         dense = self.dense
         attended: Callable[..., _Attended] = self._attend_densely if dense else self._attend_sparsely
-        (out, selection, route), backend = attended(query, key, value, layout, text_mask)
+        (out, selection, route, *_), backend = attended(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.

@@ -1,4 +1,4 @@
-"""ssta_3d_attention and ssta_attention: tile, select, attend, untile. Partial results would be combined, by lse, before the last."""
+"""ssta_3d_attention and ssta_attention: tile, select, attend, combine, untile."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .compensation import compensate, estimate_tiles
 from .config import SSTAConfig
 from .kernels import (
     BlockLists,
@@ -39,21 +40,25 @@ class LayerResult(NamedTuple):
         out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
         selection: what was attended to, over the layout's tiles in tiled order.
         route: which kernels ran, and why no faster ones; None while torch.compile traces, because the graph chooses when it runs.
+        exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
+            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows.
     """
 
     out: Tensor
     selection: Selection
     route: Route | None
+    exact_mass: Tensor | None = None
 
 
 def ssta_3d_attention(
-    query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int = SSTAConfig.topk,
+    query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
     tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
     sparse_type: str = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
-    sampling_type: str | Callable[[Tensor, Tensor], Tensor] = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
+    sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
-    adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool,
-    scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
+    allocation: str = SSTAConfig.allocation, compensation: str = SSTAConfig.compensation,
+    compensation_parts: int = SSTAConfig.compensation_parts, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
 ) -> Tensor:
     """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
 
@@ -71,8 +76,9 @@ def ssta_3d_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
-        topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool: what
-            is attended to; see ``SSTAConfig``.
+        topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
+            density, allocation: what is attended to; see ``SSTAConfig``.
+        compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
         ``[B, H, S, D]`` in query's dtype. Differentiable in query, key and value; the selection is a constant.
@@ -80,9 +86,11 @@ def ssta_3d_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool)
+    values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
+              None, density, allocation, compensation, compensation_parts)
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
-    plain = type(sampling_type) is str and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
+    named = sampling_type is None or type(sampling_type) is str
+    plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
     config = _config(*values) if plain else SSTAConfig(*values)
     layout = TokenLayout.video_text(thw, text_len)
     check_lengths(query, layout)
@@ -152,8 +160,8 @@ def ssta_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     require_bool("return_blocks", return_blocks)
-    out, selection, _ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                                   impl=impl)
+    out, selection, *_ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
+                                    impl=impl)
     # A copy says nothing of tensors that its owner may write to.
     return (out, copy(selection.blocks)) if return_blocks else out
 
@@ -161,11 +169,12 @@ def ssta_attention(
 def ssta_layer(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    keep_scores: bool = False,
+    selection: Selection | None = None, keep_scores: bool = False,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
     Args:
+        selection: attend to what an earlier call with the same layout, config and text_mask selected, instead of selecting anew.
         keep_scores: the selection keeps what its blocks follow from too, which stays in memory while attention runs.
     """
     if not isinstance(query, Deferred):
@@ -181,14 +190,25 @@ def ssta_layer(
         choose_route(impl, query.device, query.dtype, query.shape[3])
     tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
     tiled = tiles.tile_qkv(query, key, value)
-    selection = select_tiles(tiled, config, text_mask, keep_scores=keep_scores)
+    estimates = scores = None
+    if config.compensation != "none" and tiles.num_video_tiles:
+        estimates = estimate_tiles(tiled, config, scale)
+        if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
+            scores = estimates.scores()
+    if selection is None:
+        selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
+    del scores
     q, k, v = tiled.release_q(), tiled.k, tiled.v
-    # Beside the inputs there are never more than the three copies: the tiles' means are gone before attention, out may take the place of
-    # q, and k and v need not outlive the kernel.
+    # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before
+    # attention, out may take the place of q where nothing asks for q again, and k and v need not outlive the kernel.
     del tiled
-    out, lse, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
+    out, lse, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl,
+                                   keep_q=estimates is not None)
+    exact_mass = None
+    if estimates is not None:
+        out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
-    return LayerResult(tiles.untile(out), selection, route)
+    return LayerResult(tiles.untile(out), selection, route, exact_mass)
 
 
 def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig) -> None:

@@ -10,9 +10,9 @@ covariances C_u of keys with values and S_u of keys; query tile I has the second
     M_I  = sum over u of (mean over I's queries of w_qu) sqrt(min(1, 1 / h_Iu)) C_u
     out  = sum over u of w_qu vb_u + s q^T M_I
 
-For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that of
-its mean key. Real tiles have bounded tails, so both are damped where h > 1. "mean" leaves h and M out. Where it would help nothing, since
-tokens of a tile differ too much to be estimated together (mean of h, weighted by mass, above 3), a head does without.
+For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
+of its mean key. Real tiles have bounded tails, so both are damped where h > 1. "mean" leaves h and M out. A head whose tiles' tokens differ
+too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, the mixture in M_I and the halves count as constants.
 """
@@ -24,27 +24,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .kernels import CAP, ITERATIONS, BlockEstimates, per_query_head
+from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, without_autocast
+from .memo import remember
 
 if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import BlockLists
-    from .layout import TileLayout
+    from .layout import TiledQKV, TileLayout
 
 
 class _Tiles:
     """The video tokens of a layout, tile by tile: ``[..., P, *]`` in tiled order <-> ``[..., N, L, *]``, the end of short tiles unused."""
 
     def __init__(self, layout: TileLayout) -> None:
-        self.number, self.longest = layout.num_video_tiles, max([segment.longest_tile for segment in layout.video])
+        self.number, self.longest = layout.num_video_tiles, _longest(layout)
         self.slots = sum([segment.num_slots for segment in layout.video])
         self.lengths = layout.lengths[:self.number].long()
         starts = layout.offsets[:self.number].long()
         place = torch.arange(self.longest, device=layout.device)
         self.valid = place < self.lengths[:, None]
         self._index = (starts[:, None] + place).clamp(max=self.slots - 1).flatten()
-        self.of_slot = torch.repeat_interleave(self.lengths, output_size=self.slots)
-        self._back = self.of_slot * self.longest + torch.arange(self.slots, device=layout.device) - starts[self.of_slot]
+        slot = torch.arange(self.slots, device=layout.device)
+        self.of_slot = torch.bucketize(slot, layout.offsets[1:self.number + 1], right=True)
+        self._back = self.of_slot * self.longest + slot - starts[self.of_slot]
 
     def cut(self, x: Tensor) -> Tensor:
         """``[B, H, P, C]`` -> ``[B, H, N, L, C]``, zeros where a tile has no token."""
@@ -61,27 +63,40 @@ class _Tiles:
         return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None]), bounds.diff()
 
 
-def estimate_tiles(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> BlockEstimates:
-    """What the selection and the estimate need to know of a layer's video tiles.
+@remember(64)
+def _tiles(layout: TileLayout) -> _Tiles:
+    return _Tiles(layout)
+
+
+def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float) -> BlockEstimates:
+    """What the selection and the estimate need to know of a layer's N video tiles, of which there is at least one.
 
     Args:
-        q: ``[B, H, P, D]`` in ``layout``'s tiled order; k and v ``[B, Hkv, P, D]``.
-        layout: at least one video tile.
+        tiled: q, k and v in the order of the tiles.
         config: its compensation, which is not "none", its parts, and whether "error" selects.
         scale: factor on the scores.
     """
-    with torch.no_grad():
+    q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
+    if kernels_run(q):
+        return estimate_blocks(q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), scale=scale,
+                               parts=config.compensation_parts, linear=config.compensation == "linear",
+                               with_mass=config.scored_by == "error")
+    # Autocast would compute in half precision.
+    with torch.no_grad(), without_autocast(q.device.type):
         return _estimate_in_torch(q, k, v, layout, config, scale)
 
 
 def compensate(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates, scale: float,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with the tiles that ``blocks`` leaves out estimated, from attention to those that it lists.
 
     Args:
-        out: ``[B, H, P, D]`` in tiled order, over the listed tiles; lse ``[B, H, P]``, float32 or float64, its log-sum-exp.
-        q, k, v: as for ``estimate_tiles``, which gave ``estimates``.
+        out: ``[B, H, P, D]`` in tiled order, over the listed tiles; may be written over where no gradient is asked for.
+        lse: ``[B, H, P]``, float32 or float64, its log-sum-exp; likewise.
+        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``, those of ``estimates``.
+        layout: the tiled order.
         blocks: the tiles that each tile attends to exactly.
 
     Returns:
@@ -89,7 +104,24 @@ def compensate(
         text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
         query tile's rows; a constant.
     """
-    return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
+    if kernels_run(q):
+        return add_tail(out, lse, q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), blocks, estimates, scale=scale,
+                        owned=True)
+    with without_autocast(q.device.type):
+        return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
+
+
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
+    """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
+    worst head. Synchronises the device."""
+    shares = exact_mass.double()
+    lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
+    mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
+    return mean, fifth, worst
+
+
+def _longest(layout: TileLayout) -> int:
+    return max([segment.longest_tile for segment in layout.video])
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -97,7 +129,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> BlockEstimates:
-    tiles, parts, linear = _Tiles(layout), config.compensation_parts, config.compensation == "linear"
+    tiles, parts, linear = _tiles(layout), config.compensation_parts, config.compensation == "linear"
     q_tiles, k_tiles, v_tiles = (tiles.cut(_wide(x)) for x in (q, k, v))
     finite = (k_tiles.isfinite() & v_tiles.isfinite()).flatten(3).all(-1)
     k_tiles = k_tiles.masked_fill(~finite[..., None, None], 0)
@@ -150,9 +182,10 @@ def _units(x: Tensor, members: Tensor, counts: Tensor, order: Tensor | None) -> 
 
 
 def _compensate_in_torch(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates, scale: float,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tiles, heads = _Tiles(layout), q.shape[1]
+    tiles, heads = _tiles(layout), q.shape[1]
     q_tiles = tiles.cut(_wide(q))
     unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).any(-1)[..., None, None]
     members, counts = tiles.members(estimates.parts)

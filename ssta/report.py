@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .attention import check_inputs, check_lengths, ssta_attention
+from .attention import LayerResult, check_inputs, check_lengths, ssta_layer
+from .compensation import estimate_tiles, mass_summary
 from .config import SSTAConfig
 from .cut import TiledSegment
 from .kernels import BlockLists, PatternFacts, Route, choose_route, resolve_scale
@@ -47,6 +48,8 @@ class Report:
             rows (of each head and batch element); None where it is not finite.
         error_sources: sentences on what makes the result differ from exact dense attention.
         seconds: wall time of the one call that was run, first-call compilation included; None when ``value`` was not given.
+        exact_mass: with a compensation, the share of the softmax that was computed exactly: the mean, the 5th percentile over query tiles of
+            all heads, and the mean of the worst head; the estimate carried the rest. None when not run or not compensated.
         output_error: ||sparse - dense|| / ||dense|| over the sampled rows of that call; None when not run or not finite.
         route: what ``implementation`` and ``why_not`` are taken from, forward and backward.
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
@@ -80,6 +83,7 @@ class Report:
     attention_kept: float | None
     error_sources: tuple[str, ...]
     seconds: float | None
+    exact_mass: tuple[float, float, float] | None
     output_error: float | None
     route: Route
     config: SSTAConfig
@@ -113,6 +117,10 @@ class Report:
         ]
         if self.attention_kept is not None:
             rows.append(("attention kept", f"{self.attention_kept:.1%} of the dense softmax weight (sampled)"))
+        if self.exact_mass is not None:
+            mean, fifth, worst = self.exact_mass
+            rows.append(("computed exactly", f"{mean:.1%} of the softmax, the rest estimated; 5th percentile of tiles {fifth:.1%}, worst "
+                                             f"head {worst:.1%}"))
         if self.output_error is not None:
             rows.append(("relative error", f"{self.output_error:.2e} against dense (sampled)"))
         rows += [("error sources" if index == 0 else "", sentence) for index, sentence in enumerate(self.error_sources)]
@@ -164,9 +172,12 @@ def explain(
     batch, heads, length, head_dim = query.shape
     scale = resolve_scale(scale, head_dim)
     layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
-    output, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
+    result, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
 
-    selection = select_tiles(layout.tile_qkv(query, key, key), config, text)
+    tiled, scores = layout.tile_qkv(query, key, key), None
+    if config.scored_by == "error" and layout.num_video_tiles:
+        scores = estimate_tiles(tiled, config, scale).scores()
+    selection = select_tiles(tiled, config, text, scores=scores, scale=scale)
     blocks = copy(selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.sparse_type != "block_attn" else None
@@ -175,7 +186,8 @@ def explain(
     tile_density = float(mask.float().mean())
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
-    kept, error = _against_dense(query, key, value, output, layout, mask, text, scale)
+    kept, error = _against_dense(query, key, value, None if result is None else result.out, layout, mask, text, scale)
+    exact_mass = None if result is None or result.exact_mass is None else mass_summary(result.exact_mass)
     return Report(
         implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
         batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
@@ -187,7 +199,7 @@ def explain(
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
         error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads),
-        seconds=seconds, output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
+        seconds=seconds, exact_mass=exact_mass, output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
     )
 
 
@@ -200,17 +212,17 @@ def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None)
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout, config: SSTAConfig, text_mask: Tensor | None,
-         scale: float, impl: str) -> tuple[Tensor, float]:
-    """The output, and the seconds until the device had finished it."""
+         scale: float, impl: str) -> tuple[LayerResult, float]:
+    """What the layer gave, and the seconds until the device had finished it."""
     def finish() -> None:
         if query.device.type == "cuda":
             torch.cuda.synchronize(query.device)
 
     finish()
     start = time.perf_counter()
-    output = ssta_attention(query, key, value, tokens, config, text_mask=text_mask, scale=scale, impl=impl)
+    result = ssta_layer(query, key, value, tokens, config, text_mask=text_mask, scale=scale, impl=impl)
     finish()
-    return output, time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
 def _partial_tiles(segments: tuple[TiledSegment, ...]) -> int:
@@ -257,10 +269,15 @@ def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype
     found = []
     padding = layout.num_slots - layout.tokens.length
     if density < 1:
-        found.append(f"{1 - density:.1%} of the tile pairs are dropped, with all that their keys would have given")
-        if config.sparse_type == "sta":
-            found.append("the window alone selects: nothing outside it is seen, however similar")
+        rest = f"{1 - density:.1%} of the tile pairs are "
+        if config.compensation == "none":
+            found.append(rest + "dropped, with all that their keys would have given")
         else:
+            found.append(rest + f"estimated from their means{' and covariances' if config.compensation == 'linear' else ''}")
+        if config.sparse_type == "sta":
+            found.append("the window alone selects: nothing outside it is "
+                         + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))
+        elif config.scored_by != "error":
             cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
             found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
                          "a single similar token in an unlike tile is overlooked")

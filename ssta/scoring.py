@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -48,19 +49,32 @@ def importance(q_descriptors: Tensor, k_descriptors: Tensor, lambda_: float) -> 
 
 
 def tile_scores(q_descriptors: Tensor, k_descriptors: Tensor, config: SSTAConfig) -> Tensor:
-    """The scores that ``config.sampling_type`` stands for: descriptors ``[B, H, N, C]`` and ``[B, Hkv, N, C]`` -> float32 ``[B, H, N, N]``.
+    """The scores that ``config.scored_by`` stands for: descriptors ``[B, H, N, C]`` and ``[B, Hkv, N, C]`` -> float32 ``[B, H, N, N]``.
 
     The two named ones run in a kernel of their own on a GPU. Everything else is ``score_tiles``.
     """
-    lambda_ = config.lambda_ if config.sampling_type == "importance" else None
-    if not callable(config.sampling_type) and kernels_run(q_descriptors):
+    scored_by = config.scored_by
+    assert scored_by != "error", "the scores of 'error' are no descriptors': BlockEstimates.scores() must be given"
+    lambda_ = config.lambda_ if scored_by == "importance" else None
+    if not callable(scored_by) and kernels_run(q_descriptors):
         return score_blocks(q_descriptors, k_descriptors, lambda_)
     k_descriptors = k_descriptors.repeat_interleave(q_descriptors.shape[1] // k_descriptors.shape[1], 1)
-    if callable(config.sampling_type):
-        scorer = config.sampling_type
+    if callable(scored_by):
+        scorer = scored_by
     else:
         scorer = similarity if lambda_ is None else partial(importance, lambda_=lambda_)
     return score_tiles(q_descriptors, k_descriptors, scorer)
+
+
+def across_rows(scores: Tensor, scale: float, cells: tuple[int, int, int] | None = None) -> Tensor:
+    """Similarities ``[B, H, N, N]`` made comparable across rows: the logarithm of their softmax over each row, so of the share of attention
+    that a query tile gives a key tile as their means see it. The order within a row stays; rows without a finite maximum give NaN.
+
+    Args:
+        scale: attention's factor on the scores.
+        cells: of the descriptors; a similarity is the sum of theirs.
+    """
+    return (scores * (scale if cells is None else scale / prod(cells))).log_softmax(-1)
 
 
 def score_tiles(q_descriptors: Tensor, k_descriptors: Tensor, scorer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

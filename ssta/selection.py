@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,17 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .budget import checked_keep, head_counts, row_counts, topk_counts
 from .config import SSTAConfig
-from .kernels import BlockLists, keep_blocks, select_blocks, topk_blocks, without_autocast
+from .kernels import BlockLists, keep_blocks, resolve_scale, select_blocks, topk_blocks, without_autocast
 from .layout import TiledQKV, TileLayout
 from .memo import remember
-from .scoring import descriptors, tile_scores
+from .scoring import across_rows, descriptors, tile_scores
 from .text import TextMask
-from .window import near
-
-# Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
-TEMPERATURE = 0.01
-LEAST_TILES = 8
+from .window import near, window_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,32 +27,42 @@ class Selection:
         blocks: lists ``[B or 1, H or 1, N + M]``, of the window, the budget and the text together; the leading dimensions are 1 where
             nothing depends on them.
         scores: float32 ``[B, H, N, N]``, of key tiles (columns) for query tiles; H = 1 where heads share. None where no budget was asked
-            for ("sta", or no video), or where scores were not to be kept.
-        k_per_row: how many of the best scored each query tile got: an int, or int32 ``[B, H, N]`` with a threshold. None where a budget of
-            the user's own chose, and where scores are None.
+            for ("sta", or no video), or where scores were not to be kept. Where "similarity" spreads a density over the rows of a
+            head, they are what compares across rows: logarithms of a softmax over each row.
+        k_per_row: how many of the best scored each query tile got: an int, int32 ``[B, H, N]`` with a threshold, or with a density
+            int32 ``[B or 1, H or 1, N]``, how many of them beyond the window. None where a budget of the user's own chose, and where scores
+            are None.
         own: bool ``[B, H, N, N]``, what a budget of the user's own kept; else None.
+        apart: bool ``[N, N]``, the tiles that ``k_per_row`` leaves out of account, which with a density are those of the window; else None.
     """
 
     blocks: BlockLists
     scores: Tensor | None = None
     k_per_row: int | Tensor | None = None
     own: Tensor | None = None
+    apart: Tensor | None = None
 
     @cached_property
     def kept(self) -> Tensor | None:
-        """bool ``[B, H, N, N]``: the tiles that the budget kept, whether or not the window has them too; None where scores are."""
+        """bool ``[B, H, N, N]``: the tiles that the budget kept, whether or not the window has them too, which with a density it does not;
+        None where scores are."""
         if self.own is not None or self.scores is None or self.k_per_row is None:
             return self.own
-        return topk_blocks(self.scores, self.k_per_row)
+        return topk_blocks(self.scores, self.k_per_row, self.apart)
 
 
-def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, keep_scores: bool = True) -> Selection:
+def select_tiles(
+    tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, scores: Tensor | None = None,
+    scale: float | None = None, keep_scores: bool = True,
+) -> Selection:
     """The tiles that each tile attends to. Never waits for the device, and is never differentiated.
 
     Args:
         tiled: q and k in the order of a layout that was made with ``config``'s tiles and padding.
         config: without variants, which ``SSTAConfig.for_canvas`` resolves.
         text_mask: a TextMask, or what ``TextMask.of`` takes.
+        scores: float32 ``[B, H, N, N]`` in place of those of descriptors: what "error" selects by, which ``BlockEstimates.scores`` gives.
+        scale: attention's factor on the scores; default 1 / sqrt(D). Rows of a head are compared with it.
         keep_scores: False frees the scores' memory; the Selection then has its ``blocks`` only.
 
     Raises:
@@ -65,74 +71,54 @@ def select_tiles(tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMa
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return select_tiles(tiled, config, text_mask, keep_scores=keep_scores)
+            return select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
     layout, q = tiled.layout, tiled.held_q()
-    lengths = active = scores = k_per_row = own = None
+    lengths = active = k_per_row = own = apart = None
     text = None if text_mask is None else TextMask.of(text_mask, q.shape[0], layout.tokens, q.device)
     if text is not None and layout.dense and layout.padding == "none":
         # The invalid tokens of a dense tile are neither attended to nor computed.
         lengths = text.tile_lengths(layout)
     elif text is not None and layout.dense:
         active = text.active_tiles(layout)
-    if config.sparse_type != "sta" and layout.num_video_tiles:
-        # Autocast would compute the scores in half precision.
-        with without_autocast(q.device.type):
-            scores = _scores(tiled, config)
-            if config.budget is None:
-                k_per_row = _k_per_row(scores, config.topk, config.threshold)
-            else:
-                own = _checked_keep(config.budget, scores)
-    elif active is None:
+    chosen = config.sparse_type != "sta" and layout.num_video_tiles > 0
+    if not chosen and active is None:
         return Selection(window_lists(layout, config.kernel_thw, lengths))
     fixed = _fixed(layout, config.kernel_thw, config.sparse_type)
+    if chosen:
+        # Autocast would compute the scores in half precision.
+        with without_autocast(q.device.type):
+            scores = _scores(tiled, config, scores, scale)
+            if config.budget is not None:
+                own = checked_keep(config.budget, scores)
+            elif config.density is None:
+                k_per_row = topk_counts(scores, config.row_topk, config.threshold)
+            else:
+                apart = fixed.forced[:layout.num_video_tiles, :layout.num_video_tiles]
+                k_per_row = row_counts(layout.tile_grids, fixed.window, config.density, layout.device) if config.allocation == "row" \
+                    else head_counts(layout.tile_grids, fixed.window, config.density, fixed.forced, scores)
+    else:
+        scores = None
     if scores is None or k_per_row is None:
         lists = keep_blocks(fixed.forced, own, active)
     else:
-        lists = select_blocks(fixed.forced, scores, k_per_row, active)
+        lists = select_blocks(fixed.forced, scores, k_per_row, active, beyond=apart is not None)
     blocks = fixed.blocks.relisted(*lists, lengths)
-    return Selection(blocks, scores, k_per_row, own) if keep_scores else Selection(blocks)
+    return Selection(blocks, scores, k_per_row, own, apart) if keep_scores else Selection(blocks)
 
 
-def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
-    """The budget: True at the best ``scores`` of each row, bool of their shape ``[..., N]``; of equal scores the first.
-
-    Without threshold the ``topk`` best. With it as many of the best as bring the cumulative softmax of scores / 0.01 to ``threshold``, and
-    ``topk`` where that is never reached; at least 8, at most ``topk``. At most N in any case. Of tiles whose softmax underflows the better
-    scored come first; the published code leaves that to an unstable sort.
-    """
-    return topk_blocks(scores, _k_per_row(scores, topk, threshold))
-
-
-def _scores(tiled: TiledQKV, config: SSTAConfig) -> Tensor:
+def _scores(tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, scale: float | None) -> Tensor:
     """float32 ``[B, H, N, N]``; H = 1 where heads share."""
+    if given is not None:
+        return given
     q_means, k_means = tiled.q_mean, tiled.k_mean
     if q_means is None or k_means is None or config.pool_cells is not None:
         q_means, k_means = (descriptors(x.detach(), tiled.layout, config.pool_cells) for x in (tiled.held_q(), tiled.k))
     if config.mask_share_within_head:
         q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
-    return tile_scores(q_means, k_means, config)
-
-
-def _k_per_row(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
-    """How many of the best tiles each row gets: an int, or int32 ``[...]`` with a threshold."""
-    most = min(topk, scores.shape[-1])
-    if threshold == 0:
-        return most
-    ranked = scores.sort(dim=-1, descending=True, stable=True).values
-    reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
-    needed = reached.shape[-1] - reached.sum(-1) + 1
-    return needed.clamp(min=LEAST_TILES, max=most).masked_fill(~reached.any(-1), most).int()
-
-
-def _checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    keep = budget(scores)
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise TypeError(f"budget must return a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
-    if keep.shape != scores.shape:
-        raise ValueError(f"budget must return the scores' shape {tuple(scores.shape)}, got {tuple(keep.shape)}")
-    if keep.device != scores.device:
-        raise ValueError(f"budget must return a tensor on the scores' device {scores.device}, got {keep.device}")
-    return keep
+    scores = tile_scores(q_means, k_means, config)
+    if config.allocation == "row" or config.scored_by != "similarity":
+        return scores
+    return across_rows(scores, resolve_scale(scale, tiled.k.shape[3]), config.pool_cells)
 
 
 class _Fixed(NamedTuple):
@@ -141,24 +127,27 @@ class _Fixed(NamedTuple):
     Attributes:
         forced: bool ``[N + M, N + M]``: the window, every dense row and every dense column.
         blocks: the tiles as blocks, with empty lists.
+        window: how many tiles of the window are forced for each tile of each video grid.
     """
 
     forced: Tensor
     blocks: BlockLists
+    window: tuple[int, ...]
 
 
 @remember(64)
 def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> _Fixed:
     keep = near(layout.tile_grids, kernel_thw, layout.device)
+    window = tuple([window_size(grid, kernel_thw) for grid in layout.tile_grids])
     if sparse_type == "block_attn":
-        keep = torch.zeros_like(keep)
+        keep, window = torch.zeros_like(keep), (0,) * len(window)
     forced = torch.nn.functional.pad(keep, (0, layout.num_dense_tiles, 0, layout.num_dense_tiles), value=True)
     counts = torch.zeros(1, 1, layout.num_tiles, dtype=torch.int32, device=layout.device)
     # Kernels find tiles of one length by arithmetic, and need less memory for their work.
     offsets, longest = layout.tile_length or layout.offsets, layout.max_tile_length
     blocks = BlockLists(counts, counts[..., None][..., :0], offsets, offsets, num_kv_blocks=layout.num_tiles, max_q_length=longest,
                         max_kv_length=longest)
-    return _Fixed(forced, blocks.covering(layout.num_slots))
+    return _Fixed(forced, blocks.covering(layout.num_slots), window)
 
 
 def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], lengths: Tensor | None = None) -> BlockLists:

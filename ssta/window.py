@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ def near(tile_grids: Sequence[tuple[int, int, int]], kernel_thw: tuple[int, int,
         mask[first:first + tiles, first:first + tiles] = inside.reshape(tiles, tiles)
         first += tiles
     return mask
+
+
+def window_size(tile_grid: tuple[int, int, int], kernel_thw: tuple[int, int, int]) -> int:
+    """How many tiles ``near`` has for each tile of a grid of (t, h, w) tiles; they are as many for all."""
+    return prod([min(n, 2 * (k // 2) + 1) for n, k in zip(tile_grid, kernel_thw)])
 
 
 def _near_along(n: int, k: int, device: torch.device | str) -> Tensor:

@@ -18,13 +18,14 @@ MAY_IMPORT = {"eager": (), "portable": ("lowering",), "hopper": ("lowering",), "
 ABOVE = ("attention", "token_attention", "op", "routing", "reference", "interfaces")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "lowering")
-# What ssta/ and pipelines/ may take from kernels/: its two contracts.
+# What ssta/ and pipelines/ may take from kernels/: its three contracts.
 ATTENTION = {"BlockLists", "IMPLEMENTATIONS", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
              "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_number",
              "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast"}
 PREPARATION = {"Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
-               "take_tokens", "token_rstd", "topk_blocks"}
-CONTRACT = ATTENTION | PREPARATION
+               "spread_blocks", "take_tokens", "token_rstd", "topk_blocks"}
+TAIL = {"BlockEstimates", "CAP", "ITERATIONS", "add_tail", "estimate_blocks", "per_query_head"}
+CONTRACT = ATTENTION | PREPARATION | TAIL
 
 
 @dataclass(frozen=True)

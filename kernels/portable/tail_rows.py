@@ -63,7 +63,7 @@ def _lse_kernel(q, k_mean, bias, offsets, lse, heads, group, blocks, units, toke
                 M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    row, rows, _ = _block_rows(offsets, block, before)
+    row, rows, size = _block_rows(offsets, block, before)
     if rows <= 0:
         return
     at = batch * heads + head
@@ -77,8 +77,8 @@ def _lse_kernel(q, k_mean, bias, offsets, lse, heads, group, blocks, units, toke
         keys = load_rows(k_mean, start, DIM, units - start, N, DIM, DIM_PAD, True)
         more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
         scores = _logits(queries, keys, more[None, :], scale_log2)
-        _, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
-    _, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
+    empty, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
     tl.store(lse + at * tokens + row + lines, row_lse, mask=lines < rows)
 
 
@@ -89,7 +89,7 @@ def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, heads
     that the sum over queries is one within rows."""
     block, start = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    first, _, size = _block_rows(offsets, block, 0)
+    first, length, size = _block_rows(offsets, block, 0)
     at = batch * heads + head
     unit, lines = start + tl.arange(0, M), tl.arange(0, N)
     more = tl.load(bias + (at * blocks + block) * units + unit, mask=unit < units, other=float("-inf"))

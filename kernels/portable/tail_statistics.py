@@ -174,7 +174,7 @@ def _order_kernel(k, v, offsets, projections, order, log_count, heads, blocks, t
     # second product may be over the other axis, on which the direction lies then.
     dims = tl.arange(0, DIM_PAD)
     direction = 1.0 + tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 0)
-    for _ in range(ITERATIONS // 2):
+    for step in range(ITERATIONS // 2):
         across = _of_length_1(tl.sum(acc * direction[None, :], 1))
         direction = _of_length_1(tl.sum(acc * across[:, None], 0))
     projections += at * tokens + first

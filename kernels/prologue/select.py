@@ -1,4 +1,4 @@
-"""Which blocks to attend to by their descriptors: score_blocks compares them, select_blocks lists the best and the forced ones."""
+"""Which blocks to attend to by their descriptors: scores, how many each row gets, and lists of the best and the forced ones."""
 
 from __future__ import annotations
 
@@ -28,32 +28,59 @@ def score_blocks(q: Tensor, k: Tensor, lambda_: float | None = None) -> Tensor:
 
 
 def select_blocks(
-    forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor = 0, active: Tensor | None = None,
+    forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor = 0, active: Tensor | None = None, *, beyond: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Lists of the blocks that are forced, united with the best-scored ones: (counts, indices) of BlockLists, ids ascending.
 
     Args:
         forced: bool ``[T, T]``; True keeps the block for all batch elements and heads.
         scores: float32 ``[B, H, N, N]`` of the first N of T blocks; None = no more than ``forced``, with H = 1.
-        k_per_row: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``. Of
-            equal scores the first is better; NaN counts as -inf.
+        k_per_row: how many of the best-scored blocks each of the first N rows gets, at most N: an int or int32 ``[B, H, N]``, or
+            ``[1, 1, N]`` for all alike. Of equal scores the first is better; NaN counts as -inf.
         active: bool ``[B, T]``. A block that is not active attends only to itself, and no other to it. With scores None it is
             required.
+        beyond: ``k_per_row`` counts blocks that are not forced, instead of the best whether they are forced or not.
 
     Runs by Triton's kernel on a GPU, else in plain torch; the result is the same.
     """
     per_row, k = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
     if kernels_run(forced):
         scores, active, per_row = (None if x is None else x.contiguous() for x in (scores, active, per_row))
-        return _select(forced.contiguous(), scores, active, per_row, k)
-    return _select_in_torch(forced, scores, active, k_per_row)
+        return _select(forced.contiguous(), scores, active, per_row, k, beyond)
+    return _select_in_torch(forced, scores, active, k_per_row, beyond)
 
 
-def topk_blocks(scores: Tensor, k_per_row: int | Tensor) -> Tensor:
-    """True at the ``k_per_row`` best of each row of ``scores [..., N]``, as ``select_blocks`` takes them: bool of their shape."""
+def spread_blocks(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
+    """How many blocks beyond the forced ones each row gets if the best of all rows of a head are taken: int32 ``[B, H, N]``.
+
+    For ``select_blocks`` with ``beyond``, which then takes these very blocks: of equal scores those of the first row are better, and in a
+    row the first; NaN counts as -inf. Never waits for the device.
+
+    Args:
+        forced, scores: as there.
+        number: blocks that each head gets beyond the forced ones, at most those there are.
+        least: blocks that a row has at least, the forced ones included; at most N. What rows need for that is part of ``number``, which
+            must suffice.
+
+    Runs by Triton's kernels on a GPU, else in plain torch; the result is the same.
+    """
+    if kernels_run(forced):
+        return _spread(forced.contiguous(), scores.contiguous(), number, least)
+    return _spread_in_torch(forced, scores, number, least)
+
+
+def topk_blocks(scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
+    """True at the ``k_per_row`` best of each row of ``scores [..., N]``, as ``select_blocks`` takes them: bool of their shape.
+
+    ``apart``: bool, broadcast to the scores; True = neither taken nor counted.
+    """
     order = scores.masked_fill(scores.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    taken = rank < (k_per_row[..., None] if isinstance(k_per_row, Tensor) else k_per_row)
+    number = k_per_row[..., None] if isinstance(k_per_row, Tensor) else k_per_row
+    if apart is None:
+        taken = torch.arange(scores.shape[-1], device=scores.device) < number
+    else:
+        free = ~apart.expand(scores.shape).gather(-1, order)
+        taken = free & (free.cumsum(-1) <= number)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, taken.expand(scores.shape))
 
 
@@ -76,8 +103,22 @@ def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = Non
     return lists.counts, lists.indices
 
 
-def _select_in_torch(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: int | Tensor) -> tuple[Tensor, Tensor]:
-    return keep_blocks(forced, None if scores is None else topk_blocks(scores, k_per_row), active)
+def _select_in_torch(
+    forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: int | Tensor, beyond: bool = False,
+) -> tuple[Tensor, Tensor]:
+    if scores is None:
+        return keep_blocks(forced, None, active)
+    apart = forced[:scores.shape[-1], :scores.shape[-1]] if beyond else None
+    return keep_blocks(forced, topk_blocks(scores, k_per_row, apart), active)
+
+
+def _spread_in_torch(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
+    apart = forced[:scores.shape[-1], :scores.shape[-1]]
+    sure = topk_blocks(scores, (least - apart.sum(-1)).clamp(min=0), apart)
+    # Every head spends as much on it.
+    left = number - (least - apart.sum(-1)).clamp(min=0).sum()
+    best = topk_blocks(scores.flatten(-2), left, (sure | apart).flatten(-2)).view_as(sure)
+    return (sure | best).sum(-1, dtype=torch.int32)
 
 
 @lru_cache
@@ -86,12 +127,19 @@ def _kernels() -> ModuleType:
     return import_module(".select_kernel", __package__)
 
 
+@operator("spread_blocks", lambda forced, scores, number, least: scores.new_empty(scores.shape[:3], dtype=torch.int32))
+def _spread(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
+    return import_module(".spread_kernel", __package__).spread(forced, scores, number, least)
+
+
 @operator("score_blocks", lambda q, k, lambda_, cosine: q.new_empty(*q.shape[:3], k.shape[2]))
 def _score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     return _kernels().score(q, k, lambda_, cosine)
 
 
-def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def _new_lists(
+    forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int, beyond: bool,
+) -> tuple[Tensor, Tensor]:
     blocks = len(forced)
     batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
     new = [forced.new_empty(batch, heads, blocks, *shape, dtype=torch.int32) for shape in ((), (blocks,))]
@@ -99,7 +147,9 @@ def _new_lists(forced: Tensor, scores: Tensor | None, active: Tensor | None, per
 
 
 @operator("select_blocks", _new_lists)
-def _select(forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    counts, indices = _new_lists(forced, scores, active, per_row, k)
-    _kernels().select(forced, scores, active, per_row, k, counts, indices)
+def _select(
+    forced: Tensor, scores: Tensor | None, active: Tensor | None, per_row: Tensor | None, k: int, beyond: bool,
+) -> tuple[Tensor, Tensor]:
+    counts, indices = _new_lists(forced, scores, active, per_row, k, beyond)
+    _kernels().select(forced, scores, active, per_row, k, beyond, counts, indices)
     return counts, indices

@@ -97,16 +97,22 @@ def _score_kernel(q, k, bias, scores, rows, group, factor, SIDE: tl.constexpr, P
 
 
 @triton.jit
-def _highest(scores, number, real):
-    """True at the ``number`` highest of the ``real`` scores, of equal ones at the first; NaN counts as -inf.
-
-    The bits of a float, with all but the sign flipped where it is negative, are integers in the floats' order. So the lowest score that is
-    taken is found bit by bit: it is the largest integer that at least ``number`` scores reach.
-    """
+def ordered(scores):
+    """int32 in the order of the float32 scores, of which NaN counts as -inf: a float's bits, with all but the sign flipped where it is
+    negative. None is the lowest integer."""
     # -0.0 equals 0.0, but its bits do not.
     scores = tl.where(scores == 0, 0.0, tl.where(scores == scores, scores, float("-inf")))
     bits = scores.to(tl.int32, bitcast=True)
-    keys = tl.where(real, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _highest(scores, number, real):
+    """True at the ``number`` highest of the ``real`` scores, of equal ones at the first; NaN counts as -inf.
+
+    The lowest score that is taken is found bit by bit: it is the largest integer that at least ``number`` scores reach.
+    """
+    keys = tl.where(real, ordered(scores), -0x80000000)
     lowest = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= number, 0, -0x80000000)
     for i in range(31):
         tried = lowest + (1 << (30 - i))
@@ -117,8 +123,8 @@ def _highest(scores, number, real):
 
 
 @triton.jit
-def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored,
-                   WIDTH: tl.constexpr, SCORES: tl.constexpr, PER_ROW: tl.constexpr, ACTIVE: tl.constexpr):
+def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored, per_list,
+                   WIDTH: tl.constexpr, SCORES: tl.constexpr, PER_ROW: tl.constexpr, ACTIVE: tl.constexpr, BEYOND: tl.constexpr):
     row, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < blocks
@@ -128,8 +134,10 @@ def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, he
             line = (batch * heads + head) * scored + row
             number = k_all
             if PER_ROW:
-                number = tl.load(k_per_row + line)
+                number = tl.load(k_per_row + (batch * heads + head) * per_list + row)
             real = column < scored
+            if BEYOND:
+                real = real & (keep == 0)
             line_scores = tl.load(scores + line * scored + column, mask=real, other=0.0)
             keep = keep | _highest(line_scores, tl.minimum(number, scored), real)
     if ACTIVE:
@@ -162,16 +170,18 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     return scores
 
 
-def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int,
+def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
            counts: Tensor, indices: Tensor) -> None:
     """Writes what ``kernels.prologue.select.select_blocks`` returns."""
     batch, heads, blocks = counts.shape
     width = triton.next_power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]
-    given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None)
+    given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
+    # Numbers that are shared by all lists are read by each.
+    per_list = scored if k_per_row is not None and k_per_row.numel() > scored else 0
     # A pointer that is not read may be any.
     scores, active, k_per_row = (forced if x is None else x for x in (scores, active, k_per_row))
-    numbers = (k_all, heads, blocks, scored)
+    numbers = (k_all, heads, blocks, scored, per_list)
     _launch_select((forced.get_device(), width, numbers, *given.values()), (blocks, heads, batch), (),
                    (forced, scores, active, k_per_row, counts, indices), numbers, dict(WIDTH=width, **given),
                    dict(num_warps=min(16, max(2, width // 512))))

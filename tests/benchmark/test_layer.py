@@ -21,18 +21,30 @@ def test_layer_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "2", "--csv", "mine"])
     with (tmp_path / "mine.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    stages = ["tile", "score", "select", "attend", "untile", "total"]
-    assert [(row["padding"], row["stage"]) for row in rows] == [("dense", "total"), *((pad, s) for pad in ("none", "zero") for s in stages)]
-    assert [row["stage"] for row in rows if row["error"]] == ["total", "total"]
-    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 3
-    assert [row["stage"] for row in rows if row["tflops"]] == ["total", "attend", "attend"]
+    stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
+              "linear": ["tile", "estimate", "select", "attend", "combine", "untile", "total"]}
+    expected = [("dense", "", "total"), *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
+    assert [(row["padding"], row["compensation"], row["stage"]) for row in rows] == expected
+    assert [row["stage"] for row in rows if row["error"]] == ["total"] * 4
+    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 5
+    assert [row["stage"] for row in rows if row["tflops"]] == ["total", *["attend"] * 4]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
 def test_the_whole_layer_alone(bench, tmp_path):
-    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--csv", "mine"])
+    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--compensation", "mean", "--csv", "mine"])
     with (tmp_path / "mine.csv").open(newline="") as file:
-        assert [(row["padding"], row["stage"]) for row in csv.DictReader(file)] == [("dense", "total"), ("none", "total")]
+        found = [(row["padding"], row["compensation"], row["stage"]) for row in csv.DictReader(file)]
+    assert found == [("dense", "", "total"), ("none", "mean", "total")]
+
+
+def test_tiles_of_another_size_come_with_a_density(bench, tmp_path, capsys):
+    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--tile", "2x4x4", "--density", "0.3", "--parts", "2", "--csv", "mine"])
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        assert all(float(row["density"]) < 1 for row in csv.DictReader(file) if row["padding"] == "none")
+    with pytest.raises(SystemExit):
+        bench.main(["--tile", "2x4x4"])
+    assert "--tile must come with --density" in capsys.readouterr().err
 
 
 def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
@@ -43,7 +55,7 @@ def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
         return found if return_blocks else found * 1.01
 
     monkeypatch.setattr(bench, "ssta_attention", wrong)
-    with pytest.raises(SystemExit, match="SSTA with padding 'none' is wrong: .*; no time is printed"):
+    with pytest.raises(SystemExit, match="SSTA with padding 'none' and compensation 'none' is wrong: .*; no time is printed"):
         bench.main(["--rounds", "1"])
 
 

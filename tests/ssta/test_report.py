@@ -384,3 +384,18 @@ def test_without_matplotlib_the_message_names_the_extra(report, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install ssta\[plot\]"):
         plot_density(report)
+
+
+@pytest.mark.parametrize("compensation", ["mean", "linear"])
+def test_what_was_computed_exactly_is_said_of_a_compensated_layer(compensation):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 128, 16, dtype=torch.float64)
+    config = SSTAConfig(tile_thw=(1, 4, 4), kernel_thw=(1, 1, 1), topk=3, sparse_type="block_attn", compensation=compensation)
+    report = explain(q, k, (2, 8, 8), config, value=v)
+    mean, fifth, worst = report.exact_mass
+    assert 0 < fifth <= mean < 1 and fifth <= worst <= mean
+    assert "computed exactly" in str(report) and "estimated from their means" in report.error_sources[0]
+    without = explain(q, k, (2, 8, 8), topk=3, tile_thw=(1, 4, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", value=v)
+    assert without.exact_mass is None and report.output_error < without.output_error
+    assert explain(q, k, (2, 8, 8), config).exact_mass is None
+    assert torch.equal(explain(q, k, (2, 8, 8), config).blocks.to_mask(), report.blocks.to_mask())

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from selection_cases import Case, cases
 
 from ssta import SSTAConfig, TokenLayout, tile_layout
+from ssta.budget import best
 from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
-from ssta.selection import best, select_tiles
+from ssta.selection import select_tiles
 
 
 @settings(max_examples=80)

@@ -1,6 +1,8 @@
 """SSTA by its definition: plain loops in float64 over tokens, tiles and heads, sharing no code with the library. For tests only."""
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -131,6 +133,67 @@ def budget_of(scores, topk, threshold):
     return order[:count], score_margin, mass_margin
 
 
+def spread_over_rows(window, density):
+    """The tiles of each row in all; window[i][j]: whether tile j is in tile i's window. Rows whose window is more than their share keep it,
+    and the others share what is left."""
+    n = len(window)
+    have, total = [sum(row) for row in window], Fraction(str(density)) * n * n
+    level, rows = total / n, n
+    for i in sorted(range(n), key=lambda i: -have[i]):
+        if have[i] <= level:
+            break
+        total, rows = total - have[i], rows - 1
+        level = total / rows if rows else Fraction(0)
+    counts, place = [], 0
+    for i in range(n):
+        if have[i] > level:
+            counts.append(max(have[i], 1))
+        else:
+            counts.append(max(math.floor((place + 1) * level) - math.floor(place * level), have[i], 1))
+            place += 1
+    return counts, level
+
+
+def best_beyond(scores, window, counts):
+    """(bool of the window and in each row the best beside it, up to counts in all; how close the closest decision is)."""
+    margin, kept = float("inf"), [list(row) for row in window]
+    for i, row in enumerate(scores):
+        free = sorted((j for j in range(len(row)) if not window[i][j]), key=lambda j: (-row[j], j))
+        taken = counts[i] - sum(window[i])
+        for j in free[:taken]:
+            kept[i][j] = True
+        if 0 < taken < len(free):
+            margin = min(margin, row[free[taken - 1]] - row[free[taken]])
+    return kept, margin
+
+
+def best_of_head(scores, window, density):
+    """The same where the best of all rows are taken: at least 3 % of the tiles of each row, but no more than rows have in the mean."""
+    n = len(scores)
+    level = spread_over_rows(window, density)[1]
+    least = max(1, min(math.ceil(Fraction(3, 100) * n), math.floor(level)))
+    kept, margin = best_beyond(scores, window, [max(least, sum(row)) for row in window])
+    left = math.floor(Fraction(str(density)) * n * n + Fraction(1, 2)) - sum(map(sum, kept))
+    free = sorted(((i, j) for i in range(n) for j in range(n) if not kept[i][j]), key=lambda at: (-scores[at[0]][at[1]], at))
+    for i, j in free[:max(left, 0)]:
+        kept[i][j] = True
+    if 0 < left < len(free):
+        (a, b), (c, d) = free[left - 1:left + 1]
+        margin = min(margin, scores[a][b] - scores[c][d])
+    return kept, margin
+
+
+def of_density(scores, window, config, width):
+    """(what a density keeps, window included; how close the closest decision is). width: (head_dim, cells of a descriptor)."""
+    if config.allocation == "row":
+        return best_beyond(scores, window, spread_over_rows(window, config.density)[0])
+    if config.scored_by == "similarity":
+        dim, cells = width
+        rows = torch.tensor(scores, dtype=torch.float64) / (cells * dim**0.5)
+        scores = (rows - rows.logsumexp(-1, keepdim=True)).tolist()
+    return best_of_head(scores, window, config.density)
+
+
 @dataclass
 class Selection:
     """mask: bool [B, H, T, T]; kept[b][i]: the slots of tile i that are real under text_mask; clear: no decision of the budget is so close
@@ -166,17 +229,21 @@ def select(q, k, segments, config, valid=None):
         else:
             kept.append([len(tile.slots) for tile in tiles])
         for h in range(heads):
-            scores = scores_of(q_means[h], k_means[h], config.sampling_type, config.lambda_)
+            scores = scores_of(q_means[h], k_means[h], config.scored_by, config.lambda_)
             for i in range(total):
                 for j in range(total):
                     if i < n and j < n:
                         mask[b, h, i, j] = config.sparse_type != "block_attn" and in_window(tiles[i], tiles[j], config.kernel_thw)
                     else:
                         mask[b, h, i, j] = used[i] and used[j] or i == j
-                if i < n and config.sparse_type != "sta":
-                    chosen, score_margin, mass_margin = budget_of(scores[i], config.topk, config.threshold)
+                if i < n and config.sparse_type != "sta" and config.density is None:
+                    chosen, score_margin, mass_margin = budget_of(scores[i], config.row_topk, config.threshold)
                     mask[b, h, i, chosen] = True
                     clear = clear and score_margin > 1e-5 * max(map(abs, scores[i])) and mass_margin > 2e-4
+            if n and config.density is not None:
+                spread, margin = of_density(scores, mask[b, h, :n, :n].tolist(), config, (q.shape[-1], math.prod(cells or (1,))))
+                mask[b, h, :n, :n] = torch.tensor(spread)
+                clear = clear and margin > 1e-5 * max(abs(score) for row in scores for score in row)
     return Selection(tiles, mask, kept, clear)
 
 

@@ -1,0 +1,127 @@
+"""How many of the best-scored tiles each query tile gets: topk, a threshold, or a density spread over rows or over whole heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .kernels import spread_blocks, topk_blocks
+from .memo import remember
+
+# Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
+TEMPERATURE = 0.01
+LEAST_TILES = 8
+# Percent of the tiles that each row has at least where a head spreads its density.
+LEAST_PERCENT = 3
+# Bits after the point: so 2 ** 15 rows of as many tiles fit int64. A rounded fraction is off by 2 ** 14 at most after as many rows, which is
+# added before it is dropped, so that whole numbers stay whole.
+FRACTION = 32
+SLACK = 1 << 14
+
+
+def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
+    """The budget: True at the best ``scores`` of each row, bool of their shape ``[..., N]``; of equal scores the first.
+
+    Without threshold the ``topk`` best. With it as many of the best as bring the cumulative softmax of scores / 0.01 to ``threshold``, and
+    ``topk`` where that is never reached; at least 8, at most ``topk``. At most N in any case. Of tiles whose softmax underflows the better
+    scored come first; the published code leaves that to an unstable sort.
+    """
+    return topk_blocks(scores, topk_counts(scores, topk, threshold))
+
+
+def topk_counts(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
+    """How many of the best tiles each row gets: an int, or int32 ``[...]`` with a threshold."""
+    most = min(topk, scores.shape[-1])
+    if threshold == 0:
+        return most
+    ranked = scores.sort(dim=-1, descending=True, stable=True).values
+    reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
+    needed = reached.shape[-1] - reached.sum(-1) + 1
+    return needed.clamp(min=LEAST_TILES, max=most).masked_fill(~reached.any(-1), most).int()
+
+
+def row_level(grids: Sequence[tuple[int, int]], density: float) -> float:
+    """The tiles of a row, such that rows with so many have ``density`` of all tile pairs, together with rows whose window is more.
+
+    Args:
+        grids: of each video grid (its tiles, the tiles in the window of each).
+    """
+    total = sum([tiles for tiles, _ in grids])
+    left, rows = density * total * total, total
+    for window, tiles in sorted([(window, tiles) for tiles, window in grids], reverse=True):
+        if window * rows <= left:
+            break
+        left, rows = left - window * tiles, rows - tiles
+    return left / rows if rows else 0.0
+
+
+@remember(64)
+def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torch.device) -> Tensor:
+    level, rows, counts = row_level(grids, density), 0, []
+    step = round(level * (1 << FRACTION))
+    for tiles, window in grids:
+        if window > level + 1e-6:
+            counts.append(torch.full((tiles,), max(window, 1) - window, device=device))
+            continue
+        bounds = (torch.arange(rows, rows + tiles + 1, device=device) * step + SLACK) >> FRACTION
+        counts.append(bounds.diff().clamp(min=max(window, 1)) - window)
+        rows += tiles
+    return torch.cat(counts).int()[None, None]
+
+
+def row_counts(
+    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, device: torch.device,
+) -> Tensor:
+    """How many tiles beyond its window each row gets, all heads alike: int32 ``[1, 1, N]``.
+
+    Row i has floor((i + 1) K) - floor(i K) tiles in all, K = density x N; at least 1, at least its window. Where windows of some grids are
+    more than K, the rows of the others get less, so that the density is met nevertheless.
+
+    Args:
+        tile_grids: tiles along (t, h, w) of each video grid, N in all.
+        window: the tiles in the window of each tile of a grid.
+    """
+    return _row_counts(_sizes(tile_grids, window), density, device)
+
+
+def head_counts(
+    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, forced: Tensor, scores: Tensor,
+) -> Tensor:
+    """How many tiles beyond its window each row gets if the best of all rows of a head are taken: int32 ``[B, H, N]``.
+
+    A head has round(density x N^2) tile pairs in all, or those of the window where these are more. Each row has at least 3 % of the tiles
+    (not more than the mean row has) and at least 1. Of equal scores the first row's are better, and in a row the first; NaN counts as -inf.
+
+    Args:
+        tile_grids, window: as in ``row_counts``.
+        forced: bool ``[T, T]``, the window for the first N of T tiles.
+        scores: float32 ``[B, H, N, N]``, comparable across rows.
+    """
+    grids = _sizes(tile_grids, window)
+    total = sum([tiles for tiles, _ in grids])
+    least = max(1, min(-(-LEAST_PERCENT * total // 100), int(row_level(grids, density))))
+    asked = sum([tiles * max(least - inside, 0) for tiles, inside in grids])
+    pairs = int(density * total * total + 0.5) - sum([tiles * inside for tiles, inside in grids])
+    return spread_blocks(forced, scores, max(pairs, asked), least)
+
+
+def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+    """What a budget of the user's own keeps.
+
+    Raises:
+        TypeError, ValueError: what it returned does not fit.
+    """
+    keep = budget(scores)
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        raise TypeError(f"budget must return a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
+    if keep.shape != scores.shape:
+        raise ValueError(f"budget must return the scores' shape {tuple(scores.shape)}, got {tuple(keep.shape)}")
+    if keep.device != scores.device:
+        raise ValueError(f"budget must return a tensor on the scores' device {scores.device}, got {keep.device}")
+    return keep
+
+
+def _sizes(tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple([(t * h * w, inside) for (t, h, w), inside in zip(tile_grids, window)])
