@@ -10,23 +10,27 @@ from .blocks import BlockLists
 from .checks import without_autocast
 from .operators import operator, refuse_forward_mode
 from .tail import TAIL_ROOM, BlockEstimates, _by_kv_head, _head_groups, _kernels, tail_forward
+from .tail import add_tail as add_constant_tail
 
 
-def add_tail_with_gradients(
+def add_tail(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, blocks: BlockLists,
-    estimates: BlockEstimates, *, scale: float,
+    estimates: BlockEstimates, *, scale: float, owned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``add_tail`` of what it does not own, differentiable in out, lse, q, k and v; once, and not in forward mode.
+    """``tail.add_tail``, differentiable in out, lse, q, k and v: once, and not in forward mode. Where a gradient is asked for, nothing is
+    written over, even if ``owned``.
 
-    The weights, means and covariances of units are differentiated. Of what ``estimates`` hold nothing is, nor are the mixtures of
-    covariances: constants. The same inputs give the same bits. Beside its arguments and results the backward keeps two entries for each
-    pair of a query block and a unit, and the units' means.
+    The weights, means and covariances of units are differentiated. Nothing that ``estimates`` hold is, nor are the mixtures of covariances:
+    constants. The same inputs give the same bits. Beside arguments and results the backward keeps six bytes for each pair of a query block
+    and a unit, and the units' means.
 
     Raises:
         ValueError: a tensor has a forward-mode tangent, which the kernels would lose.
     """
     refuse_forward_mode(out=out, lse=lse, q=q, k=k, v=v)
-    return _AddTail.apply(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, q, k, v)):
+        return _AddTail.apply(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale)
+    return add_constant_tail(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale=scale, owned=owned)
 
 
 class _AddTail(torch.autograd.Function):

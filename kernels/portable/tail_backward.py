@@ -22,10 +22,13 @@ from ..device import device_limits, multiprocessors
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
-from .config import LaunchConfig, dkv_config, dq_config
+from .config import LaunchConfig
 
-# What any GPU takes: float32, which is multiplied without tensor cores.
-_FLOAT32 = LaunchConfig(32, 32, 8, 1)
+# Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
+# multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
+_ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
+# What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
+_WIDE = LaunchConfig(32, 32, 8, 1)
 
 
 @triton.jit
@@ -251,16 +254,15 @@ def triton_tail_backward(
     kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
     group, parts = heads // kv_heads, units // blocks
     limits, dim_pad = device_limits(q.device), max(triton.next_power_of_2(dim), 16)
-    wide = q.dtype == torch.float32
+    wide = dim_pad > 128 or q.dtype == torch.float32
+    rows, units_pass = (_WIDE, _WIDE) if wide else (_ROWS, _UNITS if limits.tma else _UNITS_BEFORE_HOPPER)
     # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
-    columns = min(dim_pad, 32 if wide else 128 if dim_pad <= 128 else 64)
-    steps = dict(M=32 if wide else 64, C=columns, num_warps=4 if columns * dim_pad <= 64 * 64 else 8)
+    columns = min(dim_pad, 128 if not wide else 32 if q.dtype == torch.float32 else 64)
+    steps = dict(M=32 if wide else 64, C=columns, num_warps=8)
     shape = dict(DIM=dim, DIM_PAD=dim_pad)
     q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
     lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
 
-    # As dQ holds q and dO and streams K and V, so this does with the means; and the other way round.
-    rows = _FLOAT32 if wide else dq_config(dim, longest, units, limits)
     row_parts = triton.cdiv(longest, rows.block_m)
     _tail_rows_kernel[(blocks * row_parts, batch * heads)](
         q_view, do_view, view(exact), view(out), view(dexact), view(dq), k_view, v_view, exact_lse, lse, tail_lse, dlse, dexact_lse,
@@ -268,16 +270,15 @@ def triton_tail_backward(
         PARTS=row_parts, M=rows.block_m, N=rows.block_n, C=min(columns, 64), **shape,
         num_warps=rows.num_warps, num_stages=rows.num_stages)
 
-    config = _FLOAT32 if wide else dkv_config(dim, longest, units, limits)
-    chunks = triton.cdiv(units, config.block_n)
+    chunks = triton.cdiv(units, units_pass.block_n)
     splits = max(1, min(blocks, 4 * multiprocessors(q.device) // (chunks * batch * kv_heads)))
     share = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, share)
     dk_mean, dv_mean = (torch.empty(splits, batch, kv_heads, units, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     _tail_units_kernel[(chunks, batch * kv_heads, splits)](
         q_view, do_view, k_view, v_view, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
-        share, scale * LOG2E, scale, M=config.block_m, N=config.block_n, **shape,
-        num_warps=config.num_warps, num_stages=config.num_stages)
+        share, scale * LOG2E, scale, M=units_pass.block_m, N=units_pass.block_n, **shape,
+        num_warps=units_pass.num_warps, num_stages=units_pass.num_stages)
     dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
 
     dcovariance = None

@@ -8,6 +8,7 @@ import torch
 from ssta import SSTAConfig, TokenLayout, tile_layout
 from ssta.compensation import compensate, estimate_tiles
 from ssta.kernels import BlockLists
+from ssta.layout import TiledQKV
 
 # Partial tiles along every axis, and text behind them.
 LAYOUT = tile_layout(TokenLayout.video_text((2, 3, 4), 2), (2, 2, 3))
@@ -25,7 +26,7 @@ def case(kind, parts, heads=2, kv_heads=1, dim=2):
     mask[:, :, TILES:] = mask[:, TILES:] = mask[:, 0] = True
     mask[:, 1, :TILES] = False
     blocks = BlockLists.from_mask(mask, LAYOUT.offsets, LAYOUT.offsets, max_q_length=12, max_kv_length=12)
-    return (out, lse, q, k, v), blocks, estimate_tiles(q, k, v, LAYOUT, config, SCALE)
+    return (out, lse, q, k, v), blocks, estimate_tiles(TiledQKV(LAYOUT, q, k, v), config, SCALE)
 
 
 def units(estimates, head):
@@ -137,7 +138,7 @@ def test_what_is_estimated_of_nothing_gets_no_gradient():
     start, end = int(LAYOUT.offsets[2]), int(LAYOUT.offsets[3])
     k[0, 0, start] = float("nan")
     config = SSTAConfig(tile_thw=LAYOUT.tile_thw, compensation="linear", compensation_parts=2)
-    estimates = estimate_tiles(q, k, v, LAYOUT, config, SCALE)
+    estimates = estimate_tiles(TiledQKV(LAYOUT, q, k, v), config, SCALE)
     mass = estimates.mass.clone()
     mass[0, 1] = 1e6
     estimates = dataclasses.replace(estimates, mass=mass)
