@@ -35,12 +35,14 @@ _TABLE = {
 }
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
 _WIDE = TailConfig(32, 32, 8, 1)
+# The order's programs hold a matrix of all rows and columns.
+_WIDE_ORDER = TailConfig(32, 32, 16, 1)
 
 
 def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> TailConfig:
     """The one of ``kernel``, a key of the table."""
     if head_dim > 128 or dtype == torch.float32:
-        return _WIDE
+        return _WIDE_ORDER if kernel == "order" else _WIDE
     config = _TABLE[kernel][head_dim > 64]
     # Beside 128 x 128 and two stages of 64 x 128 there is no room for a third in 99 KiB.
     if limits.shared_memory < 160 << 10 and head_dim > 64:

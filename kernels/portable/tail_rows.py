@@ -89,7 +89,7 @@ def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, heads
     that the sum over queries is one within rows."""
     block, start = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    first, length, size = _block_rows(offsets, block, 0)
+    first, rows, size = _block_rows(offsets, block, 0)
     at = batch * heads + head
     unit, lines = start + tl.arange(0, M), tl.arange(0, N)
     more = tl.load(bias + (at * blocks + block) * units + unit, mask=unit < units, other=float("-inf"))
@@ -234,8 +234,13 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
     _combine_kernel[(blocks * tiles, batch * heads)](
         view(q), k_mean, v_mean, bias, matrix, z, view(out), lse, shares, offsets, heads, heads // k_mean.shape[1], blocks, units, q.shape[2],
-        scale, scale * LOG2E, TILES=tiles, DEPTH=min(sizes["DIM_PAD"], 128 if sizes["M"] > 32 else 32), **sizes, **config.options())
+        scale, scale * LOG2E, TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes, **config.options())
     torch.sum(shares, -1, out=share)
+
+
+def depth(dim_pad: int, block_m: int) -> int:
+    """Rows of a query block's matrix that are multiplied at once: all, but where tiles must be small."""
+    return dim_pad if block_m > 32 else min(dim_pad, 32)
 
 
 def _config(kernel: str, q: Tensor) -> tuple[TailConfig, dict[str, int]]:

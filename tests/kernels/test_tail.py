@@ -1,37 +1,47 @@
 """The tail's kernels against its specification in float64: in Triton's interpreter without a GPU, and on one."""
 
+import dataclasses
+
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from tail_cases import bfloat16_products, same_estimates, tail_case  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("bfloat16_products")
+from ssta.kernels import BlockEstimates, tail
 
+pytestmark = pytest.mark.usefixtures("bfloat16_products")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Largest error of out and of lse: sums of rounded weights times rounded means, and out itself rounded; of values of about 1. Triton's
 # interpreter rounds to bfloat16 towards zero.
-TOLERANCE = {torch.bfloat16: (2**-6, 2**-6) if DEVICE == "cuda" else (2**-5, 2**-5), torch.float16: (2**-8, 2**-7), torch.float32: (2**-8, 2**-7)}
+TOLERANCE = {torch.bfloat16: (2**-6, 2**-6) if DEVICE == "cuda" else (2**-5, 2**-5),
+             torch.float16: (2**-7, 2**-7), torch.float32: (2**-7, 2**-7)}
+both_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
-def check(case, monkeypatch, blocks=None, with_mass=True):
-    """Both calls against the specification; returns (results, inputs, estimates)."""
+def check(case, monkeypatch, blocks=None, with_mass=True, change=lambda estimates: estimates):
+    """Both calls against the specification; returns (results, what they were made of, estimates)."""
     estimates = case.estimate(with_mass)
     expected = case.specified_estimates(monkeypatch, estimates.order, with_mass)
     same_estimates(case, estimates, expected)
+    estimates, expected = change(estimates), change(expected)
     blocks = case.some_blocks() if blocks is None else blocks
     (out, lse), exact = case.exact(blocks)
     before = out.clone(), lse.clone()
     results = case.add(out, lse, blocks, estimates)
-    assert torch.equal(out, before[0]) and torch.equal(lse, before[1]), "the caller's stay as they are"
+    assert same_bits((out, lse), before), "the caller's stay as they are"
     for got, wanted, tolerance in zip(results, case.specified(*exact, blocks, expected), (*TOLERANCE[out.dtype], 2**-6)):
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance, equal_nan=True)
     assert results[0].dtype == out.dtype and results[0].stride() == out.stride()
-    assert torch.equal(results[0][:, :, case.slots:], out[:, :, case.slots:]), "rows of other blocks"
-    assert torch.equal(results[1][:, :, case.slots:], lse[:, :, case.slots:])
+    assert same_bits([x[:, :, case.slots:] for x in results[:2]], [x[:, :, case.slots:] for x in before]), "rows of other blocks"
     return results, (out, lse, blocks), estimates
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+def same_bits(*two):
+    return all(torch.equal(a.nan_to_num(7e3), b.nan_to_num(7e3)) for a, b in zip(*two))
+
+
+@both_parts
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_blocks(dtype, linear, parts, monkeypatch):
@@ -39,17 +49,248 @@ def test_ragged_blocks(dtype, linear, parts, monkeypatch):
     check(case, monkeypatch)
 
 
+@both_parts
 @pytest.mark.parametrize("dim", [32, 64, 80])
-@pytest.mark.parametrize("parts", [1, 2])
 def test_head_dims(dim, parts, monkeypatch):
     check(tail_case([66, 50, 10], 3, dim=dim, parts=parts, device=DEVICE), monkeypatch)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_batch_and_grouped_heads(parts, monkeypatch):
-    check(tail_case([20, 35, 9, 12], 3, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE), monkeypatch)
+@both_parts
+@pytest.mark.parametrize("listed_heads", [1, 2, 4])
+@pytest.mark.slow
+def test_batch_and_grouped_heads(listed_heads, parts, monkeypatch):
+    """Lists of query heads, of key/value heads, or for all."""
+    case = tail_case([20, 35, 9, 12], 3, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
+    mask = torch.rand(2, listed_heads, 4, 4, device=DEVICE) < 0.5
+    mask[..., 3:] = True
+    by_head = mask.repeat_interleave(4 // listed_heads, 1)
+    results, (out, lse, _), estimates = check(case, monkeypatch, case.lists(by_head))
+    assert same_bits(case.add(out, lse, case.lists(mask), estimates), results)
+
+
+def test_heads_done_in_groups_are_the_heads(monkeypatch):
+    case = tail_case([20, 9, 12], 2, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
+    blocks = case.some_blocks()
+    (out, lse), _ = case.exact(blocks)
+    whole = case.estimate()
+    added = case.add(out, lse, blocks, whole)
+    monkeypatch.setattr(tail, "ESTIMATE_ROOM", 0.0)
+    monkeypatch.setattr(tail, "TAIL_ROOM", 0.0)
+    grouped = case.estimate()
+    torch.testing.assert_close(grouped.half_variance, whole.half_variance)
+    torch.testing.assert_close(grouped.mass, whole.mass)
+    for a, b in zip(case.add(out, lse, blocks, grouped), added):
+        torch.testing.assert_close(a, b)
 
 
 def test_means_need_no_mass(monkeypatch):
     _, _, estimates = check(tail_case([20, 35, 9], 3, linear=False, device=DEVICE), monkeypatch, with_mass=False)
     assert estimates.mass is None and estimates.useful() is None
+
+
+@both_parts
+def test_what_is_not_finite_stays_where_it_is(parts, monkeypatch):
+    """A key or value: its block is not estimated. A query: its own row, and nothing of what its block has in common."""
+    case = tail_case([40, 17, 30, 33, 21], 4, heads=2, kv_heads=2, parts=parts, device=DEVICE)
+    eye = torch.eye(5, dtype=torch.bool, device=DEVICE)[None, None].expand(1, 2, 5, 5).clone()
+    eye[..., 4] = eye[..., 4, :] = True
+    # Nobody attends to these exactly.
+    eye[:, 0, :, 1] = eye[:, 1, :, 3] = False
+    case.k[0, 0, 45, 3], case.v[0, 1, 90, 2], case.q[0, 0, 60, 1] = torch.nan, torch.inf, torch.nan
+    results, _, estimates = check(case, monkeypatch, case.lists(eye))
+    bad = estimates.log_count.isneginf().unflatten(-1, (4, parts)).all(-1)
+    assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]] and (estimates.scores()[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
+    rows = results[0].isnan().any(-1).nonzero().tolist()
+    # Rows of text attend to all that is listed.
+    assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@both_parts
+def test_rows_that_leave_nothing_out_keep_their_bits(linear, parts):
+    case = tail_case([40, 17, 30, 33], 3, parts=parts, linear=linear, device=DEVICE)
+    mask = torch.rand(1, 2, 4, 4, device=DEVICE) < 0.3
+    mask[..., 3] = mask[..., 1, :] = True
+    blocks = case.lists(mask)
+    (out, lse), _ = case.exact(blocks)
+    added, added_lse, share = case.add(out, lse, blocks, case.estimate())
+    full = mask[0].all(-1)
+    for head in range(2):
+        for block, (first, last) in enumerate(zip(case.offsets.tolist(), case.offsets.tolist()[1:])):
+            same = same_bits((added[0, head, first:last], added_lse[0, head, first:last]), (out[0, head, first:last], lse[0, head, first:last]))
+            assert same == (bool(full[head, block]) or block == 3)
+    assert (share[0][full[:, :3]] == 1).all() and (share[0][~full[:, :3]] < 1).all()
+
+
+def test_heads_that_are_not_useful_do_without(monkeypatch):
+    def useless(estimates):
+        mass = estimates.mass.clone()
+        mass[0, 2] *= 1e6
+        return dataclasses.replace(estimates, mass=mass)
+
+    case = tail_case([40, 17, 30], 3, heads=4, kv_heads=2, device=DEVICE)
+    (added, added_lse, share), (out, lse, _), estimates = check(case, monkeypatch, change=useless)
+    assert estimates.useful().tolist() == [[True, True, False, True]]
+    assert same_bits((added[0, 2], added_lse[0, 2]), (out[0, 2], lse[0, 2])) and (share[0, 2] == 1).all()
+
+
+def test_owned_tensors_take_the_result():
+    case = tail_case([40, 17, 30], 2, device=DEVICE)
+    blocks, estimates = case.some_blocks(), case.estimate()
+    (out, lse), _ = case.exact(blocks)
+    expected = case.add(out, lse, blocks, estimates)
+    owned = case.add(out, lse, blocks, estimates, owned=True)
+    assert owned[0].data_ptr() == out.data_ptr() and owned[1].data_ptr() == lse.data_ptr() and same_bits(owned, expected)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@both_parts
+def test_blocks_of_equal_keys_and_values_are_estimated_exactly(linear, parts):
+    """Also those of one token, of which there is no half."""
+    case = tail_case([20, 1, 33, 5], 4, dtype=torch.float32, parts=parts, linear=linear, device=DEVICE)
+    for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
+        case.k[:, :, first:last], case.v[:, :, first:last] = case.k[:, :, first:first + 1].clone(), case.v[:, :, first:first + 1].clone()
+    (out, lse), _ = case.exact(case.lists(torch.eye(4, dtype=torch.bool, device=DEVICE)))
+    results = case.add(out, lse, case.lists(torch.eye(4, dtype=torch.bool, device=DEVICE)), case.estimate())
+    dense = case.exact(case.lists(torch.ones(4, 4, dtype=torch.bool, device=DEVICE)))[0]
+    for got, wanted in zip(results, dense):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_halves_are_cut_across_the_first_principal_direction():
+    """Each block's order names each of its tokens once; the first half lies on one side. Of equal projections the earlier token is first."""
+    lengths = [40, 17, 0, 70, 1]
+    case = tail_case(lengths, 5, kv_heads=2, heads=2, batch=2, parts=2, dtype=torch.float32, device=DEVICE)
+    # A direction that stands out, so that ten iterations find it.
+    along = torch.randn(2, 2, 1, 16, device=DEVICE)
+    along /= along.norm(dim=-1, keepdim=True)
+    case.k += 5 * along * torch.randn(2, 2, sum(lengths), 1, device=DEVICE)
+    case.k[0, 1, :40] = 0.5
+    order = case.estimate().order
+    for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
+        if last > first:
+            assert torch.equal(order[..., first:last].sort().values, torch.arange(first, last, device=DEVICE).int().expand(2, 2, -1))
+    assert torch.equal(order[0, 1, :40], torch.arange(40, device=DEVICE).int())
+    keys = case.k.double()[1, 0, 57:127]
+    axis = torch.linalg.eigh((keys - keys.mean(0)).mT @ (keys - keys.mean(0))).eigenvectors[:, -1]
+    projected = (keys @ axis)[(order[1, 0, 57:127] - 57).long()]
+    assert (projected.diff() > -1e-3).all() or (projected.diff() < 1e-3).all()
+
+
+def test_ids_out_of_range_and_negative_counts_list_nothing():
+    case = tail_case([40, 17, 30], 3, device=DEVICE)
+    blocks, estimates = case.lists(torch.eye(3, dtype=torch.bool, device=DEVICE)), case.estimate()
+    (out, lse), _ = case.exact(blocks)
+    indices = torch.full((1, 1, 3, 3), 99, dtype=torch.int32, device=DEVICE)
+    indices[..., 1] = -5
+    indices[..., 2] = torch.arange(3, device=DEVICE)
+    strange = dataclasses.replace(blocks, indices=indices, counts=torch.tensor([[[3, 3, 9]]], dtype=torch.int32, device=DEVICE))
+    assert same_bits(case.add(out, lse, strange, estimates), case.add(out, lse, blocks, estimates))
+    nothing = dataclasses.replace(blocks, counts=torch.full_like(blocks.counts, -1))
+    assert (case.add(torch.zeros_like(out), torch.full_like(lse, -torch.inf), nothing, estimates)[2] == 0).all()
+
+
+@pytest.mark.parametrize("linear, with_mass", [(True, True), (False, True), (False, False)])
+@both_parts
+def test_traced_into_one_graph(linear, with_mass, parts):
+    case = tail_case([40, 17, 30], 2, parts=parts, linear=linear, device=DEVICE)
+    blocks = case.some_blocks()
+    (out, lse), _ = case.exact(blocks)
+
+    def both(q, out, lse, owned):
+        estimates = case.estimate(with_mass, q=q)
+        shown = [x for x in vars(estimates).values() if isinstance(x, torch.Tensor)]
+        return *shown[:1 + 2 * with_mass], *case.add(out * 1, lse + 0, blocks, estimates, owned=owned)
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for owned in (False, True):
+        assert same_bits(compiled(case.q, out, lse, owned), both(case.q, out, lse, owned))
+
+
+def test_the_operators_keep_their_contract():
+    """torch.library's own checks: schema, what is written to, fake tensors."""
+    case = tail_case([20, 17], 2, parts=2, device=DEVICE)
+    estimates, blocks = case.estimate(), case.some_blocks()
+    (out, lse), _ = case.exact(blocks)
+    numbers = (case.number, case.longest)
+    checks = dict(test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True), **checks)
+    torch.library.opcheck(torch.ops.ssta.add_tail, (
+        out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
+        estimates.useful(), estimates.order, estimates.k_mean, estimates.v_mean, *numbers, 2, 0.25), **checks)
+
+
+def test_no_tokens_at_all():
+    case = tail_case([4, 4], 2, device=DEVICE)
+    case.q, case.k, case.v = (x[:0] for x in (case.q, case.k, case.v))
+    estimates = case.estimate()
+    assert isinstance(estimates, BlockEstimates) and estimates.mass.shape == (0, 2, 2, 2)
+    out, lse, share = case.add(torch.empty_like(case.q), torch.empty(0, 2, 8, device=DEVICE), case.some_blocks(), estimates)
+    assert out.shape == case.q.shape and share.shape == (0, 2, 2)
+
+
+REAL = [384] * 20 + [336] * 3 + [130, 7, 384, 255]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", [True, False])
+@both_parts
+@pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16), (96, torch.bfloat16),
+                                        (256, torch.bfloat16)], ids=str)
+def test_on_a_gpu(dim, dtype, parts, linear, monkeypatch):
+    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, linear=linear, device="cuda", spread=0.5)
+    check(case, monkeypatch)
+
+
+@pytest.mark.gpu
+@both_parts
+def test_many_blocks_of_128_on_a_gpu(parts, monkeypatch):
+    case = tail_case([128] * 600 + [300], 600, heads=2, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda", spread=0.5)
+    monkeypatch.setattr(case, "exact", exact_by_kernels(case))
+    check(case, monkeypatch)
+
+
+def exact_by_kernels(case):
+    """The reference would hold all scores in float64."""
+    from ssta.kernels import block_sparse_attention
+
+    def exact(blocks):
+        out, lse = block_sparse_attention(case.q, case.k, case.v, blocks, scale=case.scale, return_lse=True)
+        return (out, lse), (out.double(), lse.double())
+
+    return exact
+
+
+@pytest.mark.gpu
+@both_parts
+def test_never_waits_and_fits_a_cuda_graph(parts):
+    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda")
+    blocks = case.some_blocks()
+    (out, lse), _ = case.exact(blocks)
+
+    def step():
+        estimates = case.estimate()
+        return estimates.mass, estimates.half_variance, *case.add(out, lse, blocks, estimates)
+
+    assert_never_waits_and_fits_a_cuda_graph(step)
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu():
+    """Beside q, k, v and out no more than a quarter of them; out is not there yet while blocks are estimated."""
+    case = tail_case([128] * 300 + [200], 300, heads=8, kv_heads=8, dim=128, dtype=torch.bfloat16, parts=2, device="cuda")
+    blocks = case.some_blocks()
+    out, lse = exact_by_kernels(case)(blocks)[0]
+    bytes_of_q = case.q.numel() * 2
+
+    def peak(run):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        return result, torch.cuda.max_memory_allocated() - before
+
+    estimates, used = peak(case.estimate)
+    assert used <= 2 * bytes_of_q
+    assert peak(lambda: case.add(out, lse, blocks, estimates, owned=True))[1] <= bytes_of_q

@@ -12,6 +12,13 @@ from ssta import compensation
 from ssta.kernels import BlockEstimates, BlockLists, block_sparse_attention
 
 
+class Blocks(SimpleNamespace):
+    """What the specification asks a TileLayout for; one to a case, as it keeps what follows from each."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 @dataclass
 class TailCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` and ``linear`` as
@@ -30,8 +37,8 @@ class TailCase:
         self.offsets = torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
         self.longest, self.slots = max(self.lengths[:self.number]), sum(self.lengths[:self.number])
         self.scale = 1.3 * self.q.shape[-1] ** -0.5
-        self.layout = SimpleNamespace(num_video_tiles=self.number, offsets=self.offsets, lengths=self.offsets.diff(), device=device,
-                                      video=[SimpleNamespace(longest_tile=self.longest, num_slots=self.slots)])
+        self.layout = Blocks(num_video_tiles=self.number, offsets=self.offsets, lengths=self.offsets.diff(), device=device,
+                             video=[SimpleNamespace(longest_tile=self.longest, num_slots=self.slots)])
 
     def lists(self, mask):
         """Of a mask ``[B|1, H|Hkv|1, T, T]``."""
@@ -85,7 +92,7 @@ class TailCase:
                                                  self.scale)
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, linear=True, dtype=torch.bfloat16, device="cpu",
+def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, linear=True, dtype=torch.float16, device="cpu",
               spread=1.0):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens."""
     tokens = sum(lengths)

@@ -1,0 +1,18 @@
+"""The tail's kernels compile for GPUs of several kinds without one: no spilled registers to speak of, no matrix product serialised."""
+
+import os
+import subprocess
+import sys
+
+import compile_tail
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", compile_tail.SHARED_MEMORY)
+def test_every_configuration_compiles_well(capability, tmp_path):
+    """In a process of its own, in which Triton's interpreter is off."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, compile_tail.__file__, f"sm_{capability}"], env=environment, capture_output=True, text=True)
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0 and len(lines) > 20, "\n".join(line for line in lines if not line.endswith(": fine")) + run.stderr
