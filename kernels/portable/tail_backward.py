@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import device_limits, multiprocessors
+from ..device import DeviceLimits, device_limits, multiprocessors
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
@@ -225,6 +225,23 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         tl.store(dv_head + token * dv.row + columns[None, :], new_dv.to(dv.ptr.dtype.element_ty), mask=mask)
 
 
+def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, dict[str, int]]:
+    """Sizes and options of the four kernels."""
+    dim_pad = max(triton.next_power_of_2(dim), 16)
+    wide = dim_pad > 128 or dtype == torch.float32
+    # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
+    columns = min(dim_pad, 128 if not wide else 32 if dtype == torch.float32 else 64)
+    shape = dict(DIM=dim, DIM_PAD=dim_pad)
+
+    def passing(config: LaunchConfig) -> dict[str, int]:
+        return dict(M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
+
+    matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8)
+    return dict(rows=passing(_WIDE if wide else _ROWS) | dict(C=min(columns, 64)),
+                units=passing(_WIDE if wide else _UNITS if limits.tma else _UNITS_BEFORE_HOPPER),
+                matrix=matrices | dict(num_stages=1 if wide else 2), tokens=matrices | dict(num_stages=1))
+
+
 def triton_tail_backward(
     dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
     exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int,
@@ -253,44 +270,35 @@ def triton_tail_backward(
     batch, heads, tokens, dim = q.shape
     kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
     group, parts = heads // kv_heads, units // blocks
-    limits, dim_pad = device_limits(q.device), max(triton.next_power_of_2(dim), 16)
-    wide = dim_pad > 128 or q.dtype == torch.float32
-    rows, units_pass = (_WIDE, _WIDE) if wide else (_ROWS, _UNITS if limits.tma else _UNITS_BEFORE_HOPPER)
-    # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
-    columns = min(dim_pad, 128 if not wide else 32 if q.dtype == torch.float32 else 64)
-    steps = dict(M=32 if wide else 64, C=columns, num_warps=8)
-    shape = dict(DIM=dim, DIM_PAD=dim_pad)
+    launches = tail_launches(dim, q.dtype, device_limits(q.device))
     q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
     lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
 
-    row_parts = triton.cdiv(longest, rows.block_m)
+    row_parts = triton.cdiv(longest, launches["rows"]["M"])
     _tail_rows_kernel[(blocks * row_parts, batch * heads)](
         q_view, do_view, view(exact), view(out), view(dexact), view(dq), k_view, v_view, exact_lse, lse, tail_lse, dlse, dexact_lse,
         lse2, shift, bias2, matrix, offsets, heads, group, tokens, blocks, units, scale * LOG2E, scale,
-        PARTS=row_parts, M=rows.block_m, N=rows.block_n, C=min(columns, 64), **shape,
-        num_warps=rows.num_warps, num_stages=rows.num_stages)
+        PARTS=row_parts, **launches["rows"])
 
-    chunks = triton.cdiv(units, units_pass.block_n)
+    chunks = triton.cdiv(units, launches["units"]["N"])
     splits = max(1, min(blocks, 4 * multiprocessors(q.device) // (chunks * batch * kv_heads)))
     share = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, share)
     dk_mean, dv_mean = (torch.empty(splits, batch, kv_heads, units, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     _tail_units_kernel[(chunks, batch * kv_heads, splits)](
         q_view, do_view, k_view, v_view, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
-        share, scale * LOG2E, scale, M=units_pass.block_m, N=units_pass.block_n, **shape,
-        num_warps=units_pass.num_warps, num_stages=units_pass.num_stages)
+        share, scale * LOG2E, scale, **launches["units"])
     dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
 
     dcovariance = None
-    patches = triton.cdiv(dim, columns)
+    patches = triton.cdiv(dim, launches["matrix"]["C"])
     if matrix is not None:
         assert mixture is not None
         dmatrix = torch.empty_like(matrix)
         _tail_matrix_kernel[(blocks, batch * heads, patches)](
-            q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale,
-            **steps, **shape, num_stages=1 if wide else 2)
+            q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
         dcovariance = torch.bmm(mixture.mT, dmatrix)
         del dmatrix
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](
         view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
-        units, PARTS=parts, **steps, **shape, num_stages=1)
+        units, PARTS=parts, **launches["tokens"])

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from ssta import TokenLayout, tile_layout
+from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
 from ssta.compensation import _bias, _Tiles, _units, compensate
 from ssta.kernels import BlockLists, add_tail, estimate_blocks, per_query_head
 from ssta.kernels.portable.tail_backward import triton_tail_backward
@@ -217,6 +217,29 @@ def test_gradients_under_checkpoints_and_the_compiler(wrap):
             return checkpoint(of.by_kernels, *inputs, use_reentrant=False)
     for got, expected in zip(of.gradients(run), of.gradients(of.by_kernels)):
         assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+@pytest.mark.slow
+def test_a_layer_through_the_kernels_has_the_gradients_of_the_layer_in_plain_torch(monkeypatch):
+    """Traced into one graph too, where estimate and tail are operators."""
+    layout = TokenLayout.video_text((2, 4, 5), 3)
+    inputs = [torch.randn(1, heads, layout.length, 16, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)]
+    weight = torch.randn(1, 2, layout.length, 16, device=DEVICE)
+    config = SSTAConfig(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 1), topk=2, compensation="linear", compensation_parts=2)
+
+    def layer(q, k, v):
+        return ssta_attention(q, k, v, layout, config, impl="torch")
+
+    def gradients(run):
+        return torch.autograd.grad((run(*inputs) * weight).sum(), inputs)
+
+    monkeypatch.setattr("ssta.compensation.kernels_run", lambda x: False)
+    expected = gradients(layer)
+    monkeypatch.setattr("ssta.compensation.kernels_run", lambda x: True)
+    torch._dynamo.reset()
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        for got, wanted in zip(gradients(run), expected):
+            assert (got - wanted).norm() <= 2**-6 * wanted.norm()
 
 
 @gpu
