@@ -107,8 +107,10 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         with_mass: whether mass and h are wanted though they do not.
     """
     with_mass = with_mass or linear
-    log_count, half_variance, mass, order, k_mean, v_mean = _estimate(
-        q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+    # A graph that is compiled would look for the operator's gradient.
+    with torch.no_grad():
+        log_count, half_variance, mass, order, k_mean, v_mean = _estimate(
+            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
     return BlockEstimates(parts, linear, log_count, half_variance if with_mass else None, mass if with_mass else None,
                           order if parts > 1 else None, k_mean, v_mean)
 

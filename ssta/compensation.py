@@ -201,7 +201,8 @@ def _compensate_in_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tiles, heads = _tiles(layout), q.shape[1]
     q_tiles = tiles.cut(_wide(q))
-    unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).any(-1)[..., None, None]
+    # Of a tile of one token one half is empty, which is nothing bad.
+    unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).all(-1)[..., None, None]
     members, counts = tiles.members(estimates.parts)
     (k_mean, k_spread), (v_mean, v_spread) = (
         _units(tiles.cut(_wide(x)).masked_fill(unsound, 0), members, counts, estimates.order) for x in (k, v))
