@@ -26,7 +26,7 @@ class Plan:
     """How to train.
 
     Attributes:
-        seconds: by the clock, compiling included; math.inf where ``steps`` alone counts.
+        seconds: from the end of the first step on, which compiles; math.inf where ``steps`` alone counts.
         steps: at most so many; None = as many as there is time for.
         rate: the highest learning rate.
         small: share of it all on quarter canvases, which are cheap, at the beginning.
@@ -81,6 +81,8 @@ def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], p
             step += 1
             watch.note(step, loss, len(latents), rate, small)
             now = time.perf_counter()
+            if step == 1:
+                start = now
             shares = ((now - start) / plan.seconds, step / plan.steps if plan.steps else 0.0)
             done = plan.begun + (1 - plan.begun) * max(shares)
             if now - saved > SAVE_EVERY and done < 1:
