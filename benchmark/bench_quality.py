@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_options(parser)
     options = parser.parse_args(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.set_device(device)
