@@ -55,6 +55,11 @@ def test_a_family_s_own_presets_come_first():
         preset_settings(own, "far")
 
 
+@pytest.mark.parametrize("name", list(TINY))
+def test_by_default_what_is_left_out_is_estimated(name):
+    assert family_of(TINY[name].build()).default_config().compensation == "linear"
+
+
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_a_pipeline_follows_a_preset(preset):
     tiny = PIPELINES["hunyuan_video"]
