@@ -31,7 +31,8 @@ class LayerRun:
         time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
         explanation: for each faster implementation that was not taken, why.
         exact_mass: share of the softmax mass that was computed exactly, an estimate carried the rest: the mean, the 5th percentile over
-            (head, query tile) pairs, and the mean of the worst head. None without compensation, and where it attended densely.
+            (head, query tile) pairs, and the mean of the worst head, of the heads that have an estimate. None where none has, without
+            compensation, and where it attended densely.
         chosen_steps: in how many of ``steps`` it chose its tiles; in the other sparse ones an earlier selection served. None where the
             schedule has them chosen at every step.
         densities: least and greatest density of the sparse steps, where the schedule's follows the noise; else None.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tiny_models import TINY
-from tiny_pipelines import PIPELINES
+from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
@@ -53,3 +53,18 @@ def test_a_family_s_own_presets_come_first():
     assert preset_names(own) == ("near", "balanced", "fast") and preset_settings(own, "near") == (SSTAConfig(), Schedule())
     with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast' for HunyuanVideo15Trans.*, got 'far'"):
         preset_settings(own, "far")
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_by_default_what_is_left_out_is_estimated(name):
+    assert family_of(TINY[name].build()).default_config().compensation == "linear"
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_pipeline_follows_a_preset(preset):
+    tiny = PIPELINES["hunyuan_video"]
+    pipe = tiny.build()
+    with apply_ssta(pipe, preset=preset) as handle:
+        assert latents(pipe, steps=10, **tiny.call).isfinite().all()
+        report = handle.report()
+        assert [(run.dense_steps, run.steps) for run in report] == [(10, 10), (round(10 * PRESETS[preset].warm_up + 0.49), 10)]

@@ -14,11 +14,16 @@ from ssta.pipelines import Schedule, apply_ssta, processor
 from ssta.pipelines.report import LayerRun, RunReport
 
 
-def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
-    model, call = TINY["wan"].build(), TINY["wan"].call()
-    # Where heads look at single tokens nothing is estimated.
+def wan(sharpness: float) -> torch.nn.Module:
+    """Where heads look at single tokens nothing is estimated."""
+    model = TINY["wan"].build()
     for block in model.blocks:
-        block.attn1.norm_q.weight.data.div_(6)
+        block.attn1.norm_q.weight.data.mul_(sharpness)
+    return model
+
+
+def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
+    model, call = wan(1 / 6), TINY["wan"].call()
     masses, layer = [], processor.ssta_layer
 
     def noted(*args, **options):
@@ -40,7 +45,7 @@ def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
 
 
 def test_everything_is_exact_where_everything_is_selected():
-    model, call = TINY["wan"].build(), TINY["wan"].call()
+    model, call = wan(1 / 6), TINY["wan"].call()
     with apply_ssta(model, replace(EVERYTHING, compensation="linear"), schedule=Schedule()) as handle:
         run(model, call)
         assert handle.report()[0].exact_mass == pytest.approx((1, 1, 1))
@@ -51,6 +56,13 @@ def test_without_compensation_there_is_no_such_column():
     with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
         run(model, call)
         assert handle.report()[0].exact_mass is None and "exact mass" not in str(handle.report())
+
+
+def test_heads_that_look_at_single_tokens_have_no_estimate():
+    model, call = wan(20), TINY["wan"].call()
+    with apply_ssta(model, replace(SPARSE, compensation="linear"), schedule=Schedule()) as handle:
+        run(model, call)
+        assert handle.report()[0].exact_mass is None
 
 
 def test_mean_percentile_and_worst_head():
