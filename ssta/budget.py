@@ -15,10 +15,9 @@ TEMPERATURE = 0.01
 LEAST_TILES = 8
 # Percent of the tiles that each row has at least where a head spreads its density.
 LEAST_PERCENT = 3
-# Bits after the point: so 2 ** 15 rows of as many tiles fit int64. A rounded fraction is off by 2 ** 14 at most after as many rows; that is
-# added before fractions are dropped, so that whole numbers stay whole.
-FRACTION = 32
-SLACK = 1 << 14
+# Added to sums of fractions before they are cut off, so that whole numbers stay whole: far above the rounding of float64, far below a
+# fraction that means something.
+SLACK = 1e-6
 
 
 def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
@@ -60,12 +59,11 @@ def row_level(grids: Sequence[tuple[int, int]], density: float) -> float:
 @remember(64)
 def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torch.device) -> Tensor:
     level, rows, counts = row_level(grids, density), 0, []
-    step = round(level * (1 << FRACTION))
     for tiles, window in grids:
         if window > level + 1e-6:
-            counts.append(torch.full((tiles,), max(window, 1) - window, device=device))
+            counts.append(torch.full((tiles,), max(window, 1) - window, dtype=torch.float64, device=device))
             continue
-        bounds = (torch.arange(rows, rows + tiles + 1, device=device) * step + SLACK) >> FRACTION
+        bounds = (torch.arange(rows, rows + tiles + 1, dtype=torch.float64, device=device) * level + SLACK).floor()
         counts.append(bounds.diff().clamp(min=max(window, 1)) - window)
         rows += tiles
     return torch.cat(counts).int()[None, None]
