@@ -17,6 +17,7 @@ class Preset:
 
     Attributes:
         density: share of the video's tile pairs that is computed exactly at the steps that are not dense.
+        refresh: steps that a selection serves.
         warm_up: first share of the steps that is dense. The first layers that the family keeps dense stay so.
         compensation: what the other tiles contribute.
         reason: why these.
@@ -24,6 +25,7 @@ class Preset:
 
     density: float
     warm_up: float
+    refresh: int
     compensation: str
     reason: str
 
@@ -31,12 +33,12 @@ class Preset:
 # All estimate the tiles that they leave out: at 16 % density and without a warm-up a small model's video comes within 30 dB of its dense
 # one with such an estimate, and within 21 dB without. A warm-up decides which video is made, so it is saved on last.
 PRESETS: dict[str, Preset] = {
-    "near": Preset(density=0.30, warm_up=0.20, compensation="linear", reason=(
+    "near": Preset(density=0.30, warm_up=0.20, refresh=1, compensation="linear", reason=(
         "to stay with the dense model's video: most published methods keep the first fifth of the steps dense, and 20 to 30 % of the pairs "
         "after it where they are judged by the distance to it")),
-    "balanced": Preset(density=0.20, warm_up=0.15, compensation="linear", reason=(
+    "balanced": Preset(density=0.20, warm_up=0.15, refresh=1, compensation="linear", reason=(
         "between the two, with the default's warm-up")),
-    "fast": Preset(density=0.12, warm_up=0.10, compensation="linear", reason=(
+    "fast": Preset(density=0.12, warm_up=0.10, refresh=5, compensation="linear", reason=(
         "with an eighth of the pairs the rest of the model is most of a step, so that fewer would save little; the warm-up is the shortest "
         "that published methods have")),
 }
@@ -68,4 +70,4 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
                     for frames, overrides in default.variants])
     config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, density=preset.density, compensation=preset.compensation,
                         variants=shapes)
-    return config, replace(family.default_schedule(), dense_steps=preset.warm_up)
+    return config, replace(family.default_schedule(), dense_steps=preset.warm_up, refresh=preset.refresh)
