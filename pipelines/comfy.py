@@ -141,7 +141,7 @@ class ComfyPatch:
         self.arguments: tuple[str, ...] = tuple(inspect.signature(inner).parameters)[1:]
         if "transformer_options" not in self.arguments or "context" not in self.arguments:
             raise ValueError(f"model must take context and transformer_options as ComfyUI's {known.name} does, got a "
-                             f"{type(diffusion).__name__} that takes {', '.join(self.arguments)}: this version of ComfyUI is not known to SSTA")
+                             f"{type(diffusion).__name__} that takes {', '.join(self.arguments)}: SSTA does not know this version of ComfyUI")
         self._sigmas: tuple[Tensor, list[float]] | None = None
         self.begin(None)
 
@@ -207,8 +207,8 @@ class ComfyPatch:
             kwargs["transformer_options"] = options
         out = executor(*args, **kwargs)
         if not torch.compiler.is_compiling() and not override.met:
-            _say(f"{self.known.name} keeps its own attention: it has no self-attention over {sequence.layout} with {self.width} channels, or "
-                 "another node calls none of what was there before it")
+            _say(f"{self.known.name} keeps its own attention: none of its calls is self-attention over {sequence.layout} with {self.width} "
+                 "channels")
         return out
 
     # Once a block
@@ -317,7 +317,7 @@ def _not_a_prefix(mask: Tensor) -> str | None:
             return f"its text mask has values from {min(row)} to {max(row)}, where 0 and 1 are expected"
         valid = sum(row)
         if not all(row[:valid]):
-            return f"the valid tokens of its text mask are not the first: {valid} of {len(row)} are, the first invalid one is {row.index(0)}"
+            return f"its text mask does not have the valid tokens first: of {len(row)} {valid} are valid, and token {row.index(0)} is not"
     return None
 
 

@@ -70,8 +70,8 @@ def comfy_model(model: Any) -> ComfyModel:
             found = MODELS[base.__name__]
             lacking = [name for name in (found.width, *found.stacks) if not hasattr(model, name)]
             if lacking:
-                raise ValueError(f"model must have {', '.join(lacking)} as ComfyUI's {found.name} does, got a {type(model).__name__} without: "
-                                 "this version of ComfyUI is not known to SSTA")
+                raise ValueError(f"model must have {', '.join(lacking)} as ComfyUI's {found.name} does, got a {type(model).__name__} without "
+                                 "them: SSTA does not know this version of ComfyUI")
             return found
     raise ValueError(f"model must be a video model of ComfyUI's that SSTA knows ({', '.join(MODELS)}), got {type(model).__name__}")
 
@@ -88,7 +88,8 @@ def _not_video(x: Any) -> str | None:
     return None
 
 
-def _sequence(before: list[int], thw: tuple[int, int, int], after: list[int], droppable: int = 0, across: tuple[int, ...] = ()) -> Sequence | str:
+def _sequence(before: list[int], thw: tuple[int, int, int], after: list[int], droppable: int = 0,
+              across: tuple[int, ...] = ()) -> Sequence | str:
     """Dense runs around a video, unless there is none; ``across`` are the tokens that cross-attention goes to."""
     if thw[0] == 1:
         return "its video is a single frame"
