@@ -54,14 +54,14 @@ class SSTA:
                         "Share of the pairs of tiles that is computed exactly, whatever the resolution. 0 where top_k says it."}),
             "top_k": ("INT", {"default": 0, "min": 0, "max": 4096, "tooltip":
                       "Tiles that each tile attends to, besides those next to it. 0 where density says it."}),
-            "tile": ("STRING", {"default": "2x8x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all is a good number."}),
+            "tile": ("STRING", {"default": "2x8x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all do well."}),
             "dense_steps": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
                             "First share of the sampler's steps with the model's own attention. Where two samplers share a generation, "
                             "as for Wan 2.2, the second one's model can have 0."}),
             "dense_blocks": ("STRING", {"default": "0", "tooltip":
                              "Blocks with the model's own attention, such as 0, 2-4, -1. Negative ones count from the end."}),
             "compensation": (["linear", "mean", "none"], {"tooltip":
-                             "What tiles that are not computed contribute: an estimate with a first-order correction, their means, nothing."}),
+                             "What tiles that are not computed contribute: an estimate with a first-order correction, means, or nothing."}),
         }}
 
     def apply(self, model, density: float, top_k: int, tile: str, dense_steps: float, dense_blocks: str, compensation: str) -> tuple:
@@ -88,7 +88,7 @@ class SSTATrained:
         diffusion = model.get_model_object("diffusion_model")
         # HunyuanVideo 1.5 is the one whose text may come with a picture's features and whose patches are single tokens.
         if not hasattr(diffusion, "vision_in") or tuple(diffusion.patch_size) != (1, 1, 1):
-            raise ValueError(f"model must be HunyuanVideo 1.5, which was trained with SSTA, got a {type(diffusion).__name__} of another kind")
+            raise ValueError(f"model must be HunyuanVideo 1.5, which was trained with SSTA, got another {type(diffusion).__name__}")
         return (patch_model(model, SSTAConfig.hunyuan_video_15(), Schedule()),)
 
 

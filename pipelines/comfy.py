@@ -140,8 +140,8 @@ class ComfyPatch:
         inner = getattr(type(diffusion), "_forward", type(diffusion).forward)
         self.arguments: tuple[str, ...] = tuple(inspect.signature(inner).parameters)[1:]
         if "transformer_options" not in self.arguments or "context" not in self.arguments:
-            raise ValueError(f"model must take context and transformer_options as ComfyUI's {known.name} does, got a "
-                             f"{type(diffusion).__name__} that takes {', '.join(self.arguments)}: SSTA does not know this version of ComfyUI")
+            raise ValueError(f"model must take context and transformer_options as ComfyUI's {known.name} does, got a {type(diffusion).__name__} "
+                             f"that takes {', '.join(self.arguments)}: SSTA does not know this version of ComfyUI")
         self._sigmas: tuple[Tensor, list[float]] | None = None
         self.begin(None)
 

@@ -70,8 +70,8 @@ def comfy_model(model: Any) -> ComfyModel:
             found = MODELS[base.__name__]
             lacking = [name for name in (found.width, *found.stacks) if not hasattr(model, name)]
             if lacking:
-                raise ValueError(f"model must have {', '.join(lacking)} as ComfyUI's {found.name} does, got a {type(model).__name__} without "
-                                 "them: SSTA does not know this version of ComfyUI")
+                raise ValueError(f"model must have {', '.join(lacking)} as ComfyUI's {found.name} does, got a {type(model).__name__} "
+                                 "without: SSTA does not know this version of ComfyUI")
             return found
     raise ValueError(f"model must be a video model of ComfyUI's that SSTA knows ({', '.join(MODELS)}), got {type(model).__name__}")
 

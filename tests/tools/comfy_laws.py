@@ -2,8 +2,8 @@
 
     COMFYUI_PATH=path/to/ComfyUI python tests/tools/comfy_laws.py
 
-In an environment that has what ComfyUI and SSTA need; a few minutes of an interface's drift are seen here in seconds. Prints a line for each
-law and model, and exits with 1 if one does not hold or no model could be built.
+In an environment that has what ComfyUI and SSTA need. Prints a line for each model and law, and exits with 1 if one does not hold or a model
+cannot be built: so a change of ComfyUI's interfaces is seen.
 """
 
 import os
@@ -11,6 +11,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 
 import torch
@@ -28,10 +31,11 @@ WAN = {"image_model": "wan2.1", "model_type": "t2v", "dim": 96, "ffn_dim": 64, "
        "num_heads": 2, "num_layers": 3, "patch_size": (1, 2, 2), "qk_norm": True, "cross_attn_norm": True, "text_len": 8}
 HUNYUAN = {"image_model": "hunyuan_video", "in_channels": 16, "out_channels": 16, "vec_in_dim": 12, "context_in_dim": 16, "hidden_size": 64,
            "mlp_ratio": 1.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [8, 12, 12], "theta": 256,
-           "patch_size": [1, 2, 2], "qkv_bias": True, "guidance_embed": False, "byt5": False, "meanflow": False}
+           "patch_size": [1, 2, 2], "qkv_bias": True, "guidance_embed": False, "byt5": False, "meanflow": False,
+           "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}
 # With channels for a first frame and for its mask.
-HUNYUAN_15 = HUNYUAN | {"vec_in_dim": None, "patch_size": [1, 1, 1], "in_channels": 65, "out_channels": 32, "vision_in_dim": 24, "byt5": True,
-                        "use_cond_type_embedding": True, "meanflow_sum": True}
+HUNYUAN_15 = HUNYUAN | {"vec_in_dim": None, "patch_size": [1, 1, 1], "in_channels": 65, "out_channels": 32, "vision_in_dim": 24,
+                        "byt5": True, "use_cond_type_embedding": True}
 LTX = {"image_model": "ltxv", "in_channels": 16, "cross_attention_dim": 64, "attention_head_dim": 32, "num_attention_heads": 2,
        "caption_channels": 16, "num_layers": 3}
 
@@ -48,13 +52,14 @@ def comfy() -> SimpleNamespace:
     import comfy.patcher_extension
     import comfy.samplers
     import comfy.supported_models
-    return SimpleNamespace(models=comfy.supported_models, samplers=comfy.samplers, patcher=comfy.model_patcher, extension=comfy.patcher_extension)
+    return SimpleNamespace(models=comfy.supported_models, samplers=comfy.samplers, patcher=comfy.model_patcher,
+                           extension=comfy.patcher_extension)
 
 
 class Case:
     """One model in a patcher, and how it is sampled."""
 
-    def __init__(self, ui: SimpleNamespace, kind: str, unet: dict, channels: int, thw: tuple[int, int, int], **conditions: torch.Tensor) -> None:
+    def __init__(self, ui: SimpleNamespace, kind: str, unet: dict, channels: int, thw: tuple[int, int, int], **conditions: object) -> None:
         torch.manual_seed(0)
         config = getattr(ui.models, kind)(dict(unet))
         config.set_inference_dtype(torch.float32, None)
@@ -72,8 +77,8 @@ class Case:
 
     def forward(self, model, sigma: float = 0.5) -> torch.Tensor:
         """One evaluation by ComfyUI's own batching of conditions."""
-        cond = [[{"model_conds": self.base.extra_conds(cross_attn=self.context, noise=self.noise, device=self.noise.device, **self.conditions),
-                  "uuid": 0}]]
+        made = self.base.extra_conds(cross_attn=self.context, noise=self.noise, device=self.noise.device, **self.conditions)
+        cond = [[{"model_conds": made, "uuid": 0}]]
         self.base.current_patcher = model
         options = self.ui.extension.copy_nested_dicts(model.model_options)
         for kind in ("apply_model", "diffusion_model"):
@@ -173,15 +178,20 @@ def cases(ui: SimpleNamespace) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Models by name; a mask has two invalid tokens of five."""
     mask = torch.tensor([[1, 1, 1, 0, 0]])
     pooled = torch.randn(1, 12)
-    yield "Wan", lambda: Case(ui, "WAN21_T2V", WAN, 16, (4, 16, 15))
-    yield "HunyuanVideo", lambda: Case(ui, "HunyuanVideo", HUNYUAN, 16, (4, 16, 16), pooled_output=pooled)
-    yield "HunyuanVideo, masked text", lambda: Case(ui, "HunyuanVideo", HUNYUAN, 16, (4, 16, 16), pooled_output=pooled, attention_mask=mask)
-    yield "LTX", lambda: Case(ui, "LTXV", LTX, 16, (4, 8, 8), attention_mask=mask, frame_rate=25)
+    # Before HunyuanVideo 1.5 it had fewer parameters.
+    known = {field.name for field in fields(import_module("comfy.ldm.hunyuan_video.model").HunyuanVideoParams)} | {"image_model"}
+    first = {name: value for name, value in HUNYUAN.items() if name in known}
+    yield "Wan", partial(Case, ui, "WAN21_T2V", WAN, 16, (4, 16, 15))
+    yield "HunyuanVideo", partial(Case, ui, "HunyuanVideo", first, 16, (4, 16, 16), pooled_output=pooled)
+    yield "HunyuanVideo, masked text", partial(Case, ui, "HunyuanVideo", first, 16, (4, 16, 16), pooled_output=pooled, attention_mask=mask)
+    yield "LTX", partial(Case, ui, "LTXV", LTX, 16, (4, 8, 8), attention_mask=mask, frame_rate=25)
     if hasattr(ui.models, "HunyuanVideo15"):
-        glyphs, picture = torch.randn(1, 3, 1472), SimpleNamespace(penultimate_hidden_states=torch.randn(1, 4, 24), last_hidden_state=torch.randn(1, 4, 24))
-        yield "HunyuanVideo 1.5", lambda: Case(ui, "HunyuanVideo15", HUNYUAN_15, 32, (4, 8, 8), attention_mask=mask)
-        yield "HunyuanVideo 1.5, glyphs and picture", lambda: Case(ui, "HunyuanVideo15", HUNYUAN_15, 32, (4, 8, 8),
-                                                                   conditioning_byt5small=glyphs, clip_vision_output=picture)
+        states = torch.randn(1, 4, 24)
+        extra = {"conditioning_byt5small": torch.randn(1, 3, 1472), "clip_vision_output": SimpleNamespace(
+            penultimate_hidden_states=states, last_hidden_state=states)}
+        for conditions, parts in (({"attention_mask": mask}, "masked text"), (extra, "glyphs and a picture")):
+            yield f"HunyuanVideo 1.5, {parts}", partial(Case, ui, "HunyuanVideo15", HUNYUAN_15, 32, (4, 8, 8), pooled_output=pooled,
+                                                        **conditions)
 
 
 def main() -> int:
