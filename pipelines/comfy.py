@@ -62,6 +62,8 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
         raise ValueError("schedule must have no density and no refresh in ComfyUI, where the configuration's density counts, got "
                          f"density = {schedule.density} and refresh = {schedule.refresh}")
     patch = ComfyPatch(diffusion, known, config, schedule)
+    # Not as a decorator: it loads all of torch's compiler.
+    torch.compiler.assume_constant_result(_say)
     patched = unpatch_model(model)
     patched.add_wrapper_with_key(_APPLY_MODEL, KEY, patch.note_step)
     patched.add_wrapper_with_key(_DIFFUSION_MODEL, KEY, patch.note_canvas)
@@ -140,8 +142,8 @@ class ComfyPatch:
         inner = getattr(type(diffusion), "_forward", type(diffusion).forward)
         self.arguments: tuple[str, ...] = tuple(inspect.signature(inner).parameters)[1:]
         if "transformer_options" not in self.arguments or "context" not in self.arguments:
-            raise ValueError(f"model must take context and transformer_options as ComfyUI's {known.name} does, got a {type(diffusion).__name__} "
-                             f"that takes {', '.join(self.arguments)}: SSTA does not know this version of ComfyUI")
+            raise ValueError(f"model must take context and transformer_options as ComfyUI's {known.name} does, got one that takes "
+                             f"{', '.join(self.arguments)}: SSTA does not know this version of ComfyUI")
         self._sigmas: tuple[Tensor, list[float]] | None = None
         self.begin(None)
 
@@ -339,7 +341,6 @@ def _text_mask(mask: Tensor, batch: int, layout: TokenLayout) -> Tensor:
     return torch.cat(runs, 1).expand(batch, -1)
 
 
-@torch.compiler.assume_constant_result
 def _say(message: str) -> None:
-    """A warning, once in a process; from a graph that is being compiled too."""
+    """A warning, once in a process; where a graph is being compiled, when it is."""
     warn_once(message, message)

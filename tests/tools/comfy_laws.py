@@ -2,8 +2,8 @@
 
     COMFYUI_PATH=path/to/ComfyUI python tests/tools/comfy_laws.py
 
-In an environment that has what ComfyUI and SSTA need. Prints a line for each model and law, and exits with 1 if one does not hold or a model
-cannot be built: so a change of ComfyUI's interfaces is seen.
+In an environment that has what ComfyUI and SSTA need. Prints a line for each model and law, and exits with 1 if one does not hold or a
+model cannot be built: so a change of ComfyUI's interfaces is seen.
 """
 
 import os
