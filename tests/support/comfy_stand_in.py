@@ -1,7 +1,7 @@
-"""A stand-in for what SSTA calls of ComfyUI: its ModelPatcher, its attention function and three small models, after versions 0.3.65 and 0.33.
+"""A stand-in for what SSTA calls of ComfyUI, after 0.3.64 and 0.33: its ModelPatcher, its attention function and three small models.
 
-Names, signatures and the order of things are ComfyUI's (comfy/model_patcher.py, comfy/patcher_extension.py, comfy/ldm/modules/attention.py and
-the models' own files); tests/tools/comfy_laws.py runs the same laws against the real ones.
+Names, signatures and the order of things are ComfyUI's (comfy/model_patcher.py, comfy/patcher_extension.py, comfy/ldm/modules/attention.py
+and the models' own files); tests/tools/comfy_laws.py runs the same laws against the real ones.
 """
 
 import copy
@@ -55,7 +55,8 @@ class DiffusionModel(nn.Module):
 
     def forward(self, x, timestep, context, *args, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
-        return Executor(self._forward, self, _wrappers("diffusion_model", options))(x, timestep, context, *self.rest(kwargs), options, **kwargs)
+        executor = Executor(self._forward, self, _wrappers("diffusion_model", options))
+        return executor(x, timestep, context, *self.rest(kwargs), options, **kwargs)
 
     def rest(self, kwargs: dict) -> list:
         """The positional arguments between context and transformer_options."""
@@ -156,7 +157,8 @@ class LTXVModel(DiffusionModel):
             transformer_options["block_index"] = i
             q, k, v = block(x).chunk(3, -1)
             x = x + optimized_attention(q, k, v, self.heads, attn_precision=None, transformer_options=transformer_options)
-            x = x + optimized_attention(self.cross(x), context, context, self.heads, attention_mask, transformer_options=transformer_options)
+            x = x + optimized_attention(self.cross(x), context, context, self.heads, attention_mask,
+                                        transformer_options=transformer_options)
         return x
 
 
@@ -164,7 +166,8 @@ class Patcher:
     """ModelPatcher, as far as nodes use it; ``run`` is what a sampler does at one step."""
 
     def __init__(self, diffusion: nn.Module) -> None:
-        self.diffusion, self.model_options, self.wrappers, self.callbacks, self.attachments = diffusion, {"transformer_options": {}}, {}, {}, {}
+        self.diffusion, self.model_options = diffusion, {"transformer_options": {}}
+        self.wrappers, self.callbacks, self.attachments = {}, {}, {}
 
     def clone(self) -> "Patcher":
         new = Patcher(self.diffusion)
