@@ -6,6 +6,7 @@ In an environment that has what ComfyUI and SSTA need. Prints a line for each mo
 model cannot be built: so a change of ComfyUI's interfaces is seen.
 """
 
+import inspect
 import os
 import sys
 import traceback
@@ -38,6 +39,8 @@ HUNYUAN_15 = HUNYUAN | {"vec_in_dim": None, "patch_size": [1, 1, 1], "in_channel
                         "byt5": True, "use_cond_type_embedding": True}
 LTX = {"image_model": "ltxv", "in_channels": 16, "cross_attention_dim": 64, "attention_head_dim": 32, "num_attention_heads": 2,
        "caption_channels": 16, "num_layers": 3}
+LTX_2 = LTX | {"image_model": "ltxav", "audio_in_channels": 128, "audio_cross_attention_dim": 32, "audio_attention_head_dim": 16,
+               "audio_num_attention_heads": 2}
 
 
 def comfy() -> SimpleNamespace:
@@ -73,6 +76,8 @@ class Case:
         self.blocks = comfy_model(base.diffusion_model).block_names(base.diffusion_model)
         self.noise = torch.randn(1, channels, *thw)
         self.context = torch.randn(1, 5, 16)
+        # Whether one frame of the same makes sense.
+        self.images = "keyframe_idxs" not in conditions
         self.sigmas = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
 
     def forward(self, model, sigma: float = 0.5) -> torch.Tensor:
@@ -170,8 +175,17 @@ def laws(case: Case) -> Iterator[tuple[str, Callable[[], None]]]:
             assert {(run.dense_steps, run.steps) for run in report_model(patched)} == {(2, 4)}, report_model(patched)
         assert torch.equal(case.sample(model), whole)
 
-    for law in (everything, sparse, warm_up, blocks, alone, chained, image, generation):
+    for law in (everything, sparse, warm_up, blocks, alone, chained, generation, *([image] if case.images else [])):
         yield law.__name__, law
+
+
+def with_sound(ui: SimpleNamespace) -> Case:
+    """LTX-2, with as many tokens of sound as of video."""
+    pair = torch.randn(1, 16, 4, 8, 8), torch.randn(1, 8, 256, 16)
+    packed, shapes = import_module("comfy.utils").pack_latents(pair)
+    case = Case(ui, "LTXAV", LTX_2, 16, (4, 8, 8), frame_rate=25, latent_shapes=shapes)
+    case.noise, case.context, case.images = packed, torch.randn(1, 5, 32), False
+    return case
 
 
 def cases(ui: SimpleNamespace) -> Iterator[tuple[str, Callable[[], Case]]]:
@@ -185,6 +199,14 @@ def cases(ui: SimpleNamespace) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "HunyuanVideo", partial(Case, ui, "HunyuanVideo", first, 16, (4, 16, 16), pooled_output=pooled)
     yield "HunyuanVideo, masked text", partial(Case, ui, "HunyuanVideo", first, 16, (4, 16, 16), pooled_output=pooled, attention_mask=mask)
     yield "LTX", partial(Case, ui, "LTXV", LTX, 16, (4, 8, 8), attention_mask=mask, frame_rate=25)
+    if "denoise_mask" in inspect.signature(import_module("comfy.ldm.lightricks.model").LTXVModel._forward).parameters:
+        # A guiding frame after four of the video; the model leaves out nine of its tokens.
+        left = torch.zeros(1, 1, 5, 8, 8)
+        left.view(-1)[-9:] = -1
+        yield "LTX, guided", partial(Case, ui, "LTXV", LTX, 16, (5, 8, 8), frame_rate=25, concat_mask=left,
+                                     attention_mask=mask, keyframe_idxs=torch.zeros(1, 3, 64, 2))
+    if hasattr(ui.models, "LTXAV"):
+        yield "LTX-2 with sound", partial(with_sound, ui)
     if hasattr(ui.models, "HunyuanVideo15"):
         states = torch.randn(1, 4, 24)
         extra = {"conditioning_byt5small": torch.randn(1, 3, 1472), "clip_vision_output": SimpleNamespace(
