@@ -192,8 +192,9 @@ def quality_table(rows: list[Row]) -> list[list[str]]:
     for row in rows:
         if row["what"] == "sample" and row["psnr"]:
             lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['density']):.1%}",
-                          f"{float(row['psnr']):.1f} +- {float(row['psnr_spread']):.1f}", f"{float(row['ssim']):.3f}",
-                          figures(row["velocity_error"]), f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
+                          f"{float(row['psnr']):.1f}" + (f" +- {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else ""),
+                          f"{float(row['ssim']):.3f}", figures(row["velocity_error"]),
+                          f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
     return lines
 
 

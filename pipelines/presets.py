@@ -40,11 +40,10 @@ PRESETS: dict[str, Preset] = {
     "balanced": Preset(density=0.15, warm_up=0.15, refresh=1, compensation="linear", reason=(
         "the family's default: 33 dB in tiles of 128 tokens")),
     "fast": Preset(density=0.10, warm_up=0.10, refresh=5, compensation="linear", reason=(
-        "29 dB in tiles of 128 tokens; a selection serves five steps, which was hardly seen, and the warm-up is the shortest that published "
-        "methods have")),
+        "29 dB in tiles of 128 tokens; a selection serves five steps, and the warm-up is the shortest that published methods have")),
 }
 # Of a variant for short videos, what a preset takes over.
-_SHAPE = ("tile_thw", "kernel_thw")
+_SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
 
 
 def preset_names(family: Family) -> tuple[str, ...]:
@@ -69,6 +68,6 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
     preset, default = PRESETS[name], family.default_config()
     shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
                     for frames, overrides in default.variants])
-    config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, density=preset.density, compensation=preset.compensation,
-                        variants=shapes)
+    config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=preset.density,
+                        compensation=preset.compensation, variants=shapes)
     return config, replace(family.default_schedule(), dense_steps=preset.warm_up, refresh=preset.refresh)
