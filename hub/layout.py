@@ -74,7 +74,7 @@ def build_toml(version: int, repo: str | None) -> str:
     lines = ["[general]", f'name = "{NAME}"', f"version = {version}", "edition = 5", f'license = "{LICENSE}"',
              f"backends = {json.dumps(sorted(BACKENDS))}", ""]
     lines += ["[general.hub]", f'repo-id = "{repo}"', ""] if repo else []
-    lines += ["[torch-noarch]", 'pyext = ["py", "json"]', f'cuda-capabilities = {json.dumps(BACKENDS["cuda"])}', ""]
+    lines += ["[torch-noarch]", 'pyext = ["py", "json"]', f'cuda_capabilities = {json.dumps(BACKENDS["cuda"])}', ""]
     return "\n".join(lines)
 
 
@@ -97,21 +97,22 @@ def major_version() -> int:
 
 
 def lay_out(out: Path, repo: str | None = None) -> dict[str, Path]:
-    """Writes the repository to the folder ``out``, in place of an earlier one, and returns where each backend's variant is.
+    """Writes the repository to the folder ``out``, over an earlier one, and returns where each backend's variant is.
 
     Raises:
-        ValueError: ``out`` is not empty and holds no earlier layout, or ``repo`` is not ORGANISATION/NAME.
+        ValueError: ``out`` holds something else, or ``repo`` is not ORGANISATION/NAME.
     """
     if repo is not None and (repo.count("/") != 1 or not all(repo.split("/"))):
         raise ValueError(f"repo must be ORGANISATION/NAME, got {repo!r}")
-    if out.exists() and any(out.iterdir()) and not (out / "build.toml").exists():
-        raise ValueError(f"out must be empty or hold an earlier layout, with its build.toml, got {out}")
-    shutil.rmtree(out, ignore_errors=True)
+    earlier = out / "build.toml"
+    if out.exists() and any(out.iterdir()) and not (earlier.exists() and f'name = "{NAME}"' in earlier.read_text()):
+        raise ValueError(f"out must be an empty folder, a new one or an earlier layout of {NAME}, got {out}")
     version, shared, places = major_version(), sources(), {}
     for backend in BACKENDS:
         name = identity(shared, backend)
         files = shared | {f"{NAME}/__init__.py": compatible(name)}
         places[backend] = out / "build" / f"torch-{backend}"
+        shutil.rmtree(places[backend], ignore_errors=True)
         for path, data in files.items():
             target = places[backend] / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +120,9 @@ def lay_out(out: Path, repo: str | None = None) -> dict[str, Path]:
         described = json.dumps(metadata(files, name, backend, version), indent=2) + "\n"
         (places[backend] / "metadata.json").write_text(described)
     (out / "build.toml").write_text(build_toml(version, repo))
-    for folder in (out / "build" / "CARD.md", out / "README.md"):
-        folder.write_text(card(version, repo))
+    # Where the tool that uploads looks for the page, and where the Hub does.
+    for page in (out / "build" / "CARD.md", out / "README.md"):
+        page.write_text(card(version, repo))
     return places
 
 
