@@ -30,7 +30,7 @@ def compiler() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("hunyuan_video", True), ("ltx", False), ("cogvideox", False)])
+@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("hunyuan_video", True), ("ltx", False), ("ltx", True), ("cogvideox", False)])
 def test_an_exported_model_computes_the_same_bits_also_for_other_inputs(name, strict):
     tiny = TINY[name]
     model, call, other = tiny.build(), tiny.call(), tiny.call(prompts=(6,), seed=2)
