@@ -23,7 +23,7 @@ USELESS = 3.0
 ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there.
-ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.6
+ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.4
 
 
 @dataclass(frozen=True, eq=False)

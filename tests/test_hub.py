@@ -15,7 +15,7 @@ from published import published
 import ssta
 
 ROOT = Path(__file__).parent.parent
-KERNELS = "0.17.2"
+KERNELS = "kernels==0.17.2"
 
 _spec = importlib.util.spec_from_file_location("hub_layout", ROOT / "hub" / "layout.py")
 layout = importlib.util.module_from_spec(_spec)
@@ -130,8 +130,8 @@ print(json.dumps({
 @pytest.mark.slow
 def test_the_loaded_kernel_computes_the_same_bits_beside_the_package(tmp_path):
     layout.lay_out(tmp_path / "hub")
-    found = python(SAME, tmp_path, published("kernels", KERNELS))
-    assert found["version"] == KERNELS and found["module"] == found["id"] and found["missing"] == []
+    found = python(SAME, tmp_path, published(KERNELS))
+    assert f"kernels=={found['version']}" == KERNELS and found["module"] == found["id"] and found["missing"] == []
     assert found["equal"] == [True] * 6 and found["finite"]
     # Each has its own operators, all of them: loading the one has added none to the other.
     assert len(found["mine"]) > 8 and found["mine"] == found["mine_after"] == found["theirs"]

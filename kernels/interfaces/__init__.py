@@ -4,6 +4,8 @@
 if __name__ != "kernels.interfaces":
     from importlib import import_module
 
+    from .modules import install, uninstall
+
     _MODULES = {
         "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
         "magi_attention": ("SparseArgs", "block_sparse_attn"),
@@ -18,7 +20,7 @@ if __name__ != "kernels.interfaces":
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-    __all__ = sorted([*_MODULES, *_HOME])
+    __all__ = ["install", "uninstall", *sorted([*_MODULES, *_HOME])]
 
     def __getattr__(name: str):
         if name in _HOME:
