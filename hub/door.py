@@ -1,4 +1,4 @@
-"""SSTA as a kernel of the Hugging Face Hub: what a program that holds q, k and v calls. Becomes the ``__init__.py`` of the laid out copy."""
+"""SSTA as a kernel of the Hugging Face Hub, for programs that hold q, k and v: the ``__init__.py`` of what hub/layout.py lays out."""
 
 from . import masks
 from .attention import ssta_3d_attention, ssta_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -42,6 +43,16 @@ def test_variants_hold_the_package_and_nothing_else(tmp_path):
         assert described["backend"] == {"type": backend} | ({"archs": ["8.0+PTX"]} if backend == "cuda" else {})
         assert described["id"].isidentifier() and described["version"] == int(ssta.__version__.split(".")[0])
     assert json.loads((places["cpu"] / "metadata.json").read_text())["id"] != described["id"]
+
+
+def test_files_import_one_another_relatively_and_else_only_what_a_kernel_may():
+    """Absolute names would take from the package beside the copy, or fail without it."""
+    for path, data in layout.sources().items():
+        if path.endswith(".py"):
+            nodes = list(ast.walk(ast.parse(data)))
+            names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+            assert {name.split(".")[0] for name in names} <= {"torch", "triton", *sys.stdlib_module_names}, path
 
 
 def test_a_build_is_named_by_its_content(tmp_path):

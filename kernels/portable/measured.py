@@ -65,10 +65,10 @@ def _read(gpu: str) -> dict[tuple[str, int], Measured]:
             given = dict(_items(values, f"{kernel} at {head_dim}", path))
             if given.keys() != ALLOWED.keys():
                 raise ValueError(f"{path}: {kernel} at {head_dim} must have {', '.join(ALLOWED)}, got {', '.join(given)}")
-            for name, value in given.items():
-                if type(value) is not int or value not in ALLOWED[name]:
-                    raise ValueError(f"{path}: {kernel} at {head_dim}: {name} must be among {ALLOWED[name]}, got {value!r}")
-            table[kernel, int(head_dim)] = Measured(**given)
+            numbers = {name: value for name, value in given.items() if type(value) is int and value in ALLOWED[name]}
+            for name in given.keys() - numbers.keys():
+                raise ValueError(f"{path}: {kernel} at {head_dim}: {name} must be among {ALLOWED[name]}, got {given[name]!r}")
+            table[kernel, int(head_dim)] = Measured(**numbers)
     return table
 
 

@@ -1,4 +1,4 @@
-"""A patched model as torch.export and AOTInductor have it: exported whole, compiled ahead of time, loaded by a process that knows only ssta."""
+"""A patched model under torch.export and AOTInductor: exported whole, compiled ahead of time, loaded by a process that knows only ssta."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def compiler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("hunyuan_video", True), ("ltx", False), ("ltx", True), ("cogvideox", False)])
+@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("ltx", False), ("cogvideox", False), ("hunyuan_video", True),
+                                          ("ltx", True)])
 def test_an_exported_model_computes_the_same_bits_also_for_other_inputs(name, strict):
     tiny = TINY[name]
     model, call, other = tiny.build(), tiny.call(), tiny.call(prompts=(6,), seed=2)
