@@ -1,7 +1,7 @@
 """The same kernels under the signatures that users of other libraries already call; one package a library, loaded when first asked for."""
 
 # As in kernels/__init__.py: under its top-level name this folder stays empty.
-if __name__ == "ssta.kernels.interfaces":
+if __name__ != "kernels.interfaces":
     from importlib import import_module
 
     from .modules import install, uninstall
