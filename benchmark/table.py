@@ -19,6 +19,7 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 
 from measure import RESULTS
 from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, read_rows, title, with_times
@@ -192,8 +193,23 @@ def quality_table(rows: list[Row]) -> list[list[str]]:
     for row in rows:
         if row["what"] == "sample" and row["psnr"]:
             lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['density']):.1%}",
-                          f"{float(row['psnr']):.1f} +- {float(row['psnr_spread']):.1f}", f"{float(row['ssim']):.3f}",
-                          figures(row["velocity_error"]), f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
+                          f"{float(row['psnr']):.1f}" + (f" +- {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else ""),
+                          f"{float(row['ssim']):.3f}", figures(row["velocity_error"]),
+                          f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
+    return lines
+
+
+def samples_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration that was measured on every trained model: means over the models, with the lowest and the highest PSNR. Of
+    variants, which have a comma in their names, only the floor: what another kernel changes."""
+    samples = [row for row in rows if row["what"] == "sample" and row["psnr"] and ("," not in row["name"] or "cudnn" in row["name"])]
+    models = {(row["clips"], row["train_seed"]) for row in samples}
+    lines = [["configuration", "tile pairs computed", "PSNR, dB", "SSIM", "loss above dense"]]
+    for (name,), found in grouped(samples, lambda row: (row["name"],)).items():
+        if len(found) == len(models):
+            psnr, ssim, loss = ([float(row[column]) for row in found] for column in ("psnr", "ssim", "loss_above"))
+            lines.append([name, f"{float(found[0]['density']):.1%}", f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
+                          f"{fmean(ssim):.3f}", f"{fmean(loss):+.1f} %"])
     return lines
 
 
@@ -282,7 +298,8 @@ TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_tabl
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "host": ("host", host_table),
-          "errors": ("errors", errors_table), "quality": ("quality", quality_table)}
+          "errors": ("errors", errors_table), "quality": ("quality", quality_table),
+          "samples": ("quality", samples_table)}
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ class SSTA:
     def INPUT_TYPES(cls) -> dict:
         return {"required": {
             "model": ("MODEL",),
-            "density": ("FLOAT", {"default": 0.2, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
+            "density": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
                         "Share of the pairs of tiles that is computed exactly, whatever the resolution. 0 where top_k says it."}),
             "top_k": ("INT", {"default": 0, "min": 0, "max": 4096, "tooltip":
-                      "Tiles that each tile attends to, besides those next to it. 0 where density says it."}),
+                      "Tiles that each tile attends to. 0 where density says it."}),
             "tile": ("STRING", {"default": "2x8x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all do well."}),
             "dense_steps": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
                             "First share of the sampler's steps with the model's own attention. Where two samplers share a generation, "
@@ -61,13 +61,16 @@ class SSTA:
             "dense_blocks": ("STRING", {"default": "0", "tooltip":
                              "Blocks with the model's own attention, such as 0, 2-4, -1. Negative ones count from the end."}),
             "compensation": (["linear", "mean", "none"], {"tooltip":
-                             "What tiles that are not computed contribute: an estimate with a first-order correction, means, or nothing."}),
+                             "What tiles that are not computed contribute: an estimate with a first-order correction, means, or nothing. "
+                             "With nothing, the window of 3 x 3 x 3 tiles around each is always computed."}),
         }}
 
     def apply(self, model, density: float, top_k: int, tile: str, dense_steps: float, dense_blocks: str, compensation: str) -> tuple:
         if (density > 0) == (top_k > 0):
             raise ValueError(f"one of density and top_k must be above 0 and the other one 0, got {density} and {top_k}")
-        config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation)
+        # A window takes up pairs that an estimate does well enough; without one it is what keeps neighbours together.
+        config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation,
+                            sparse_type="ssta" if compensation == "none" else "block_attn")
         return (patch_model(model, config, Schedule(dense_steps=dense_steps, dense_layers=parse_blocks(dense_blocks))),)
 
 

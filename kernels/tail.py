@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
-from .operators import operator, watched
+from .operators import NAMESPACE, operator, watched
 
 # Of h: beyond it the estimate is damped.
 CAP = 1.0
@@ -23,7 +23,7 @@ USELESS = 3.0
 ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there.
-ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.6
+ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.4
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,5 +276,5 @@ def _add(
     return new
 
 
-_add_operator = torch.library.custom_op("ssta::add_tail", _add, mutates_args=("out", "lse"))
+_add_operator = torch.library.custom_op(f"{NAMESPACE}::add_tail", _add, mutates_args=("out", "lse"))
 _add_operator.register_fake(_new_tail)

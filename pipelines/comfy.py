@@ -42,7 +42,7 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
 
     Args:
         model: ComfyUI's ModelPatcher of a Wan, HunyuanVideo, HunyuanVideo 1.5 or LTX model. One that has SSTA gets it anew.
-        config: what is attended to; None = tiles of 128 tokens, a fifth of their pairs exactly, the rest estimated.
+        config: what is attended to; None = tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated.
         schedule: ``dense_steps``, ``dense_above``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order
             in which they run; None = the first 15 % of the steps and the first block dense. The steps are those that a sampler runs: of a
             generation that is split among two samplers each has its own.

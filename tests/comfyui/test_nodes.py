@@ -10,10 +10,10 @@ import torch
 from comfy_stand_in import HunyuanVideo, LTXVModel, Patcher, WanModel
 
 import ssta
-from ssta.pipelines.comfy import KEY, report_model
+from ssta.pipelines.comfy import KEY, patch_model, report_model
 
 PACK = Path(__file__).parents[2] / "comfyui"
-DEFAULTS = {"density": 0.2, "top_k": 0, "tile": "2x4x4", "dense_steps": 0.0, "dense_blocks": "", "compensation": "linear"}
+DEFAULTS = {"density": 0.15, "top_k": 0, "tile": "2x4x4", "dense_steps": 0.0, "dense_blocks": "", "compensation": "linear"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_nodes_are_whole(pack):
 
 def test_apply_report_remove(pack, wan):
     dense = wan.run(VIDEO, CONTEXT)
-    (sparse,) = node(pack, "SSTA")(model=wan, **DEFAULTS | {"dense_blocks": "0", "tile": "1x2x2"})
+    (sparse,) = node(pack, "SSTA")(model=wan, **DEFAULTS | {"dense_blocks": "0", "tile": "1x2x2", "density": 0.2})
     out = sparse.run(VIDEO, CONTEXT)
     assert not torch.allclose(out, dense, atol=1e-6)
     told = node(pack, "SSTAReport")(model=sparse.clone(), samples={"samples": out})
@@ -79,13 +79,23 @@ def test_every_setting_reaches_the_patch(pack, wan):
     assert patch.schedule.dense_steps == 0.25
 
 
+def test_the_defaults_are_the_librarys(pack, wan):
+    required = pack.NODE_CLASS_MAPPINGS["SSTA"].INPUT_TYPES()["required"]
+    inputs = {name: of[1].get("default", of[0][0]) for name, of in required.items() if name != "model"}
+    (patched,), plain = node(pack, "SSTA")(model=wan, **inputs), patch_model(wan)
+    patch, other = patched.get_attachment(KEY), plain.get_attachment(KEY)
+    assert patch.schedule == other.schedule
+    for field in ("tile_thw", "density", "topk", "sparse_type", "compensation", "scored_by", "pad_type"):
+        assert getattr(patch.configs[1], field) == getattr(other.configs[1], field), field
+
+
 @pytest.mark.parametrize("text, blocks", [("", ()), ("0", (0,)), ("0, 2-4,-1", (0, 2, 3, 4, -1)), ("1-2, 2", (1, 2))])
 def test_blocks_are_read(pack, text, blocks):
     assert sys.modules[f"{pack.__name__}.nodes"].parse_blocks(text) == blocks
 
 
 @pytest.mark.parametrize("changes, match", [
-    ({"top_k": 4}, "one of density and top_k must be above 0 and the other one 0, got 0.2 and 4"),
+    ({"top_k": 4}, "one of density and top_k must be above 0 and the other one 0, got 0.15 and 4"),
     ({"density": 0.0}, "got 0.0 and 0"),
     ({"tile": "2x8"}, "tile must be three numbers"),
     ({"dense_blocks": "4-2"}, "dense_blocks must be numbers of blocks"),
