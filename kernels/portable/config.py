@@ -20,6 +20,10 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
 
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes of it."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.
 # Through TMA no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.

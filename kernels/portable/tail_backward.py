@@ -234,7 +234,7 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[st
     shape = dict(DIM=dim, DIM_PAD=dim_pad)
 
     def passing(config: LaunchConfig) -> dict[str, int]:
-        return dict(M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
+        return dict(M=config.block_m, N=config.block_n, **shape, **config.options())
 
     matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8)
     return dict(rows=passing(_WIDE if wide else _ROWS) | dict(C=min(columns, 64)),

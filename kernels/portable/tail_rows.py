@@ -12,7 +12,8 @@ from ..lowering.arguments import Lists, view
 from ..lowering.chunks import shared_strides
 from ..lowering.inputs import strided
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, of_head, row_of_lists, softmax_step
-from .tail_config import TailConfig, tail_config
+from .config import LaunchConfig
+from .tail_config import tail_config
 
 # Units, and ids of a list, that a program of the bias kernel takes at once.
 WIDTH = 512
@@ -244,7 +245,7 @@ def depth(dim_pad: int, block_m: int) -> int:
     return dim_pad if block_m > 32 else min(dim_pad, 32)
 
 
-def _config(kernel: str, q: Tensor) -> tuple[TailConfig, dict[str, int]]:
+def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
     dim = q.shape[3]
     config = tail_config(kernel, dim, q.dtype, device_limits(q.device))
     return config, dict(M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))

@@ -11,7 +11,8 @@ from ..device import device_limits
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import of_head
-from .tail_config import TailConfig, tail_config
+from .config import LaunchConfig
+from .tail_config import tail_config
 
 # Tokens that are compared with as many others at once where they are ranked.
 RANKED = 64
@@ -263,7 +264,7 @@ def _new_squares(x: Tensor, number: int) -> Tensor:
     return torch.empty(batch, heads, number, dim * dim, dtype=torch.bfloat16, device=x.device)
 
 
-def _config(kernel: str, x: Tensor) -> TailConfig:
+def _config(kernel: str, x: Tensor) -> LaunchConfig:
     return tail_config(kernel, x.shape[3], x.dtype, device_limits(x.device))
 
 
@@ -271,11 +272,11 @@ def _dims(dim: int) -> dict[str, int]:
     return dict(DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
 
 
-def _tile(config: TailConfig, dim: int) -> dict[str, int]:
+def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
     dims = _dims(dim)
     cols = min(config.block_m, dims["DIM_PAD"])
     return dict(SAME=cols == dims["DIM_PAD"], ROWS=config.block_n, COLS=cols, **dims)
 
 
-def _columns(config: TailConfig, dim: int) -> int:
+def _columns(config: LaunchConfig, dim: int) -> int:
     return triton.cdiv(dim, config.block_m)
