@@ -106,9 +106,15 @@ def check(label: str) -> tuple[str, list[str]]:
         every = tail_statistics._tile(config, dim) | dict(M=config.block_m, N=config.block_n)
         every["DEPTH"] = tail_rows.depth(every["DIM_PAD"], every["M"])
         constants = constants | {size: value for size, value in every.items() if size in kernel.arg_names}
+    return verdict(label, kernel, types, constants, options, capability, SPILLS)
+
+
+def verdict(label: str, kernel: triton.JITFunction, types: dict[str, object], constants: dict[str, object], options: dict[str, int],
+            capability: int, spills: int) -> tuple[str, list[str]]:
+    """(a line about a kernel that is compiled now, what is wrong with it); up to ``spills`` bytes of spilling are not."""
     shared, said = _compile(kernel, types, constants, options, capability)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    wrong = [problem for problem, there in (("spills", spilled > SPILLS), ("serialised wgmma", "C751" in said),
+    wrong = [problem for problem, there in (("spills", spilled > spills), ("serialised wgmma", "C751" in said),
                                             ("too much shared memory", shared > SHARED_MEMORY[capability])) if there]
     registers = re.search(r"Used (\d+) registers", said).group(1)
     return f"{label}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared: {', '.join(wrong) or 'fine'}", wrong

@@ -6,11 +6,10 @@ Many bytes spilled, a serialised wgmma (C751x) or more shared memory than the ki
 not be set, because the interpreter takes the compiler's place.
 """
 
-import re
 import sys
 from itertools import product
 
-from compile_tail import DTYPES, SHARED_MEMORY, _compile
+from compile_tail import DTYPES, SHARED_MEMORY, verdict
 
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.lowering.arguments import View
@@ -51,13 +50,8 @@ def main() -> int:
                 continue
             options = dict(launches[key])
             sizes = {size: options.pop(size) for size in list(options) if size in kernel.arg_names}
-            shared, said = _compile(kernel, types, constants | sizes, options, capability)
-            spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-            wrong = [problem for problem, there in (("spills", spilled > SPILLS[name]), ("serialised wgmma", "C751" in said),
-                                                    ("too much shared memory", shared > SHARED_MEMORY[capability])) if there]
-            registers = re.search(r"Used (\d+) registers", said).group(1)
-            print(f"{label}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared: {', '.join(wrong) or 'fine'}",
-                  flush=True)
+            line, wrong = verdict(label, kernel, types, constants | sizes, options, capability, SPILLS[name])
+            print(line, flush=True)
             fine = fine and not wrong
     return int(not fine)
 
