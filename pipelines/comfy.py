@@ -169,6 +169,7 @@ class ComfyPatch:
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     def _step(self, t: Tensor, options: Mapping[str, Any]) -> _Step:
+        """The forward's step. Where the schedule asks for it, reads the noise level, once a forward, which waits for the device."""
         schedule, sigmas = self.schedule, options.get("sample_sigmas")
         if not schedule.follows_steps:
             return _Step(False)
