@@ -38,8 +38,8 @@ class BlockEstimates:
         half_variance: h, float32 ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the
             estimate nor a score asks for it.
         mass: float32 ``[B, H, N, U]``, the mean over a query block's tokens of softmax over all units; None where h is.
-        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them; None where that is
-            its own. (int64 ``[B, Hkv, N, L]``, places of a block, where plain torch made it.)
+        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
+            unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
             autograd.
     """
@@ -209,7 +209,7 @@ def _estimate(
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = None
         if parts > 1:
-            statistics.principal_order(k, v, offsets, num_blocks, parts, ITERATIONS, order, log_count)
+            statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
         if not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)

@@ -159,23 +159,62 @@ def test_blocks_of_equal_keys_and_values_are_estimated_exactly(linear, parts):
 
 
 def test_halves_are_cut_across_the_first_principal_direction():
-    """Each block's order names its tokens once, by ascending projection; of equal ones the earlier token is first."""
-    lengths = [40, 17, 0, 70, 1]
-    case = tail_case(lengths, 5, kv_heads=2, heads=2, batch=2, parts=2, dtype=torch.float32, device=DEVICE)
+    """Each block's order names its tokens once, in either half by ascending place; of equal keys the first half comes first."""
+    lengths = [40, 17, 0, 70, 1, 2]
+    case = tail_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=torch.float32, device=DEVICE)
     # A direction that stands out, so that ten iterations find it.
     along = torch.randn(2, 2, 1, 16, device=DEVICE)
     along /= along.norm(dim=-1, keepdim=True)
     case.k += 5 * along * torch.randn(2, 2, sum(lengths), 1, device=DEVICE)
     case.k[0, 1, :40] = 0.5
+    # Far more equal ones than the lower half takes, about the middle.
+    case.k[1, 0, 57:127] = along[1, 0] * torch.tensor([-1.0] * 20 + [0.0] * 30 + [1.0] * 20, device=DEVICE)[torch.randperm(70), None]
+    case.k[1, 1, 3, 2] = torch.nan
     order = case.estimate().order
     for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
         if last > first:
-            assert torch.equal(order[..., first:last].sort().values, torch.arange(first, last, device=DEVICE).int().expand(2, 2, -1))
-    assert torch.equal(order[0, 1, :40], torch.arange(40, device=DEVICE).int())
-    keys = case.k.double()[1, 0, 57:127]
-    axis = torch.linalg.eigh((keys - keys.mean(0)).mT @ (keys - keys.mean(0))).eigenvectors[:, -1]
-    projected = (keys @ axis)[(order[1, 0, 57:127] - 57).long()]
-    assert (projected.diff() > -1e-3).all() or (projected.diff() < 1e-3).all()
+            found, middle = order[..., first:last], (last - first) // 2
+            assert torch.equal(found.sort().values, torch.arange(first, last, device=DEVICE).int().expand(2, 2, -1))
+            assert (found[..., :middle].diff() > 0).all() and (found[..., middle:].diff() > 0).all()
+    for sample in (0, 1):
+        assert torch.equal(order[sample, 1, :40], torch.arange(40, device=DEVICE).int()), "equal keys, or one that is not finite"
+    for head in (0, 1):
+        keys = case.k.double()[1, head, 57:127]
+        axis = torch.linalg.eigh((keys - keys.mean(0)).mT @ (keys - keys.mean(0))).eigenvectors[:, -1]
+        projected = (keys @ axis)[(order[1, head, 57:127] - 57).long()]
+        low, high = sorted((projected[:35], projected[35:]), key=torch.mean)
+        assert low.max() <= high.min() + 1e-3
+    places, equal = (order[1, 0, 57:127] - 57).long(), (case.k[1, 0, 57:127].norm(dim=-1) == 0).cpu()
+    assert places[:35].cpu()[equal[places[:35].cpu()]].tolist() == equal.nonzero()[:15, 0].tolist()
+
+
+def test_halves_of_more_tokens_than_are_looked_at_at_once(monkeypatch):
+    from ssta.kernels.portable import tail_statistics
+
+    monkeypatch.setattr(tail_statistics, "WIDTH", 16)
+    case = tail_case([50, 16, 33], 3, parts=2, dtype=torch.float32, device=DEVICE)
+    # To a whole number, so that many are equal.
+    case.k[..., 1:] = 0
+    case.k.round_()
+    order, wanted = case.estimate().order[0, 0], case.k[0, 0, :, 0]
+    for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
+        middle, choices = (last - first) // 2, [first + (sign * wanted[first:last]).sort(stable=True).indices for sign in (1, -1)]
+        assert any(torch.equal(order[first:first + middle].long(), choice[:middle].sort().values) for choice in choices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@both_parts
+def test_moments_where_means_are_large(dtype, parts):
+    """Channels whose mean is 30 times the deviation: what is left of h when their squares cancel."""
+    case = tail_case([64, 50], 2, dtype=dtype, parts=parts, device=DEVICE)
+    common = torch.zeros(16, device=DEVICE)
+    common[:3] = torch.tensor([30.0, -30.0, 20.0])
+    case.k = (0.7 * torch.randn_like(case.k.float()) + 0.7 * common).to(dtype)
+    case.q = torch.randn_like(case.q.float()).to(dtype)
+    got = case.estimate()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        expected = case.specified_estimates(monkeypatch, got.order)
+    torch.testing.assert_close(got.half_variance.double(), expected.half_variance, rtol=2**-6 if DEVICE == "cuda" else 2**-5, atol=0)
 
 
 def test_ids_out_of_range_and_negative_counts_list_nothing():

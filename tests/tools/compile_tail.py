@@ -41,11 +41,11 @@ def _kernels(name: str, linear: bool, parts: int) -> dict[str, tuple]:
     keys = dict(k=view, v=view, order=order, offsets="*i32", k_mean=f"*{name}", v_mean=f"*{name}", log_count=floats)
     rows = dict(q=view, k_mean=f"*{name}", bias=floats, offsets="*i32")
     found: dict[str, tuple] = {
-        "keys": (tail_statistics._keys_kernel, "moments", keys | dict(moments=squares), dict(PARTS=parts)),
+        "keys": (tail_statistics._keys_kernel, "keys", keys | dict(moments=squares), dict(PARTS=parts, SHIFTED=name != "bf16", SUMMED=32)),
         "queries": (tail_statistics._queries_kernel, "moments", dict(q=view, offsets="*i32", moments="*bf16"), {}),
         "covariances": (tail_statistics._covariances_kernel, "covariances", keys | dict(useful="*i1", out="*bf16"), dict(PARTS=parts)),
-        "order": (tail_statistics._order_kernel, "order", keys | dict(projections=floats, order="*i32"),
-                  dict(PARTS=2, ITERATIONS=10, RANKED=tail_statistics.RANKED)),
+        "order": (tail_statistics._order_kernel, "order", dict(k=view, offsets="*i32", projections=floats, order="*i32"),
+                  dict(ITERATIONS=10, WIDTH=tail_statistics.WIDTH, SHIFTED=name != "bf16")),
         "bias": (tail_rows._bias_kernel, None, dict(log_count=floats, half_variance=floats if linear else None, lists=lists, useful="*i1",
                                                     bias=floats), dict(CAP=1.0, PARTS=parts, WIDTH=tail_rows.WIDTH)),
         "lse": (tail_rows._lse_kernel, "lse", rows | dict(lse=floats), dict(TILES=3)),
