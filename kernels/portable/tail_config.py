@@ -1,12 +1,16 @@
-"""Launch configurations of the tail's kernels as data: the tiles that they multiply, warps and stages, and why."""
+"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why; and in little host time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..device import DeviceLimits
+from ..lowering.quick_launch import QuickLaunch
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ _TABLE = {
 _WIDE = TailConfig(32, 32, 8, 1)
 
 
+@lru_cache
 def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> TailConfig:
     """The one of ``kernel``, a key of the table."""
     if head_dim > 128 or dtype == torch.float32:
@@ -52,3 +57,25 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
     if limits.shared_memory < 160 << 10 and head_dim > 64:
         config = replace(config, num_stages=min(config.num_stages, 2))
     return config
+
+
+def launcher(kernel) -> Callable[..., None]:
+    """``launch(grid, tensors, integers, scales, constants, config)`` of a kernel whose parameters come in this order.
+
+    Triton specialises on the integers, strides and sizes, by which it loads whole rows at once: so they are in the key.
+    """
+    quick = QuickLaunch(kernel)
+
+    def launch(grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...], scales: tuple[float, ...],
+               constants: dict, config: TailConfig | None) -> None:
+        options = {} if config is None else config.options()
+        device = next(x for x in tensors if x is not None).get_device()
+        key = (device, *[None if x is None else x.dtype for x in tensors], integers, *constants.values(), *options.values())
+        quick(key, grid, (), tensors, (*integers, *scales), constants, options)
+
+    return launch
+
+
+def strides(*views: Tensor) -> tuple[int, ...]:
+    """Those of ``[B, H, P, D]`` in elements, but for the last ones, which are 1."""
+    return tuple(stride for x in views for stride in x.stride()[:3])

@@ -8,16 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.arguments import view
 from ..lowering.inputs import strided
-from ..lowering.primitives import of_head
 from ..prologue.select_kernel import ordered
-from .tail_config import TailConfig, tail_config
+from .tail_config import TailConfig, launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
 SUMMED = 32
 # Tokens whose projections are looked at at once.
 WIDTH = 512
+
+
+@triton.jit
+def head_at(x, batch, head, batch_stride, head_stride):
+    """Where a head of [B, H, P, D] begins; ``batch`` is int64."""
+    return x + (batch * batch_stride + tl.cast(head, tl.int64) * head_stride)
 
 
 @triton.jit
@@ -100,8 +104,8 @@ def _less(x, origin, size, ROWS: tl.constexpr):
 @triton.jit
 def _moments(k, order, first, size, row_stride, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
              ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(mean, COLS columns of the covariance) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, of keys less the first where
-    SHIFTED."""
+    """(mean, COLS columns of the covariance) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with SHIFTED of keys less
+    the first."""
     key = tl.zeros([DIM_PAD], tl.float32)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
     another = tl.zeros([COLS], tl.float32)
@@ -134,14 +138,14 @@ def _moments(k, order, first, size, row_stride, column, SHIFTED: tl.constexpr, S
 
 
 @triton.jit
-def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, heads, units, tokens, PARTS: tl.constexpr,
-                 SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
+def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
+                 tokens, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
                  ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at = (batch * heads + head) * units + block * PARTS
-    k_head, v_head = of_head(k, batch, head), of_head(v, batch, head)
+    k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     if order is not None:
         order += (batch * heads + head) * tokens
     dims = tl.arange(0, DIM_PAD)
@@ -150,12 +154,12 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, heads
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
         first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
-        value = _mean(v_head, order, first, v.row, size, SUMMED, DIM_PAD, DIM)
+        value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
         tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
         if moments is None:
-            key = _mean(k_head, order, first, k.row, size, SUMMED, DIM_PAD, DIM)
+            key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
         else:
-            key, covariance = _moments(k_head, order, first, size, k.row, column, SHIFTED, SAME, ROWS, COLS, DIM, DIM_PAD)
+            key, covariance = _moments(k, order, first, size, k_row, column, SHIFTED, SAME, ROWS, COLS, DIM, DIM_PAD)
             _store_columns(moments + (at + part) * DIM * DIM, covariance, column, COLS, DIM, DIM_PAD)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
@@ -175,20 +179,21 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, heads
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, heads, blocks, SAME: tl.constexpr,
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, SAME: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's mean of q q^T, queries that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     first, size = _unit_rows(offsets, block, 1)
-    q_head = of_head(q, batch, head)
-    acc = _product(q_head, q_head, None, first, q.row, q.row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
+    q = head_at(q, batch, head, q_batch, q_head)
+    acc = _product(q, q, None, first, q_row, q_row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
     at = (batch * heads + head) * blocks + block
     _store_columns(moments + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, heads, units, tokens, PARTS: tl.constexpr,
+def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                        heads, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
     unit, column = tl.program_id(0), tl.program_id(2) * COLS
@@ -204,22 +209,22 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     key = tl.load(k_mean + at * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-    acc = _product(of_head(k, batch, head), of_head(v, batch, head), order, first, k.row, v.row, size, key, value, column, False,
-                   ROWS, COLS, DIM, DIM_PAD)
+    acc = _product(head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head), order, first, k_row, v_row, size,
+                   key, value, column, False, ROWS, COLS, DIM, DIM_PAD)
     _store_columns(out + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _order_kernel(k, offsets, projections, order, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
+def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
                   SHIFTED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable sort
-    would cut them; in either half in their own order, which a block of equal keys, and one with a key that is not finite, has altogether."""
+    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
+    sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at = batch * heads + head
     first, size = _unit_rows(offsets, block, 1)
-    k_head = of_head(k, batch, head)
-    _, acc = _moments(k_head, None, first, size, k.row, 0, SHIFTED, True, ROWS, DIM_PAD, DIM, DIM_PAD)
+    k = head_at(k, batch, head, k_batch, k_head)
+    _, acc = _moments(k, None, first, size, k_row, 0, SHIFTED, True, ROWS, DIM_PAD, DIM, DIM_PAD)
     # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The matrix is its transpose, so that every
     # second product may be over the other axis, on which the direction lies then. Of norm 1 it lengthens nothing, and shortens the first
     # principal direction by no more than the root of DIM a time.
@@ -234,7 +239,7 @@ def _order_kernel(k, offsets, projections, order, heads, tokens, ITERATIONS: tl.
     order += at * tokens + first
     rows = tl.arange(0, ROWS)
     for row in range(0, size, ROWS):
-        x = _load_tokens(k_head, None, first + row, k.row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
+        x = _load_tokens(k, None, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
         tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
@@ -267,15 +272,18 @@ def _order_kernel(k, offsets, projections, order, heads, tokens, ITERATIONS: tl.
         tl.store(order + tl.where(lower > 0, before, lower_size + i + places - before), first + i + places, mask=inside)
 
 
+_launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
+    launcher, (_keys_kernel, _queries_kernel, _covariances_kernel, _order_kernel))
+
+
 def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
     """Writes order of ``BlockEstimates`` for two units of a block; ``iterations`` are even."""
     k = strided(k)
     batch, heads, tokens, dim = k.shape
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
-    _order_kernel[(num_blocks, batch * heads)](
-        view(k), offsets, projections, order, heads, tokens, ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n,
-        **_dims(dim), **config.options())
+    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, **_dims(dim))
+    _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
@@ -285,9 +293,10 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     batch, heads, units, dim = k_mean.shape
     moments = _new_squares(k_mean, units) if with_moments else None
     config = _config("keys", k)
-    _keys_kernel[(units // parts, batch * heads, _columns(config, dim) if with_moments else 1)](
-        view(k), view(v), order, offsets, k_mean, v_mean, log_count, moments, heads, units, k.shape[2], PARTS=parts,
-        SHIFTED=_shifted(k), SUMMED=SUMMED, **_tile(config, dim), **config.options())
+    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, **_tile(config, dim))
+    _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
+                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2]), (), constants,
+                 config)
     return moments
 
 
@@ -306,8 +315,8 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
     batch, heads, _, dim = q.shape
     moments = _new_squares(q, num_blocks)
     config = _config("moments", q)
-    _queries_kernel[(num_blocks, batch * heads, _columns(config, dim))](
-        view(q), offsets, moments, heads, num_blocks, **_tile(config, dim), **config.options())
+    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments), (*strides(q), heads, num_blocks), (),
+                    dict(SAME=_same(config, dim), **_tile(config, dim)), config)
     return moments
 
 
@@ -319,11 +328,8 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     batch, heads, units, dim = k_mean.shape
     out = _new_squares(k_mean, units)
     config = _config("covariances", k)
-    tile = _tile(config, dim)
-    tile.pop("SAME")
-    _covariances_kernel[(units, batch * heads, _columns(config, dim))](
-        view(k), view(v), order, offsets, k_mean, v_mean, log_count, useful, out, heads, units, k.shape[2], PARTS=parts,
-        **tile, **config.options())
+    _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+                        (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **_tile(config, dim)), config)
     return out
 
 
@@ -343,8 +349,12 @@ def _dims(dim: int) -> dict[str, int]:
 
 def _tile(config: TailConfig, dim: int) -> dict[str, int]:
     dims = _dims(dim)
-    cols = min(config.block_m, dims["DIM_PAD"])
-    return dict(SAME=cols == dims["DIM_PAD"], ROWS=config.block_n, COLS=cols, **dims)
+    return dict(ROWS=config.block_n, COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+
+
+def _same(config: TailConfig, dim: int) -> bool:
+    """Whether a program computes all columns."""
+    return config.block_m >= _dims(dim)["DIM_PAD"]
 
 
 def _columns(config: TailConfig, dim: int) -> int:
