@@ -22,8 +22,11 @@ USELESS = 3.0
 # Of the power iteration that finds a block's first principal direction.
 ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
-# Before attention there is room where its result will be. Afterwards q, k, v and that result are there.
-ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.6
+# Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
+# holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
+ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.95, 0.6
+# Bytes of a pair: mass, h and bias, and the mixture.
+OF_A_PAIR = 14
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +294,8 @@ def _add(
             return new
         rows.mean_weights(q, k_mean, bias, half_variance, offsets, tail_lse, scale, CAP, mixture)
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
-        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), TAIL_ROOM):
+        room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
+        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room):
             squares = statistics.covariances(
                 k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], None if order is None else order[shared],
                 None if used is None else used[shared], parts)

@@ -75,7 +75,7 @@ def test_heads_done_in_groups_are_the_heads(monkeypatch):
     whole = case.estimate()
     added = case.add(out, lse, blocks, whole)
     monkeypatch.setattr(tail, "ESTIMATE_ROOM", 0.0)
-    monkeypatch.setattr(tail, "TAIL_ROOM", 0.0)
+    monkeypatch.setattr(tail, "MERGE_ROOM", 0.0)
     grouped = case.estimate()
     torch.testing.assert_close(grouped.half_variance, whole.half_variance)
     torch.testing.assert_close(grouped.mass, whole.mass)
