@@ -28,7 +28,7 @@ from ssta.kernels.portable.tail_config import tail_config
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
-SPILLS = 192
+SPILLS = 112
 INTEGER, NUMBER = "i32", "fp32"
 
 
