@@ -1,12 +1,13 @@
 """What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
 
     python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--compensation none linear] [--parts 1] [--tile 6x8x8]
-                                    [--density D] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
+                                    [--density D] [--same-selection] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
 therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
 Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error). With a
-compensation, tiles are selected by its error and not as the layer's configuration says, and estimates in halves are not checked here.
+compensation, tiles are selected by its error unless --same-selection leaves that to the layer's configuration (other tiles
+may be other numbers of token pairs); estimates in halves are not checked here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=1, choices=[1, 2], help="estimates for each tile, with a compensation")
     parser.add_argument("--tile", default=None, metavar="TxHxW", help="tiles other than the layer's, with --density")
     parser.add_argument("--density", type=float, default=None, help="share of the tile pairs to compute, in place of the layer's top-k")
+    parser.add_argument("--same-selection", action="store_true", help="with a compensation too, select as the layer's configuration says")
     parser.add_argument("--whole", action="store_true", help="leave the stages out")
     add_rounds(parser, 7 if gpu else 3)
     add_against(parser)
@@ -70,8 +72,10 @@ def configurations(shape: LayerShape, kinds: list[tuple[str, str]], options: arg
     found = {}
     for padding, kind in kinds:
         config = replace(shape.config, pad_type=padding, **changes).for_canvas(shape.thw)
-        found[padding, kind] = config if kind == "none" else replace(config, compensation=kind, compensation_parts=options.parts,
-                                                                     sampling_type=None)
+        if kind != "none":
+            selection = config.scored_by if options.same_selection else None
+            config = replace(config, compensation=kind, compensation_parts=options.parts, sampling_type=selection)
+        found[padding, kind] = config
     return found
 
 

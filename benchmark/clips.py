@@ -144,7 +144,7 @@ def _differences(path: Path) -> np.ndarray:
 
 def load(windows: list[Window], height: int, width: int) -> list[Tensor]:
     """The frames of each window, uint8 ``[3, F, H, W]``, scaled to cover ``height`` x ``width`` with a little to spare."""
-    found: dict[Window, list[Tensor]] = {window: [] for window in windows}
+    found: dict[Window, list[np.ndarray]] = {window: [] for window in windows}
     for path in dict.fromkeys(window.path for window in windows):
         wanted = [window for window in windows if window.path == path]
         last = max(window.first + window.length for window in wanted)
@@ -153,18 +153,19 @@ def load(windows: list[Window], height: int, width: int) -> list[Tensor]:
                 break
             for window in wanted:
                 if window.first <= i < window.first + window.length:
-                    found[window].append(_covering(frame, height, width))
-    return [torch.stack(found[window], 1) for window in windows]
+                    found[window].append(frame.copy())
+    return [_covering(found.pop(window), height, width) for window in windows]
 
 
-def _covering(frame: np.ndarray, height: int, width: int) -> Tensor:
+def _covering(frames: list[np.ndarray], height: int, width: int) -> Tensor:
+    """All frames of a window at once: one by one they would keep the threads of a large machine busy with nothing but waiting."""
     least = [-(-int(100 * SPARE * size) // 100) for size in (height, width)]
-    scale = max(want / have for want, have in zip(least, frame.shape))
-    size = [max(want, round(scale * have)) for want, have in zip(least, frame.shape)]
-    x = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None].float()
-    x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)[0].round().clamp(0, 255).byte()
+    scale = max(want / have for want, have in zip(least, frames[0].shape))
+    size = [max(want, round(scale * have)) for want, have in zip(least, frames[0].shape)]
+    x = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float()
+    x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True).round().clamp(0, 255).byte()
     top, left = ((have - want) // 2 for have, want in zip(size, least))
-    return x[:, top:top + least[0], left:left + least[1]]
+    return x[:, :, top:top + least[0], left:left + least[1]].transpose(0, 1).contiguous()
 
 
 def frames_of(path: Path) -> Iterator[np.ndarray]:

@@ -69,8 +69,8 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
-    makers = (floors(gpu), ways(main), warm_ups(main), presets(), by_noise(main), refreshed(main), allocations(main),
-              other_tiles(tiles.others), windows(main), as_published(main), everything(main))
+    makers = (floors(gpu), ways(main), warm_ups(main), presets(), other_tiles(tiles.others), refreshed(main), by_noise(main),
+              allocations(main), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
@@ -88,7 +88,7 @@ def ways(tile: Triple) -> Iterator[Entry]:
     for density in DENSITIES:
         for way, options in WAYS.items():
             yield Entry(way, f"{way} {density:g}", kept(tile, density, **options), shown=density == MIDDLE)
-            if options:
+            if options and density == MIDDLE:
                 yield Entry(way, f"{way} {density:g}, by similarity", kept(tile, density, sampling_type="similarity", **options))
 
 
@@ -106,32 +106,36 @@ def presets() -> Iterator[Entry]:
 
 def by_noise(tile: Triple) -> Iterator[Entry]:
     """A density that falls with the noise, from everything and from twice or three times its end."""
-    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
-        config = kept(tile, MIDDLE, **options)
-        for least, most in ((0.156, 1.0), (0.1, 1.0), (0.1, 0.3)):
-            schedule = Schedule.by_noise(least, most=most)
-            yield Entry("by noise", f"{way} {most:g} to {least:g}, by noise", replace(config, density=None), schedule)
+    config = replace(kept(tile, MIDDLE, **LINEAR), density=None)
+    for least, most in ((0.156, 1.0), (0.1, 1.0), (0.1, 0.3)):
+        yield Entry("by noise", f"linear {most:g} to {least:g}, by noise", config, Schedule.by_noise(least, most=most))
 
 
 def refreshed(tile: Triple) -> Iterator[Entry]:
     """Selections that serve several steps."""
-    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
-        for steps in (5, 15):
-            yield Entry("refresh", f"{way} {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **options), Schedule(refresh=steps))
+    for steps in (5, 15):
+        yield Entry("refresh", f"linear {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **LINEAR), Schedule(refresh=steps))
     yield Entry("refresh", f"linear {MIDDLE:g}, warm-up 15 %, refresh 5", kept(tile, MIDDLE, **LINEAR),
                 Schedule(dense_steps=0.15, refresh=5))
 
 
 def allocations(tile: Triple) -> Iterator[Entry]:
-    for density in DENSITIES:
-        for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
-            yield Entry("by head", f"{way} {density:g}, by head", kept(tile, density, allocation="head", **options))
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        yield Entry("by head", f"{way} {MIDDLE:g}, by head", kept(tile, MIDDLE, allocation="head", **options))
 
 
 def other_tiles(tiles: tuple[Triple, ...]) -> Iterator[Entry]:
     for tile in tiles:
         for way, options in WAYS.items():
             yield Entry("tiles", f"{way} {MIDDLE:g}, tile {_by(tile)}", kept(tile, MIDDLE, **options))
+        for density in DENSITIES:
+            if density != MIDDLE:
+                yield Entry("tiles", f"linear {density:g}, tile {_by(tile)}", kept(tile, density, **LINEAR))
+    # The defaults' tile: with and without their window and warm-up.
+    tile = tiles[0]
+    yield Entry("tiles", f"linear {MIDDLE:g}, tile {_by(tile)}, warm-up 15 %", kept(tile, MIDDLE, **LINEAR), Schedule(dense_steps=0.15))
+    yield Entry("tiles", f"linear {MIDDLE:g}, tile {_by(tile)}, window 3x3x3",
+                kept(tile, MIDDLE, sparse_type="ssta", kernel_thw=(3, 3, 3), **LINEAR))
 
 
 def windows(tile: Triple) -> Iterator[Entry]:

@@ -146,25 +146,32 @@ def shape_cells(problem: tuple[str, ...]) -> list[str]:
 # The layer
 
 
+def _attention(row: Row) -> str:
+    """What a row of the layer's CSV is about; rows from before there were compensations have no such column."""
+    kind = row.get("compensation") or "none"
+    return PADDINGS[row["padding"]] + ("" if kind == "none" else f', `compensation="{kind}"`')
+
+
 def layer_table(rows: list[Row]) -> list[list[str]]:
-    """The first of the layers, if it was measured: dense and every padding, the slowest first."""
+    """The first of the layers, if it was measured: dense and every padding and compensation, the slowest first."""
     totals = [row for row in rows if row["layer"] == LAYERS[0].name and row["stage"] == "total"]
     totals.sort(key=lambda row: -float(row["median_ms"]))
     dense = {row["padding"]: float(row["median_ms"]) for row in totals}.get("dense")
     lines = [["attention", "ms", "speed-up", "extra memory"]]
     for row in totals:
-        name = PADDINGS[row["padding"]]
+        name = _attention(row)
         lines.append([name if row["padding"] == "dense" else f"SSTA, {name}", milliseconds(row),
                       figures(dense / float(row["median_ms"])), memory(row)])
     return lines
 
 
 def stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer and padding, with what each stage takes inside it."""
-    lines = [["layer", "", *(f"{stage}, ms" for stage in STAGES), "whole layer, ms", "computed"]]
-    for (layer, padding), found in grouped(rows, lambda row: (row["layer"], row["padding"])).items():
+    """One line a layer, padding and compensation, with what each stage takes inside it."""
+    stages = [stage for stage in STAGES if any(row["stage"] == stage for row in rows)]
+    lines = [["layer", "", *(f"{stage}, ms" for stage in stages), "whole layer, ms", "computed"]]
+    for (layer, name), found in grouped(rows, lambda row: (row["layer"], _attention(row))).items():
         of = {row["stage"]: row for row in found}
-        lines.append([layer, PADDINGS[padding], *(milliseconds(of.get(stage)) for stage in (*STAGES, "total")),
+        lines.append([layer, name, *(milliseconds(of.get(stage)) for stage in (*stages, "total")),
                       f"{float(of['total']['density']):.0%}"])
     return lines
 
@@ -174,6 +181,21 @@ def host_table(rows: list[Row]) -> list[list[str]]:
     lines = [["layer", "call", "host, us", "spread", "extra memory"]]
     return lines + [[row["layer"], row["what"], figures(row["host_us"]),
                      f"{(float(row['q3_us']) - float(row['q1_us'])) / 2 / float(row['host_us']):.1%}", memory(row)] for row in rows]
+
+
+# Quality
+
+
+def quality_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration of the samples, as they were measured; a CSV may hold several trained models."""
+    lines = [["model", "configuration", "density", "PSNR, dB", "SSIM", "velocity error", "loss above dense"]]
+    for row in rows:
+        if row["what"] == "sample" and row["psnr"]:
+            lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['density']):.1%}",
+                          f"{float(row['psnr']):.1f}" + (f" +- {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else ""),
+                          f"{float(row['ssim']):.3f}", figures(row["velocity_error"]),
+                          f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
+    return lines
 
 
 # Lists of single tokens, and other libraries' interfaces
@@ -261,7 +283,7 @@ TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_tabl
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "host": ("host", host_table),
-          "errors": ("errors", errors_table)}
+          "errors": ("errors", errors_table), "quality": ("quality", quality_table)}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Preset:
 
     Attributes:
         density: share of the video's tile pairs that is computed exactly at the steps that are not dense.
+        refresh: steps that a selection serves.
         warm_up: first share of the steps that is dense. The first layers that the family keeps dense stay so.
         compensation: what the other tiles contribute.
         reason: why these.
@@ -24,24 +25,25 @@ class Preset:
 
     density: float
     warm_up: float
+    refresh: int
     compensation: str
     reason: str
 
 
-# All estimate the tiles that they leave out: at 16 % density and without a warm-up a small model's video comes within 30 dB of its dense
-# one with such an estimate, and within 21 dB without. A warm-up decides which video is made, so it is saved on last.
+# All estimate the tiles that they leave out; without that, a small model's video is lost at any of these densities (16 to 21 dB from its
+# dense one; benchmark/README.md, Quality). A warm-up decides which video is made, so it is saved on last. The decibels are that model's
+# with procedural clips and without a warm-up, which adds 4, and no promise about others.
 PRESETS: dict[str, Preset] = {
-    "near": Preset(density=0.30, warm_up=0.20, compensation="linear", reason=(
-        "to stay with the dense model's video: most published methods keep the first fifth of the steps dense, and 20 to 30 % of the pairs "
-        "after it where they are judged by the distance to it")),
-    "balanced": Preset(density=0.20, warm_up=0.15, compensation="linear", reason=(
-        "between the two, with the default's warm-up")),
-    "fast": Preset(density=0.12, warm_up=0.10, compensation="linear", reason=(
-        "with an eighth of the pairs the rest of the model is most of a step, so that fewer would save little; the warm-up is the shortest "
-        "that published methods have")),
+    "near": Preset(density=0.30, warm_up=0.20, refresh=1, compensation="linear", reason=(
+        "to stay with the dense model's video: 34 dB from it in tiles of 256 tokens, more in smaller ones; most published methods keep the "
+        "first fifth of the steps dense")),
+    "balanced": Preset(density=0.15, warm_up=0.15, refresh=1, compensation="linear", reason=(
+        "the family's default: 33 dB in tiles of 128 tokens")),
+    "fast": Preset(density=0.10, warm_up=0.10, refresh=5, compensation="linear", reason=(
+        "29 dB in tiles of 128 tokens; a selection serves five steps, and the warm-up is the shortest that published methods have")),
 }
 # Of a variant for short videos, what a preset takes over.
-_SHAPE = ("tile_thw", "kernel_thw")
+_SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
 
 
 def preset_names(family: Family) -> tuple[str, ...]:
@@ -66,6 +68,6 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
     preset, default = PRESETS[name], family.default_config()
     shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
                     for frames, overrides in default.variants])
-    config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, density=preset.density, compensation=preset.compensation,
-                        variants=shapes)
-    return config, replace(family.default_schedule(), dense_steps=preset.warm_up)
+    config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=preset.density,
+                        compensation=preset.compensation, variants=shapes)
+    return config, replace(family.default_schedule(), dense_steps=preset.warm_up, refresh=preset.refresh)

@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
 from ..canvas import from_numbers
-from ..family import Family, Site, small_tiles, stack_sites
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -40,4 +40,4 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "transformer_blocks", "attn1", LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
 
 
-LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers, small_tiles)
+LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers)

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from torch import Tensor, nn
 
 from ..canvas import from_numbers
-from ..family import Family, Site, small_tiles, stack_sites
+from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
@@ -87,4 +87,4 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                        (LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
 
 
-LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, small_tiles)
+LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers)

@@ -128,24 +128,28 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "tokens_a.csv", [dict(what="decode", **times, rate=2.71, unit="TB/s", extra_mib=5.0)])
     measure.write_rows(tmp_path / "interfaces_a.csv", [
         dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
+    measure.write_rows(tmp_path / "quality_a.csv", [dict(
+        what="sample", clips="procedural", train_seed=1, name="linear 0.3", density=0.3, psnr=34.56, psnr_spread=1.23, ssim=0.9876,
+        velocity_error=0.0312, loss_above=-0.1)])
     host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
     measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", extra_mib="", extra_over_qkvo=""),
                                                  dict(**host, what="ssta_3d_attention", extra_mib=10.0, extra_over_qkvo=0.8)])
-    names = ("layer", "stages", "errors", "tokens", "interfaces", "host")
+    names = ("layer", "stages", "errors", "tokens", "interfaces", "host", "quality")
     filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
-    layer, stages, errors, tokens, interfaces, host = filled.split("<!-- /table -->\n")[:6]
+    layer, stages, errors, tokens, interfaces, host, quality = filled.split("<!-- /table -->\n")[:7]
+    assert "| procedural, training 1 | linear 0.3 | 30.0% | 34.6 +- 1.2 | 0.988 | 0.0312 | -0.10 % |\n" in quality
     assert "| small | forward | 151 | 2.0% | – |\n| small | ssta_3d_attention | 151 | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
     assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
     assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
     assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
     assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
-    assert f'| {LAYERS[0].name} | `pad_type="none"` | – | – | – | 44.0 | – | 50.0 | 26% |\n' in stages and "| small |" in stages
+    assert f'| {LAYERS[0].name} | `pad_type="none"` | 44.0 | 50.0 | 26% |\n' in stages and "| small |" in stages
     assert f"| torch | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
 
 
 @pytest.mark.parametrize("text, message", [
-    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, errors, got 'speed'"),
+    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, quality, got 'speed'"),
     ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
     ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
 def test_places_that_cannot_be_filled(tmp_path, text, message):
