@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.inputs import strided
-from ..prologue.select_kernel import ordered
+from ..lowering.primitives import ordered
 from .tail_config import TailConfig, launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
@@ -215,6 +215,16 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 
 
 @triton.jit
+def _number_below(x, size, bound, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before ``bound`` in order."""
+    below = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, size, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        below += ((place < size) & (ordered(tl.load(x + place, mask=place < size, other=0.0)) < bound)).to(tl.int32)
+    return tl.sum(below, 0)
+
+
+@triton.jit
 def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
                   SHIFTED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
@@ -246,30 +256,22 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
     # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit.
     lower_size = size // 2
     middle = tl.full([], -(1 << 31), tl.int64)
-    places = tl.arange(0, WIDTH)
     for bit in range(32):
         higher = middle + (tl.full([], 1 << 31, tl.int64) >> bit)
-        below = tl.zeros([WIDTH], tl.int32)
-        for i in range(0, size, WIDTH):
-            inside = i + places < size
-            below += (inside & (ordered(tl.load(projections + i + places, mask=inside, other=0.0)) < higher)).to(tl.int32)
-        middle = tl.where(tl.sum(below, 0) <= lower_size, higher, middle)
-    below = tl.zeros([WIDTH], tl.int32)
-    for i in range(0, size, WIDTH):
-        inside = i + places < size
-        below += (inside & (ordered(tl.load(projections + i + places, mask=inside, other=0.0)) < middle)).to(tl.int32)
+        middle = tl.where(_number_below(projections, size, higher, WIDTH) <= lower_size, higher, middle)
     # Of those that equal it the first fill the lower half.
-    wanted = lower_size - tl.sum(below, 0)
+    wanted = lower_size - _number_below(projections, size, middle, WIDTH)
     lowers = tl.full([], 0, tl.int32)
-    for i in range(0, size, WIDTH):
-        inside = i + places < size
-        keys = ordered(tl.load(projections + i + places, mask=inside, other=0.0))
+    for start in range(0, size, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        inside = place < size
+        keys = ordered(tl.load(projections + place, mask=inside, other=0.0))
         equal = (inside & (keys == middle)).to(tl.int32)
         lower = (inside & ((keys < middle) | (equal > 0) & (tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
         wanted -= tl.sum(equal, 0)
         before = lowers + tl.cumsum(lower, 0) - lower
         lowers += tl.sum(lower, 0)
-        tl.store(order + tl.where(lower > 0, before, lower_size + i + places - before), first + i + places, mask=inside)
+        tl.store(order + tl.where(lower > 0, before, lower_size + place - before), first + place, mask=inside)
 
 
 _launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
