@@ -19,7 +19,7 @@ from .tail_statistics import head_at
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
-# A share of the softmax over all units that is no smaller is what the listed ones leave, to 2^-18 or so.
+# What the listed units leave of the softmax over all is told by subtraction where it is no smaller: to 2^-14 or so.
 LEAST_LEFT = 2**-6
 
 
