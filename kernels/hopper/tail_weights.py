@@ -18,7 +18,7 @@ from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in
-from .inline_asm import clear_rows, sum_lanes
+from .inline_asm import clear_rows, rematerialise, sum_lanes
 from .primitives import barrier_ring, by_lane, by_row, lanes, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, row_lanes
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
@@ -46,7 +46,7 @@ class Work:
     offsets: gl.tensor                      # pointer to where blocks begin
     batch: gl.tensor
     head: gl.tensor
-    at_head: gl.tensor                      # batch * heads + head, int64
+    at_head: gl.tensor                      # batch * heads + head
     blocks: gl.tensor
     units: gl.tensor
     stream: gl.tensor                       # which of the head's warpgroups this is, and of how many
@@ -92,7 +92,7 @@ def _load(work, group: gl.constexpr, q_desc, k_desc, kv_head, bias):
     tile = gl.to_tensor(0)
     for n in range(work.count):
         block, first, size = _block(work, n)
-        row_of_bias = bias + (work.at_head * work.blocks + block) * work.units
+        row_of_bias = bias + (work.at_head * work.blocks + block).to(gl.int64) * work.units
         ring_free(work.bias_done, n, True)
         most = gl.full([COLUMNS], float("-inf"), gl.float32, _line(1))
         for piece in gl.static_range(PIECES):
@@ -151,9 +151,11 @@ def _weigh_tile(work, n, tile, rows, lse, scale_log2):
 
     ring_wait(work.q_full, tile, True)
     q = matrix(ring_at(work.q, tile, True))
+    # Where keys are is worked out anew: kept, it would take the registers of logits.
+    none = rematerialise(gl.to_tensor(0))
     products = ()
     for piece in gl.static_range(PIECES):
-        k = matrix(work.k.index(piece)).permute((1, 0))
+        k = matrix(work.k.index(none + piece)).permute((1, 0))
         products = products + (warpgroup_mma(q, k, zero, use_acc=False, is_async=True),)
     logits = ()
     row_max = gl.full([ROWS, 4], float("-inf"), gl.float32, row_lanes(COLUMNS))
@@ -197,7 +199,7 @@ def _weigh(work, half_variance, lse, weights, tokens, weights_row, scale_log2, C
     ROWS: gl.constexpr = work.q.shape[3]
     lines_layout: gl.constexpr = gl.SliceLayout(1, row_lanes(COLUMNS))
     sums_layout: gl.constexpr = _sums_layout()
-    lse += work.at_head * tokens
+    lse += work.at_head.to(gl.int64) * tokens
     # As ``_sum_rows`` leaves the columns of a product.
     block_layout: gl.constexpr = gl.SliceLayout(0, sums_layout)
     low = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, block_layout)))
@@ -229,9 +231,9 @@ def _weigh(work, half_variance, lse, weights, tokens, weights_row, scale_log2, C
         barrier()
         ring_arrive(work.bias_done, n, True)
 
-        at = work.at_head * work.blocks + block
+        at = (work.at_head * work.blocks + block).to(gl.int64)
         for piece in gl.static_range(PIECES):
-            unit = piece * COLUMNS + column
+            unit = piece * COLUMNS + rematerialise(column)
             mean = gl.sum(sums[piece], axis=0) / gl.maximum(size, 1).to(gl.float32)
             if half_variance is not None:
                 h = gl.load(half_variance + at * work.units + unit, mask=unit < work.units, other=0.0)
@@ -279,7 +281,7 @@ def _work(k, k_full, q_desc, offsets, batch, head, blocks, units, heads, stream,
     rounds = (blocks + streams - 1) // streams
     # In the last round some have none.
     last = (rounds - 1) * streams + (stream + rounds - 1) % streams
-    return Work(k, k_full, q, q_full, q_done, bias, bias_full, bias_done, offsets, batch, head, (batch * heads + head).to(gl.int64), blocks,
+    return Work(k, k_full, q, q_full, q_done, bias, bias_full, bias_done, offsets, batch, head, batch * heads + head, blocks,
                 units, stream, streams, rounds - (last >= blocks).to(gl.int32))
 
 
