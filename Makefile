@@ -60,6 +60,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_errors.py
 	$(BIN)/python benchmark/bench_tokens.py
 	$(BIN)/python benchmark/bench_interfaces.py
+	$(BIN)/python benchmark/bench_quality.py --limit 8
 	$(BIN)/python benchmark/tune.py
 	$(BIN)/python benchmark/table.py --check
 

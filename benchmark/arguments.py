@@ -11,6 +11,10 @@ from shapes import Pattern, Problem, full, kept, window
 SHAPE = "TOKENS,KEPT[,BLOCK[,HEADS[,HEAD_DIM]]]"
 
 
+class Unusable(ValueError):
+    """A file or a folder that an argument names and that does not serve."""
+
+
 def new_parser(doc: str) -> argparse.ArgumentParser:
     """A parser that prints ``doc`` as its help and knows ``--csv``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)

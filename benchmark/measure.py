@@ -162,15 +162,16 @@ def _first_line(*command: str) -> str:
         return "unknown"
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """A CSV of ``rows``, each with the machine's columns behind its own."""
+def write_rows(path: Path, rows: list[dict], quiet: bool = False) -> None:
+    """A CSV of ``rows``, each with the machine's columns behind its own; says so unless ``quiet``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     where = machine()
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*rows[0], *where])
         writer.writeheader()
         writer.writerows({**row, **where} for row in rows)
-    print(f"wrote {path}", flush=True)
+    if not quiet:
+        print(f"wrote {path}", flush=True)
 
 
 def measure_each(shapes: Sequence, measure: Callable[[object], list[dict]], path: Path | None) -> None:

@@ -114,6 +114,37 @@ def plot_pipeline(rows: list[Row]) -> Figure:
     return figure
 
 
+def plot_quality(rows: list[Row]) -> Figure:
+    """PSNR and SSIM of samples against the dense ones, a colour for every group: on the left over density, with a line through those that
+    differ in nothing else; on the right over the time of sampling, with a line through the best for their time, by name."""
+    points = [row for row in rows if row["what"] == "sample" and row["psnr"] and row["group"] != "dense" and float(row["density"]) < 0.999]
+    figure = Figure((13, 9), layout="constrained")
+    for (column, x), axes in zip([(y, x) for y in ("psnr", "ssim") for x in ("density", "sample_s")], figure.subplots(2, 2).flat):
+        for i, (group, found) in enumerate(grouped(points, lambda row: row["group"]).items()):
+            colour = COLOURS[i % len(COLOURS)]
+            places = [(float(row[x]), float(row[column])) for row in found]
+            axes.errorbar(*zip(*places), [float(row[f"{column}_spread"] or 0) for row in found], color=colour, marker="o" if i < 5 else "^",
+                          markersize=5, elinewidth=0.3, linestyle="", label=group)
+            if x == "density":
+                axes.plot(*zip(*sorted(place for place, row in zip(places, found) if "," not in row["name"])), color=colour, linewidth=1)
+        if x == "sample_s":
+            shown = [(float(row[x]), float(row[column]), row["name"]) for row in points]
+            best = sorted((at, value, name) for at, value, name in shown if not any(a <= at and v > value for a, v, _ in shown))
+            axes.plot([at for at, _, _ in best], [value for _, value, _ in best], color="#999999", linewidth=0.8, zorder=0)
+            for at, value, name in best:
+                axes.annotate(name, (at, value), xytext=(-4, 4), textcoords="offset points", fontsize=6, ha="right")
+            for row in rows:
+                if row["name"] == "dense":
+                    axes.axvline(float(row[x]), color="#000000", linewidth=0.8, linestyle=":")
+        axes.set_xlabel({"density": "share of tile pairs computed", "sample_s": "s, dotted: dense"}[x], fontsize="small")
+        axes.set_ylabel({"psnr": "PSNR against dense, dB", "ssim": "SSIM against dense"}[column], fontsize="small")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small", frameon=False)
+    of = rows[0]
+    what = f"{of['clips']}, {of['videos']} videos x {of['seeds']} seeds, {of['steps']} steps"
+    figure.supxlabel(f"{what}\n{caption(rows)}", fontsize="x-small")
+    return figure
+
+
 def place_label(rows: list[Row], place: tuple) -> str:
     problem, pattern, kept = place
     tokens, heads, head_dim, _ = problem
@@ -127,4 +158,5 @@ def caption(rows: list[Row]) -> str:
 
 
 # Which CSVs are drawn, and how.
-PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline}
+PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline,
+         "quality": plot_quality}

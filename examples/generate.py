@@ -17,7 +17,9 @@ from diffusers.utils import load_image
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines.configurations import changed
 from ssta.pipelines.family import family_of
+from ssta.pipelines.presets import preset_settings
 from ssta.pipelines.quality import describe, require_video_writer, write_video
 
 
@@ -84,8 +86,9 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--preset", help="settings for weights that were trained with SSTA, by name; the family's defaults if left out")
+    parser.add_argument("--preset", help="near, balanced or fast, or one for weights that were trained with SSTA; the family's if left out")
     parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
+    parser.add_argument("--density", type=float, help="share of the video's tile pairs to compute exactly, in place of --topk")
     parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
     parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")
     parser.add_argument("--side-by-side", action="store_true", help="also generate with dense attention, and measure the difference")
@@ -135,17 +138,17 @@ def settings(options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedu
     family = family_of(pipe.transformer)
     if options.preset is None:
         config, schedule = family.default_config(), family.default_schedule()
-    elif options.preset in family.presets:
-        config, schedule = family.presets[options.preset]()
     else:
-        raise ValueError(f"--preset must be {' or '.join(family.presets) or 'left out for this model'}, got {options.preset}")
-    changes = {name: getattr(options, name) for name in ("topk", "pad_type") if getattr(options, name) is not None}
-    if "topk" in changes:
+        config, schedule = preset_settings(family, options.preset)
+    changes = {name: getattr(options, name) for name in ("topk", "density", "pad_type") if getattr(options, name) is not None}
+    if options.topk is not None or options.density is not None:
         # The default's variants would set it back.
-        changes["variants"] = ()
+        config = changed(config, changes)
+    else:
+        config = replace(config, **changes)
     if options.dense_steps is not None:
         schedule = replace(schedule, dense_steps=options.dense_steps)
-    return replace(config, **changes), schedule
+    return config, schedule
 
 
 def generate(name: str, pipe: Any, call: dict, seed: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ if __name__ == "ssta.kernels":
     from .prologue.reorder import gather_blocks, take_tokens
     from .prologue.select import keep_blocks, score_blocks, select_blocks, spread_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
-    from .tail import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, per_query_head
+    from .tail import CAP, ITERATIONS, BlockEstimates, estimate_blocks, per_query_head
+    from .tail_op import add_tail
 
     __all__ = [
         # attention

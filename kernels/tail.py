@@ -107,7 +107,10 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         with_mass: whether mass and h are wanted though they do not.
     """
     with_mass = with_mass or linear
-    log_count, half_variance, mass, order, k_mean, v_mean = _estimate(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+    # A graph that is compiled would look for the operator's gradient.
+    with torch.no_grad():
+        log_count, half_variance, mass, order, k_mean, v_mean = _estimate(
+            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
     return BlockEstimates(parts, linear, log_count, half_variance if with_mass else None, mass if with_mass else None,
                           order if parts > 1 else None, k_mean, v_mean)
 
@@ -136,6 +139,7 @@ def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets:
 def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int,
                  blocks: BlockLists, estimates: BlockEstimates, *, scale: float) -> TailForward:
     """``add_tail`` in place, with what its backward may want: out's last stride is 1, lse is contiguous, and both are overwritten."""
+    assert estimates.k_mean is not None and estimates.v_mean is not None, "kernels made the estimates"
     run = _add_operator if watched(out) else _add
     tail_lse, share, bias, mixture = run(
         out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
@@ -178,7 +182,8 @@ def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _new_estimates(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool, with_mass: bool,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
+    with_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
@@ -192,7 +197,8 @@ def _new_estimates(
 
 @operator("estimate_blocks", _new_estimates)
 def _estimate(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool, with_mass: bool,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
+    with_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
     log_count, half_variance, mass, order, k_mean, v_mean = new

@@ -1,6 +1,7 @@
 """Where it is used: one call makes a diffusers video model attend sparsely, another brings it back."""
 
 from .apply import SSTAHandle, apply_ssta, remove_ssta
+from .calibration import Calibration
 from .context import ModelContext
 from .families import PLACES
 from .family import Family, Site, imported, register_family, stack_sites, supported_models
@@ -12,7 +13,7 @@ for _model, _place in PLACES.items():
     register_family(_model, _place)
 
 __all__ = [
-    "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
+    "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
     "apply_ssta", "register_family", "remove_ssta", "stack_sites", "supported_models",
 ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
+from .calibration import Calibration
 from .context import ModelContext
+from .density import with_density
 from .family import Family, Site, family_of
+from .presets import preset_settings
 from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
@@ -28,8 +33,8 @@ _WARM_UP_NOISE = 0.95
 
 
 def apply_ssta(
-    model: Any, config: SSTAConfig | None = None, *, schedule: Schedule | None = None, preset: str | None = None, scheduler: Any = None,
-    impl: str = "auto",
+    model: Any, config: SSTAConfig | Calibration | str | PathLike[str] | None = None, *, schedule: Schedule | None = None,
+    preset: str | None = None, scheduler: Any = None, impl: str = "auto",
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
@@ -45,10 +50,12 @@ def apply_ssta(
 
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
-        config: what is attended; default the family's.
+        config: what is attended; default the family's. Or a ``Calibration``, or its file's name: a configuration for each layer, with the
+            schedule that they were measured with, in whose place ``schedule`` may be dense more often.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
-        preset: the name of a configuration and a schedule for weights that were trained with SSTA, instead of these two:
-            ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, in which nothing stays dense.
+        preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
+            for every family's densely trained weights (``pipelines/presets.py`` has their settings and reasons); or one for weights that
+            were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no dense steps.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
             synchronises with the device once in each forward.
@@ -59,18 +66,22 @@ def apply_ssta(
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
-        TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, not a scheduler, which has a tensor of timesteps,
-            or a family whose functions return something else than they should.
+        TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
+            of timesteps, or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
-            parallelism, a schedule that names layers that the model does not have or that counts steps without a scheduler, an
-            unknown impl or preset, or a family whose sites are not the model's.
+            parallelism, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
+            scheduler, or whose density meets a configuration with a budget of its own, an unknown impl
+            or preset, a family whose sites are not the model's, or a calibration of another model or version, or no file of one.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
     """
-    for name, value, wanted in (("config", config, SSTAConfig), ("schedule", schedule, Schedule)):
-        if value is not None and not isinstance(value, wanted):
-            raise TypeError(f"{name} must be {'an' if name == 'config' else 'a'} {wanted.__name__} or None, got {type(value).__name__}")
+    if isinstance(config, (str, PathLike)):
+        config = _calibration_in(config)
+    if config is not None and not isinstance(config, (SSTAConfig, Calibration)):
+        raise TypeError(f"config must be an SSTAConfig, a Calibration, the name of its file or None, got {type(config).__name__}")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
     if scheduler is not None:
         _require_scheduler(scheduler)
     if preset is not None:
@@ -82,8 +93,9 @@ def apply_ssta(
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
-    plans = [(name, module, *_plan(module, config, schedule, preset, progress, impl))
-             for name, module in transformers_of(model)]
+    found = transformers_of(model)
+    names = [name for name, _ in found]
+    plans = [(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl)) for name, module in found]
     installed: list[tuple[str, nn.Module, _Installation]] = []
     try:
         for name, module, context, replacements in plans:
@@ -141,6 +153,10 @@ class SSTAHandle:
         runs = [processor.last_run(f"{name}.{site}" if name else site)
                 for name, module, installation in applied for site, processor in installation.processors(module)]
         return RunReport([run for run in runs if run is not None], models=max(len(applied), 1))
+
+    def layers(self) -> list[tuple[str, nn.Module, ModelContext, list[tuple[str, SSTAProcessor]]]]:
+        """(name, model, context, its processors by site) of each transformer that still has SSTA. For use inside the package."""
+        return [(name, module, own.context, own.processors(module)) for name, module, own in self._still_applied()]
 
     def remove(self) -> None:
         """Undoes the ``apply_ssta`` call that returned this handle.
@@ -211,16 +227,38 @@ def _require_scheduler(scheduler: Any) -> None:
         raise TypeError(f"scheduler must be a diffusers scheduler, which has a tensor of timesteps, got {type(scheduler).__name__}{found}")
 
 
+def _calibration_in(file: str | PathLike[str]) -> Calibration:
+    if not Path(file).is_file():
+        raise ValueError(f"config must be an SSTAConfig, a Calibration or the name of its file, got {str(file)!r}, which is no file")
+    return Calibration.load(file)
+
+
 def _plan(
-    model: nn.Module, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress, impl: str,
+    model: nn.Module, named: tuple[str, list[str]], config: SSTAConfig | Calibration | None, schedule: Schedule | None, preset: str | None,
+    progress: Progress, impl: str,
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
-    """The context and, for each site, the processor to install; changes nothing yet."""
+    """The context and, for each site, the processor to install; changes nothing yet. ``named``: the model's name, and all of them."""
     family = family_of(model)
     if _installation(model) is not None:
         raise ValueError(f"model must not have SSTA applied already, got {type(model).__name__} with it; call remove_ssta(model) first")
     sites = _sites(family, model)
+    calibration = None
+    if isinstance(config, Calibration):
+        calibration, config = config, config.config
+        schedule = calibration.schedule if schedule is None else schedule
+    chosen = config is not None
     config, schedule = _settings(family, config, schedule, preset, progress)
+    if calibration is not None:
+        schedule = calibration.scheduled(named, model, sites, schedule)
+    by_level: tuple[SSTAConfig, ...] = ()
+    if schedule.levels:
+        by_level = tuple([with_density(config, level, chosen=chosen) for level in schedule.levels if level < 1])
+        # Itself and not just equal: layers that have none of their own are known by it.
+        config = replace(config)
+    elif isinstance(schedule.density, float):
+        config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(family, config, schedule, progress, impl)
+    context.sites = tuple([site.name for site in sites])
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
         processor = site.replacement(context)
@@ -230,6 +268,8 @@ def _plan(
         if any(processor is other for _, other in replacements):
             raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
         processor.config = own
+        # A layer's own configuration keeps its own budget.
+        processor.by_level = by_level if own is config else ()
         replacements.append((site, processor))
     return context, replacements
 
@@ -272,12 +312,7 @@ def _settings(
     """The user's configuration and schedule, or the preset's, or the family's; the latter two in terms of what is known about the steps."""
     given = schedule is not None
     if preset is not None:
-        if preset not in family.presets:
-            known = f"one of {', '.join(map(repr, family.presets))}" if family.presets else f"None for {family.model}, which has none"
-            raise ValueError(f"preset must be {known}, got {preset!r}")
-        made = family.presets[preset]()
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise TypeError(f"{family.model}'s preset {preset!r} must return (SSTAConfig, Schedule), got {type(made).__name__}")
+        made = preset_settings(family, preset)
         config, schedule = made
     else:
         config = family.default_config() if config is None else config
@@ -352,6 +387,7 @@ def _undo(model: nn.Module, installation: _Installation) -> None:
         model.get_submodule(name).processor = original
     for hook in installation.hooks:
         hook.remove()
+    installation.context.forget_selections()
 
 
 def _copy_settings(source: Any, target: Any) -> None:

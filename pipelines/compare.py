@@ -1,241 +1,167 @@
-"""Latency against difference from dense, for any supported pipeline and a list of configurations: python -m ssta.pipelines.compare."""
+"""Speed against what it changes in the videos, over prompts and seeds, for any supported pipeline: python -m ssta.pipelines.compare."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.utils import load_image
-from torch import Tensor
 
-from ssta import SSTAConfig
+from .configurations import Configuration, dense, parse_configuration
+from .evaluation import compare
+from .evaluation_folder import SCHEMA
+from .evaluation_record import append_record, read_records, record_of
+from .evaluation_table import Evaluation
+from .measurement import Clip, Measurement, write_json
+from .quality import require_video_writer
+from .scatter import plot_evaluation
 
-from .apply import apply_ssta, transformers_of
-from .family import family_of
-from .quality import describe, require_video_writer, write_video
-from .report import RunReport, Stopwatch
-from .schedule import Schedule
-from .text_table import aligned
+__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "append_record", "compare", "dense", "main", "parse_configuration",
+           "plot_evaluation", "read_prompts"]
 
-_OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
-_CONFIG_FIELDS = {field.name for field in fields(SSTAConfig)} - {"variants", "budget"}
-_SCHEDULE_FIELDS = {"dense_steps", "dense_above", "dense_layers"}
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One way to run a pipeline: ``config`` None = without SSTA, as diffusers has it."""
-
-    name: str
-    config: SSTAConfig | None
-    schedule: Schedule | None = None
+_PROMPT = "A cat walks on the grass, realistic"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What one configuration gave.
-
-    Attributes:
-        name: the configuration's.
-        seconds: per denoising step, the mean of the run: the transformers' forwards and what happens between them.
-        density: attended tile pairs over all, the mean over layers and steps; None without SSTA.
-        quality: ``ssta.pipelines.quality.describe`` against the first configuration; None for that one.
-        video: frames ``[F, 3, H, W]`` in [0, 1], or what the pipeline gave as latents.
-        report: what the layers ran; None without SSTA.
-    """
-
-    name: str
-    seconds: float
-    density: float | None
-    quality: dict[str, float | None] | None
-    video: Tensor
-    report: RunReport | None
-
-
-def dense(pipe: Any) -> Configuration:
-    """Exact attention at every step, on the kernels that SSTA's dense steps use and without masks of S x S tokens."""
-    return Configuration("dense", family_of(transformers_of(pipe)[0][1]).default_config(), Schedule(dense_steps=1))
-
-
-def parse_configuration(text: str, pipe: Any) -> Configuration:
-    """``"default"``, ``"stock"`` (without SSTA), the name of one of the family's presets, or fields of ``SSTAConfig`` and ``Schedule`` that
-    differ from the default, such as ``"topk=16,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``. A configuration given by
-    fields has no variants.
+def read_prompts(path: str | Path) -> list[tuple[str, str | None]]:
+    """(prompt, image) of every line of a file in UTF-8 that is not empty. A line is a prompt, or a prompt, a tab, and the image that its
+    video begins with: an address, or a file, from the folder of the prompts where it is relative.
 
     Raises:
-        ValueError: an unknown field, or a value that the field does not take.
+        ValueError: a file that cannot be read, one without prompts, or a line with more than one tab or without a prompt.
     """
-    family = family_of(transformers_of(pipe)[0][1])
-    if text == "stock":
-        return Configuration(text, None)
-    if text == "default":
-        return Configuration(text, family.default_config(), family.default_schedule())
-    if text in family.presets:
-        return Configuration(text, *family.presets[text]())
-    config: dict[str, Any] = {}
-    schedule: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
-            names = ", ".join(map(repr, ("default", "stock", *family.presets)))
-            raise ValueError(f"a configuration must be {names} or fields such as topk=16 of "
-                             f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {part!r}")
-        (config if name in _CONFIG_FIELDS else schedule)[name] = _value(name, value)
+    path = Path(path)
     try:
-        made = replace(family.default_config(), variants=(), **config) if config else family.default_config()
-        return Configuration(text, made, replace(family.default_schedule(), **schedule))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{text}: {error}") from None
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts must be a text file in UTF-8 that can be read, got {path}: {error}") from None
+    found: list[tuple[str, str | None]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt, *images = (piece.strip() for piece in line.split("\t"))
+        if len(images) > 1 or not prompt or images == [""]:
+            raise ValueError(f"prompts must hold a prompt, or a prompt, a tab and an image, in each line, got {line!r} in line {number} of "
+                             f"{path}")
+        image = images[0] if images else None
+        found.append((prompt, image if image is None or _is_address(image) else str(path.parent / image)))
+    if not found:
+        raise ValueError(f"prompts must hold at least one prompt, got none in {path}")
+    return found
 
 
-def _value(name: str, text: str) -> object:
-    if name in _OWN:
-        return tuple(int(part) if part.isdecimal() else part for part in text.split("x"))
-    if name == "dense_layers":
-        return tuple(int(part) if part.lstrip("-").isdecimal() else part for part in text.split(";"))
-    if text in ("True", "False"):
-        return text == "True"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+def _is_address(image: str) -> bool:
+    return image.startswith(("http://", "https://"))
 
 
-def compare(pipe: Any, configurations: Sequence[Configuration], call: dict, *, seed: int = 0, warm_up: bool = True,
-            say: Callable[[str], None] = lambda text: None) -> list[Comparison]:
-    """Generates the same video with every configuration, all from one seed; the first one is what the others are compared with.
-
-    Args:
-        pipe: a pipeline of a supported family, without SSTA.
-        configurations: at least one.
-        call: the pipeline's arguments, among them ``num_inference_steps``; ``output_type`` "pt" or "latent", default "pt".
-        seed: of the noise.
-        warm_up: a generation of two steps before each that is timed, in which kernels are compiled.
-        say: told what is being done.
-
-    Raises:
-        ValueError: no configuration, or what ``apply_ssta`` refuses.
-    """
-    if not configurations:
-        raise ValueError("configurations must hold at least one Configuration, got none")
-    call = {"output_type": "pt", **call}
-    results: list[Comparison] = []
-    for configuration in configurations:
-        with ExitStack() as stack:
-            handle = None
-            if configuration.config is not None:
-                handle = stack.enter_context(apply_ssta(pipe, configuration.config, schedule=configuration.schedule))
-            if warm_up:
-                say(f"{configuration.name}: two steps to warm up")
-                _generate(pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
-            say(f"{configuration.name}: generating")
-            video, seconds = _generate(pipe, call, seed)
-            report = None if handle is None else handle.report()
-        reference = results[0].video if results else None
-        results.append(Comparison(configuration.name, seconds, None if report is None else report.mean_density(),
-                                  None if reference is None else describe(video, reference), video, report))
-    return results
+def _clips(prompts: Sequence[str], file: str | None, images: Sequence[str], seeds: Sequence[int]) -> list[Clip]:
+    """Every prompt with every seed."""
+    if len(images) > 1 and len(images) != len(prompts):
+        raise ValueError(f"--image must come once, for all prompts, or once for each --prompt, got {len(images)} for {len(prompts)}")
+    one = images[0] if len(images) == 1 else None
+    found: list[tuple[str, str | None]] = list(zip(prompts, images)) if len(images) > 1 else [(prompt, one) for prompt in prompts]
+    if file is not None:
+        found += [(prompt, image or one) for prompt, image in read_prompts(file)]
+    found = found or [(_PROMPT, one)]
+    for _, image in found:
+        if image is not None and not _is_address(image) and not Path(image).is_file():
+            raise ValueError(f"an image must be an address or a file that exists, got {image}")
+    return [Clip(prompt, seed, image) for prompt, image in found for seed in seeds]
 
 
-def _generate(pipe: Any, call: dict, seed: int) -> tuple[Tensor, float]:
-    """(the first video of the call, seconds per step)."""
-    with _denoising_time(pipe) as watch:
-        out = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0]
-    return out[0].cpu(), watch.seconds() / len(pipe.scheduler.timesteps)
-
-
-@contextmanager
-def _denoising_time(pipe: Any):
-    """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one."""
-    watch, started = Stopwatch(), False
-    hooks: list[Any] = []
-
-    def start(model, args, kwargs):
-        nonlocal started
-        if not started:
-            watch.start(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
-            started = True
-
-    for _, model in transformers_of(pipe):
-        hooks += [model.register_forward_pre_hook(start, with_kwargs=True), model.register_forward_hook(lambda *_: watch.stop())]
-    try:
-        yield watch
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def table(results: Sequence[Comparison]) -> str:
-    """The comparisons as an aligned table."""
-    rows: list[tuple[str, ...]] = [("configuration", "s per step", "speed-up", "density", "difference", "PSNR, dB", "SSIM", "LPIPS")]
-    for result in results:
-        quality = result.quality or {}
-        rows.append((
-            result.name, f"{result.seconds:.3f}", f"{results[0].seconds / result.seconds:.2f}", _number(result.density, ".1%"),
-            *(_number(quality.get(name), style) for name, style in (("relative_difference", ".2e"), ("psnr", ".2f"), ("ssim", ".4f"),
-                                                                     ("lpips", ".4f")))))
-    return aligned(rows)
-
-
-def _number(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)
-
-
-def main(arguments: list[str] | None = None) -> list[Comparison]:
-    """Runs the command line; returns what was compared."""
-    parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.compare", description=__doc__)
-    parser.add_argument("model", help="a diffusers pipeline with a supported transformer: a repository's name or a folder")
-    parser.add_argument("--config", action="append", default=[], metavar="FIELDS",
-                        help="'default', 'stock' (without SSTA), a preset's name, or what differs from the default, such as "
-                             "topk=16,tile_thw=4x8x8,dense_steps=0.1; give it several times; default: default")
-    parser.add_argument("--prompt", default="A cat walks on the grass, realistic")
-    parser.add_argument("--negative-prompt", default=None)
-    parser.add_argument("--image", default=None, help="first frame, for image-to-video pipelines: a file or an address")
-    parser.add_argument("--steps", type=int, default=50, help="denoising steps")
-    for name, meaning in (("height", "pixels"), ("width", "pixels"), ("num-frames", "frames")):
-        parser.add_argument(f"--{name}", type=int, default=None, help=f"in {meaning}; default the pipeline's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--offload", action="store_true", help="enable_model_cpu_offload, for less GPU memory")
-    parser.add_argument("--latents", action="store_true", help="compare latents and decode nothing")
-    parser.add_argument("--output", default=None, help="folder for the videos; needs imageio and imageio-ffmpeg")
+def main(arguments: list[str] | None = None) -> Evaluation:
+    """Runs the command line; returns what was measured."""
+    parser = _parser()
     options = parser.parse_args(arguments)
-
     try:
-        if options.output is not None:
+        videos = options.output is not None and not options.latents and not options.no_videos
+        if videos:
             require_video_writer()
+        if options.resume and options.output is None:
+            raise ValueError("--resume must come with --output, the folder to go on in, got none")
+        clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
+        if options.json is not None:
+            read_records(Path(options.json), options.model)
         say("loading the pipeline")
         pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
-        configurations = [dense(pipe)] + [parse_configuration(text, pipe) for text in options.config or ["default"]]
+        configurations = [dense(pipe)]
+        if options.floor != "none":
+            floor = options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}"
+            configurations.append(parse_configuration(floor, pipe))
+        configurations += [parse_configuration(text, pipe) for text in options.config or ["default"]]
+        if options.backend is not None:
+            configurations = [replace(made, backend=options.backend) if made.config is not None and made.backend is None else made
+                              for made in configurations]
         call = {"num_inference_steps": options.steps, "output_type": "latent" if options.latents else "pt"}
-        named = ("prompt", "negative_prompt", "height", "width", "num_frames")
+        named = ("negative_prompt", "height", "width", "num_frames")
         call |= {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-        if options.image is not None:
-            call["image"] = load_image(options.image)
         if options.offload:
             pipe.enable_model_cpu_offload()
         else:
             pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-        results = compare(pipe, configurations, call, seed=options.seed, say=say)
+        evaluation = compare(pipe, configurations, call, clips, model=options.model, output=options.output, resume=options.resume,
+                             videos=videos, fps=options.fps, say=say)
+        if options.json is not None:
+            append_record(Path(options.json), evaluation)
+            say(f"{options.json}: the record of this run is in it")
+    except KeyboardInterrupt:
+        if options.output is not None:
+            say(f"interrupted; the same command with --resume goes on in {options.output}")
+        raise SystemExit(130) from None
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    if options.output is not None and not options.latents:
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, result in enumerate(results):
-            write_video(result.video, str(folder / f"{index}.mp4"), fps=16)
-            say(f"{folder / f'{index}.mp4'}: {result.name}")
-    print(table(results), flush=True)
-    return results
+    if options.output is not None:
+        _write(Path(options.output), evaluation)
+    print(evaluation, flush=True)
+    return evaluation
+
+
+def _write(folder: Path, evaluation: Evaluation) -> None:
+    """Table, record and, where matplotlib is installed, the scatter."""
+    (folder / "table.txt").write_text(f"{evaluation}\n", encoding="utf-8")
+    write_json(folder / "record.json", {"schema": SCHEMA, "model": evaluation.settings["model"], "runs": [record_of(evaluation)]})
+    try:
+        plot_evaluation(evaluation, folder / "scatter.png")
+    except (ImportError, ValueError) as error:
+        say(f"no scatter.png: {error}")
+    say(f"{folder}: table.txt, record.json and what they were made from")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.compare", description=__doc__)
+    parser.add_argument("model", help="a diffusers pipeline with a supported transformer: a repository's name or a folder")
+    parser.add_argument("--config", action="append", default=[], metavar="FIELDS",
+                        help="'default', 'stock' (without SSTA), a preset's name, or what differs from the default or a preset, such as "
+                             "density=0.2,tile_thw=4x8x8,dense_steps=0.1 or fast,dense_steps=0; give it several times; default: default")
+    parser.add_argument("--floor", default="stock", metavar="BACKEND",
+                        help="dense again by other kernels, the noise floor: 'stock' (diffusers' own), one of diffusers' attention "
+                             "backends such as _native_cudnn, stock@BACKEND, one of the library's implementations such as triton, or "
+                             "'none'; default: stock")
+    parser.add_argument("--backend", metavar="BACKEND",
+                        help="diffusers' attention backend for the dense reference and all dense steps; default: whichever is fastest")
+    parser.add_argument("--prompt", action="append", default=[], help="give it several times")
+    parser.add_argument("--prompts", metavar="FILE", help="prompts, one a line; for image-to-video with an image after a tab")
+    parser.add_argument("--negative-prompt", default=None, help="for all prompts")
+    parser.add_argument("--image", action="append", default=[],
+                        help="first frame, for image-to-video pipelines, a file or an address: once for all prompts, or once for each "
+                             "--prompt")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="of the noise, for every prompt; default 0")
+    parser.add_argument("--steps", type=int, default=50, help="denoising steps; default 50")
+    for name, meaning in (("height", "pixels"), ("width", "pixels"), ("num-frames", "frames")):
+        parser.add_argument(f"--{name}", type=int, default=None, help=f"in {meaning}; default the pipeline's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--offload", action="store_true", help="enable_model_cpu_offload, for less GPU memory")
+    parser.add_argument("--latents", action="store_true", help="compare latents and decode nothing")
+    parser.add_argument("--output", default=None, metavar="FOLDER",
+                        help="for MP4s side by side, table, scatter and record, and to resume from; needs imageio and imageio-ffmpeg")
+    parser.add_argument("--no-videos", action="store_true", help="write no MP4s")
+    parser.add_argument("--fps", type=int, default=16, help="of the MP4s; default 16")
+    parser.add_argument("--resume", action="store_true", help="go on in --output: what is finished there is not generated again")
+    parser.add_argument("--json", metavar="FILE", help="append the record of this run to a file of records of this model")
+    return parser
 
 
 def say(text: str) -> None:

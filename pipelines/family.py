@@ -22,14 +22,14 @@ def thousandth(timestep: Tensor | float) -> Tensor | float:
 
 def published_size() -> SSTAConfig:
     """For models without published SSTA settings: the tile, window and budget that HunyuanVideo-1.5 uses for 121 frames, on real tokens
-    only, by plain similarity, which needs no training to mean something."""
-    return SSTAConfig(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=32)
+    only, what is left out estimated, because such models were trained with all of it."""
+    return SSTAConfig(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=32, compensation="linear")
 
 
 def small_tiles() -> SSTAConfig:
     """For LTX, without published settings either. The VAE compresses so much that 121 frames of 1216 x 704 are 16 x 22 x 38 tokens, of
     which tiles of 384 would make 45; tiles of 128 make 120, and Hopper's kernel still runs at full speed."""
-    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(3, 3, 3), topk=24)
+    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(3, 3, 3), topk=24, compensation="linear")
 
 
 @dataclass(frozen=True)

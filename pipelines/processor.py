@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
-from ssta.attention import ssta_layer
+from ssta.attention import LayerResult, ssta_layer
+from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 
@@ -19,13 +20,8 @@ from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
+from .reuse import Holder
 from .streams import TORCH_NORMS, Norms, Stream, joined
-
-if TYPE_CHECKING:
-    from ssta.selection import Selection
-
-    # (out, selection, route) as in a LayerResult, and a backend of diffusers; neither selection nor route where that attended.
-    _Attended = tuple[tuple[Tensor, Selection | None, Route | None], str | None]
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -42,6 +38,7 @@ class _Run(NamedTuple):
     tokens: int
     tiles: int | None
     counts: Tensor | None
+    exact_mass: Tensor | None  # as in a LayerResult
 
 
 class SSTAProcessor:
@@ -62,8 +59,13 @@ class SSTAProcessor:
         self.context = context
         # None = dense at every step.
         self.config: SSTAConfig | None = context.config
+        # In its place where the schedule's density follows the noise: one for each of the schedule's levels that is not dense.
+        self.by_level: tuple[SSTAConfig, ...] = ()
+        self.holder = Holder()
         self._stopwatch = Stopwatch()
         self._last: _Run | None = None
+        # Counts of the last lists at each level.
+        self._level_counts: dict[int, Tensor] = {}
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
         """The canvas (t, h, w) of the forward in progress.
@@ -138,34 +140,52 @@ class SSTAProcessor:
         if timed:
             self._stopwatch.start(query.device)
         dense = self.dense
-        attended: Callable[..., _Attended] = self._attend_densely if dense else self._attend_sparsely
-        (out, selection, route, *_), backend = attended(query, key, value, layout, text_mask)
+        attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
+        result, backend = attended(query, key, value, layout, text_mask)
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
+        out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length,
-                          *((None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)))
+        mass = None if dense or isinstance(result, Tensor) else result.exact_mass
+        tiles, counts = (None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass)
+        if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
+            self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
 
     def _attend_sparsely(
         self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
-    ) -> _Attended:
+    ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended."""
-        assert self.config is not None
+        level = self.context.call.level if self.by_level else None
+        config = self.config if level is None else self.by_level[level]
+        assert config is not None
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-        return ssta_layer(q, k, v, layout, self.config, text_mask=text_mask, impl=self.context.impl), None
+        kept = selection = None
+        # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
+        if self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
+            kept = self.holder.kept
+        if kept is not None:
+            selection = kept.selection(tuple(q.shape))
+        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection)
+        if kept is not None and selection is None:
+            kept.keep(result.selection, tuple(q.shape))
+        return result, None
 
     def _attend_densely(
         self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
-    ) -> _Attended:
-        """The same, exactly. With a mask through lists of blocks, because diffusers' backends would want one for every token and leave
-        their fast kernels for it; without one through whichever is faster."""
+    ) -> tuple[LayerResult | Tensor, str | None]:
+        """The same, exactly; diffusers' backend gives the output alone.
+
+        With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for it;
+        without one through whichever is faster.
+        """
         if text_mask is None and not self._blocks_are_faster(query):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
-            return (dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), None, None), name
+            return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
@@ -189,10 +209,35 @@ class SSTAProcessor:
             # Inside a compiled graph, which asked for the same when it ran.
             route = choose_route(self.context.impl, *run.kind)
         name = (run.backend or "") if route is None else str(route)
-        density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
-        steps = self.context.steps
-        dense = steps if self.config is None or steps is None else self.context.dense_steps
+        density = 1.0 if run.counts is None or run.tiles is None else share_of(run.counts, run.tiles)
+        steps, always_dense = self.context.steps, self.config is None
+        dense = steps if always_dense or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole
-        return LayerRun(layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds,
-                        share, () if route is None else route.explain())
+        levels = {} if always_dense or not self.by_level else self._densities(run.tiles)
+        weights = self.context.level_steps
+        return LayerRun(
+            layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
+            () if route is None else route.explain(),
+            exact_mass=None if run.exact_mass is None else mass_summary(run.exact_mass),
+            chosen_steps=None if always_dense else self.context.chosen_steps,
+            densities=(min(levels.values()), max(levels.values())) if levels else None,
+            sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)
+            if levels else None)
+
+    def _densities(self, tiles: int | None) -> dict[int, float]:
+        """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a
+        step was not this layer's, as the schedule has it."""
+        found = {}
+        for level in self.context.level_steps:
+            counts = self._level_counts.get(level)
+            if counts is None or tiles is None or counts.shape[-1] != tiles:
+                found[level] = self.context.schedule.levels[level]
+            else:
+                found[level] = share_of(counts, tiles)
+        return found
+
+
+def share_of(counts: Tensor, tiles: int) -> float:
+    """The share of all pairs of ``tiles`` tiles that lists with ``counts`` hold. Synchronises the device."""
+    return float(counts.double().mean()) / tiles

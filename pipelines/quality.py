@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from diffusers.utils import export_to_video
@@ -21,20 +25,27 @@ def write_video(video: Tensor, path: str, fps: int) -> None:
 
 
 def relative_difference(video: Tensor, reference: Tensor) -> float:
-    """||video - reference|| / ||reference||, of anything of one shape."""
+    """||video - reference|| / ||reference||, of anything of one shape; 0 where both are zero."""
     _check(video, reference)
     reference = reference.double()
-    return float((video.double() - reference).norm() / reference.norm())
+    difference = float((video.double() - reference).norm())
+    return difference / float(reference.norm()) if difference else 0.0
 
 
-def psnr(video: Tensor, reference: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB of frames in [0, 1], the mean over frames ``[F, C, H, W]``; inf where a frame is the same."""
-    _check(video, reference, frames=True)
-    errors = (video.double() - reference.double()).square().mean((1, 2, 3))
-    return float((-10 * errors.log10()).mean())
+def psnr(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+    """Peak signal-to-noise ratio in dB of frames ``[F, C, H, W]`` in [0, 1]: the mean over the frames that are not the same; inf where all
+    are. The first frame often is the same where a video begins with a given image.
+
+    Args:
+        video, reference: what is compared.
+        device: where each frame is compared; default where ``video`` is. The same for ``ssim`` and ``lpips_distance``.
+    """
+    values = [-10 * math.log10(error) for x, y in _frames(video, reference, device)
+              if (error := float((x.double() - y.double()).square().mean()))]
+    return sum(values) / len(values) if values else math.inf
 
 
-def ssim(video: Tensor, reference: Tensor) -> float:
+def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
     """Structural similarity of frames ``[F, C, H, W]`` in [0, 1], the mean over all windows, channels and frames.
 
     Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
@@ -43,11 +54,12 @@ def ssim(video: Tensor, reference: Tensor) -> float:
     _check(video, reference, frames=True)
     if min(video.shape[2:]) < 11:
         raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
-    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device)
+    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device if device is None else device)
     bell = bell / bell.sum()
     total = 0.0
     # A frame at a time, because five blurred copies of a whole video are large.
-    for x, y in zip(video.float(), reference.float()):
+    for x, y in _frames(video, reference, device):
+        x, y = x.float(), y.float()
         images = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1)[:, None]
         blurred = torch.nn.functional.conv2d(torch.nn.functional.conv2d(images, bell.view(1, 1, 11, 1)), bell.view(1, 1, 1, 11))
         mean_x, mean_y, square_x, square_y, product = blurred.unflatten(0, (5, -1))
@@ -62,15 +74,20 @@ def lpips_available() -> bool:
     return importlib.util.find_spec("lpips") is not None
 
 
-@torch.no_grad()
-def lpips_distance(video: Tensor, reference: Tensor) -> float:
-    """LPIPS (AlexNet), the mean over frames ``[F, C, H, W]`` in [0, 1] of three channels. Needs the package lpips, which loads its
-    weights at first use."""
+@lru_cache
+def _lpips_network(device: torch.device) -> Any:
     import lpips
 
-    _check(video, reference, frames=True)
-    network = lpips.LPIPS(net="alex", verbose=False).to(video.device).eval()
-    return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in zip(video, reference)) / len(video)
+    return lpips.LPIPS(net="alex", verbose=False).to(device).eval()
+
+
+@torch.no_grad()
+def lpips_distance(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+    """LPIPS (AlexNet), the mean over frames ``[F, C, H, W]`` in [0, 1] of three channels. Needs the package lpips, which loads its
+    weights at first use."""
+    network = _lpips_network(video.device if device is None else device)
+    pairs = _frames(video, reference, device)
+    return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in pairs) / len(video)
 
 
 def _check(video: Tensor, reference: Tensor, frames: bool = False) -> None:
@@ -80,9 +97,15 @@ def _check(video: Tensor, reference: Tensor, frames: bool = False) -> None:
         raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
 
 
-def describe(video: Tensor, reference: Tensor) -> dict[str, float | None]:
+def _frames(video: Tensor, reference: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:
+    _check(video, reference, frames=True)
+    device = video.device if device is None else device
+    return ((x.to(device), y.to(device)) for x, y in zip(video, reference))
+
+
+def describe(video: Tensor, reference: Tensor, device: torch.device | None = None) -> dict[str, float | None]:
     """All of the above by name; what does not apply to latents, or is not installed, is None."""
     frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
-    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference) if frames else None,
-            "ssim": ssim(video, reference) if frames else None,
-            "lpips": lpips_distance(video, reference) if frames and lpips_available() else None}
+    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference, device) if frames else None,
+            "ssim": ssim(video, reference, device) if frames else None,
+            "lpips": lpips_distance(video, reference, device) if frames and lpips_available() else None}

@@ -30,6 +30,13 @@ class LayerRun:
         seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
         time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
         explanation: for each faster implementation that was not taken, why.
+        exact_mass: share of the softmax mass that was computed exactly, an estimate carried the rest: the mean, the 5th percentile over
+            (head, query tile) pairs, and the mean of the worst head, of the heads that have an estimate. None where none has, without
+            compensation, and where it attended densely.
+        chosen_steps: in how many of ``steps`` it chose its tiles; in the other sparse ones an earlier selection served. None where the
+            schedule has them chosen at every step.
+        densities: least and greatest density of the sparse steps, where the schedule's follows the noise; else None.
+        sparse_density: their mean over the sparse steps; None where they all have ``density``.
     """
 
     layer: str
@@ -43,6 +50,10 @@ class LayerRun:
     seconds: float | None = None
     time_share: float | None = None
     explanation: tuple[str, ...] = ()
+    exact_mass: tuple[float, float, float] | None = None
+    chosen_steps: int | None = None
+    densities: tuple[float, float] | None = None
+    sparse_density: float | None = None
 
 
 class RunReport(list):
@@ -60,27 +71,46 @@ class RunReport(list):
         """
         if not self:
             raise ValueError("mean_density must come after a forward with SSTA, got a report of no layers")
-        shares = [(run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps if run.steps else run.density for run in self]
-        return sum(shares) / len(shares)
+        return sum(map(_mean_density, self)) / len(self)
 
     def __str__(self) -> str:
         if not self:
             return "no layer has run with SSTA yet"
-        head = ("layer", "implementation", "canvas", "tokens", "tiles", "density", "dense steps", "ms", "time share")
-        rows = [head, *(_cells(run) for run in self)]
         shares = [run.time_share for run in self if run.time_share is not None]
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
-        rows.append(("all", "", "", "", "", f"{self.mean_density():.1%}", "", "", share))
+        total = {"layer": "all", "density": f"{self.mean_density():.1%}", "time share": share}
+        lines = [*map(_cells, self), total]
+        # What only some schedules and configurations have is left out where no layer has it.
+        head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
+        rows = [tuple(head), *(tuple(line.get(name, "") for name in head) for line in lines)]
         reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
         return "\n".join([aligned(rows, left=3), *reasons])
 
     __repr__ = __str__
 
 
-def _cells(run: LayerRun) -> tuple[str, ...]:
-    return (run.layer, run.implementation, " x ".join(map(str, run.thw)), f"{run.tokens:,}", "-" if run.tiles is None else str(run.tiles),
-            f"{run.density:.1%}", "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
-            "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}", "-" if run.time_share is None else f"{run.time_share:.1%}")
+def _mean_density(run: LayerRun) -> float:
+    """Over the steps that were seen, dense ones included."""
+    sparse = run.density if run.sparse_density is None else run.sparse_density
+    if not run.steps or run.dense_steps is None:
+        return sparse
+    return (run.dense_steps + (run.steps - run.dense_steps) * sparse) / run.steps
+
+
+# Columns of the table that are left out where they are empty.
+_OPTIONAL = ("chosen anew", "exact mass")
+
+
+def _cells(run: LayerRun) -> dict[str, str]:
+    density = f"{run.density:.1%}" if run.densities is None else " to ".join(f"{share:.1%}" for share in run.densities)
+    return {
+        "layer": run.layer, "implementation": run.implementation, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
+        "tiles": "-" if run.tiles is None else str(run.tiles), "density": density,
+        "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
+        "chosen anew": "-" if run.chosen_steps is None else f"{run.chosen_steps} of {run.steps}",
+        "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
+        "ms": "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}",
+        "time share": "-" if run.time_share is None else f"{run.time_share:.1%}"}
 
 
 class _Lap:

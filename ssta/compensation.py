@@ -102,8 +102,20 @@ def compensate(
     Returns:
         (out, lse), as the arguments of these names, differentiable in out, lse, q, k and v; rows that leave nothing out, and those of
         text, are the same bits as before. And ``[B, H, N]`` in lse's dtype, the share of the softmax that was computed exactly, mean of a
-        query tile's rows; a constant.
+        query tile's rows, NaN where a head does without the estimate of what is left out; a constant.
     """
+    out, lse, share = _merged(out, lse, q, k, v, layout, blocks, estimates, scale)
+    useful = estimates.useful()
+    if useful is not None:
+        incomplete = blocks.counts[..., :layout.num_video_tiles] < layout.num_tiles
+        share = share.masked_fill(incomplete & ~useful[..., None], torch.nan)
+    return out, lse, share
+
+
+def _merged(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, blocks: BlockLists, estimates: BlockEstimates,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if kernels_run(q):
         return add_tail(out, lse, q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), blocks, estimates, scale=scale,
                         owned=True)
@@ -111,13 +123,15 @@ def compensate(
         return _compensate_in_torch(out, lse, q, k, v, layout, blocks, estimates, scale)
 
 
-def mass_summary(exact_mass: Tensor) -> tuple[float, float, float]:
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
     """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
-    worst head. Synchronises the device."""
-    shares = exact_mass.double()
-    lowest = shares.flatten().sort().values[int(0.05 * (shares.numel() - 1))]
-    mean, fifth, worst = torch.stack((shares.mean(), lowest, shares.mean(2).min())).tolist()
-    return mean, fifth, worst
+    worst head, leaving out heads without an estimate; None if all are. Synchronises the device."""
+    shares = exact_mass.double().cpu()
+    shares = shares[~shares.isnan().any(2)]
+    if not shares.numel():
+        return None
+    lowest = shares.flatten().sort().values
+    return float(shares.mean()), float(lowest[int(0.05 * (len(lowest) - 1))]), float(shares.mean(1).min())
 
 
 def _longest(layout: TileLayout) -> int:
@@ -187,7 +201,8 @@ def _compensate_in_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tiles, heads = _tiles(layout), q.shape[1]
     q_tiles = tiles.cut(_wide(q))
-    unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).any(-1)[..., None, None]
+    # Of a tile of one token one half is empty, which is nothing bad.
+    unsound = estimates.log_count.isneginf().unflatten(-1, (-1, estimates.parts)).all(-1)[..., None, None]
     members, counts = tiles.members(estimates.parts)
     (k_mean, k_spread), (v_mean, v_spread) = (
         _units(tiles.cut(_wide(x)).masked_fill(unsound, 0), members, counts, estimates.order) for x in (k, v))

@@ -48,8 +48,8 @@ class Report:
             rows (of each head and batch element); None where it is not finite.
         error_sources: sentences on what makes the result differ from exact dense attention.
         seconds: wall time of the one call that was run, first-call compilation included; None when ``value`` was not given.
-        exact_mass: with a compensation, the share of the softmax that was computed exactly: the mean, the 5th percentile over query tiles of
-            all heads, and the mean of the worst head; the estimate carried the rest. None when not run or not compensated.
+        exact_mass: with a compensation, the share of the softmax that was computed exactly: the mean, the 5th percentile over query tiles
+            of all heads, and the mean of the worst head; the estimate carried the rest. None when not run or not compensated.
         output_error: ||sparse - dense|| / ||dense|| over the sampled rows of that call; None when not run or not finite.
         route: what ``implementation`` and ``why_not`` are taken from, forward and backward.
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
@@ -199,7 +199,8 @@ def explain(
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
         error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads),
-        seconds=seconds, exact_mass=exact_mass, output_error=error, route=route, config=config, layout=layout, blocks=blocks, near=window, budget=selection.kept,
+        seconds=seconds, exact_mass=exact_mass, output_error=error, route=route, config=config, layout=layout, blocks=blocks,
+        near=window, budget=selection.kept,
     )
 
 

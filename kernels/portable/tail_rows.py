@@ -1,4 +1,4 @@
-"""Portable kernels that compare queries with units: biases, log-sum-exps, weights summed over a block, and the merge with the exact part."""
+"""Portable kernels that compare queries with units: biases, log-sum-exps, mean weights of a block, the merge with the exact part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _bias_kernel(log_count, half_variance, lists, useful, bias, heads, group, bl
             place = start + tl.arange(0, WIDTH)
             item = tl.load(lists.indices + row * lists.capacity + place, mask=place < count, other=-1)
             for part in tl.static_range(PARTS):
-                tl.store(bias + at + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=(item >= 0) & (item < lists.items))
+                known = (item >= 0) & (item < lists.items)
+                tl.store(bias + at + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
 
 
 @triton.jit
@@ -233,8 +234,8 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
     tiles = triton.cdiv(longest, sizes["M"])
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
     _combine_kernel[(blocks * tiles, batch * heads)](
-        view(q), k_mean, v_mean, bias, matrix, z, view(out), lse, shares, offsets, heads, heads // k_mean.shape[1], blocks, units, q.shape[2],
-        scale, scale * LOG2E, TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes, **config.options())
+        view(q), k_mean, v_mean, bias, matrix, z, view(out), lse, shares, offsets, heads, heads // k_mean.shape[1], blocks, units,
+        q.shape[2], scale, scale * LOG2E, TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes, **config.options())
     torch.sum(shares, -1, out=share)
 
 

@@ -29,7 +29,7 @@ def _unit_rows(offsets, unit, PARTS: tl.constexpr):
 
 @triton.jit
 def _load_tokens(x, order, place, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, COLS] from ``column`` on of the tokens at ``place`` and behind, zeros from the ``size``-th on; ``order`` says which they are."""
+    """[ROWS, COLS] from ``column`` on of the tokens at ``place`` and behind, zeros from the ``size``-th on; ``order`` names them."""
     rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
     if order is None:
         pointers = x + place.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
@@ -81,7 +81,8 @@ def _product(x, y, order, first, x_row, y_row, size, x_mean, y_mean, column, SAM
 @triton.jit
 def _store_columns(out, x, column, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     rows, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
-    tl.store(out + rows[:, None] * DIM + columns[None, :], x.to(out.dtype.element_ty), mask=(rows < DIM)[:, None] & (columns < DIM)[None, :])
+    inside = (rows < DIM)[:, None] & (columns < DIM)[None, :]
+    tl.store(out + rows[:, None] * DIM + columns[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def _order_kernel(k, v, offsets, projections, order, log_count, heads, blocks, t
     # second product may be over the other axis, on which the direction lies then.
     dims = tl.arange(0, DIM_PAD)
     direction = 1.0 + tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 0)
-    for step in range(ITERATIONS // 2):
+    for _step in range(ITERATIONS // 2):
         across = _of_length_1(tl.sum(acc * direction[None, :], 1))
         direction = _of_length_1(tl.sum(acc * across[:, None], 0))
     projections += at * tokens + first

@@ -117,7 +117,8 @@ def test_rows_that_leave_nothing_out_keep_their_bits(linear, parts):
     full = mask[0].all(-1)
     for head in range(2):
         for block, (first, last) in enumerate(zip(case.offsets.tolist(), case.offsets.tolist()[1:])):
-            same = same_bits((added[0, head, first:last], added_lse[0, head, first:last]), (out[0, head, first:last], lse[0, head, first:last]))
+            rows = 0, head, slice(first, last)
+            same = same_bits((added[rows], added_lse[rows]), (out[rows], lse[rows]))
             assert same == (bool(full[head, block]) or block == 3)
     assert (share[0][full[:, :3]] == 1).all() and (share[0][~full[:, :3]] < 1).all()
 
@@ -158,7 +159,7 @@ def test_blocks_of_equal_keys_and_values_are_estimated_exactly(linear, parts):
 
 
 def test_halves_are_cut_across_the_first_principal_direction():
-    """Each block's order names each of its tokens once; the first half lies on one side. Of equal projections the earlier token is first."""
+    """Each block's order names its tokens once, by ascending projection; of equal ones the earlier token is first."""
     lengths = [40, 17, 0, 70, 1]
     case = tail_case(lengths, 5, kv_heads=2, heads=2, batch=2, parts=2, dtype=torch.float32, device=DEVICE)
     # A direction that stands out, so that ten iterations find it.

@@ -156,7 +156,7 @@ def test_a_tile_that_is_not_finite_is_taken_last(allocation, sampling_type, bad)
 def test_error_needs_scores():
     layout = layout_of([(1, 1, 3)])
     x = torch.zeros(1, 1, 3, 2)
-    with pytest.raises(AssertionError, match="TileEstimates.scores"):
+    with pytest.raises(AssertionError, match="BlockEstimates.scores"):
         select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", density=0.5))
     config = SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", sparse_type="sta")
     assert select_tiles(TiledQKV(layout, x, x, x), config).scores is None, "the window needs none"

@@ -179,7 +179,7 @@ def test_heads_of_unlike_tokens_are_not_compensated():
     tiles = tile_layout(layout, TILE, "none", torch.device("cpu"))
     alone = tiles.untile(block_sparse_attention(*(tiles.tile(x) for x in (q, k, v)), blocks))
     assert torch.equal(with_estimate.out[:, 1], alone[:, 1])
-    assert (with_estimate.exact_mass[:, 1] == 1).all()
+    assert with_estimate.exact_mass[:, 1].isnan().all() and (with_estimate.exact_mass[:, 0] < 1).all()
     assert error(with_estimate.out[:, 0], dense(q, k, v)[:, 0]) < 0.5 * error(alone[:, 0], dense(q, k, v)[:, 0])
 
 

@@ -46,7 +46,8 @@ class TailCase:
 
     def some_blocks(self, density=0.4):
         """Lists of random blocks, of each row's own and of all that are not compensated."""
-        number, mask = len(self.lengths), torch.rand(*self.q.shape[:2], len(self.lengths), len(self.lengths), device=self.q.device) < density
+        number = len(self.lengths)
+        mask = torch.rand(*self.q.shape[:2], number, number, device=self.q.device) < density
         mask = mask | torch.eye(number, dtype=torch.bool, device=mask.device)
         mask[..., self.number:] = True
         mask[..., self.number:, :] = True

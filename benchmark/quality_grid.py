@@ -1,0 +1,164 @@
+"""What bench_quality.py measures: names, configurations and schedules. To measure another one, add a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ssta import SSTAConfig
+from ssta.pipelines import Calibration, Schedule
+from ssta.pipelines.families.wan import WAN
+from ssta.pipelines.presets import PRESETS, preset_settings
+
+Triple = tuple[int, int, int]
+# Shares of the tile pairs; of 45 tiles 4 or 5, 7 and 13 or 14. MIDDLE is the one at which everything else is varied.
+DENSITIES = (0.156, 0.1, 0.3)
+MIDDLE = 0.156
+# What the tiles that are not computed contribute, by name.
+DROPPED: dict[str, object] = {}
+MEAN: dict[str, object] = {"compensation": "mean"}
+LINEAR: dict[str, object] = {"compensation": "linear"}
+LINEAR_2: dict[str, object] = {"compensation": "linear", "compensation_parts": 2}
+WAYS = {"dropped": DROPPED, "mean": MEAN, "linear": LINEAR, "linear 2 parts": LINEAR_2}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration.
+
+    Attributes:
+        group: what it is a case of; plots have a colour for each.
+        name: unique.
+        config, schedule: what ``apply_ssta`` is given; no config = diffusers' own processors.
+        backend: of diffusers, for its own processors.
+        noise: added to the seed of the noise.
+        shown: whether the contact sheet has it.
+    """
+
+    group: str
+    name: str
+    config: SSTAConfig | Calibration | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    backend: str = "native"
+    noise: int = 0
+    shown: bool = False
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles that fit a canvas: the one that most entries have, and others by what they are."""
+
+    main: Triple
+    others: tuple[Triple, ...]
+
+
+FULL_TILES = Tiles((4, 8, 8), ((2, 8, 8), (4, 4, 8), (6, 8, 8)))
+TOY_TILES = Tiles((2, 4, 4), ((1, 4, 4),))
+
+
+def dense_entry(layers: int) -> Entry:
+    """Every layer dense at every step, through the same kernel as the dense steps of a warm-up."""
+    return Entry("dense", "dense", SSTAConfig(topk=1), Schedule(dense_layers=tuple(range(layers))), shown=True)
+
+
+def kept(tile: Triple, share: float, **options) -> SSTAConfig:
+    """This share of the tile pairs, chosen by budget alone unless ``options`` say otherwise."""
+    return SSTAConfig(**{"tile_thw": tile, "kernel_thw": (1, 1, 1), "sparse_type": "block_attn", "density": share, **options})
+
+
+def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
+    """All of them, what matters most first."""
+    main = tiles.main
+    makers = (floors(gpu), ways(main), warm_ups(main), presets(), by_noise(main), refreshed(main), allocations(main),
+              other_tiles(tiles.others), windows(main), as_published(main), everything(main))
+    entries = [entry for maker in makers for entry in maker]
+    assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
+    return entries
+
+
+def floors(gpu: bool) -> Iterator[Entry]:
+    """What rounding alone changes, and what lies between two samples that have nothing to do with each other."""
+    yield Entry("dense", "dense, diffusers' own processors")
+    for backend in ("_native_cudnn", "_native_flash") if gpu else ("_native_math",):
+        yield Entry("dense", f"dense, backend {backend.removeprefix('_native_')}", backend=backend)
+    yield Entry("dense", "dense, other noise", noise=1000)
+
+
+def ways(tile: Triple) -> Iterator[Entry]:
+    for density in DENSITIES:
+        for way, options in WAYS.items():
+            yield Entry(way, f"{way} {density:g}", kept(tile, density, **options), shown=density == MIDDLE)
+            if options:
+                yield Entry(way, f"{way} {density:g}, by similarity", kept(tile, density, sampling_type="similarity", **options))
+
+
+def warm_ups(tile: Triple) -> Iterator[Entry]:
+    for way, options in WAYS.items():
+        yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15),
+                    shown=way in ("dropped", "linear"))
+
+
+def presets() -> Iterator[Entry]:
+    """By name, as the model's family has them: with its tile and its window."""
+    for name in PRESETS:
+        yield Entry("preset", f"preset {name}", *preset_settings(WAN, name))
+
+
+def by_noise(tile: Triple) -> Iterator[Entry]:
+    """A density that falls with the noise, from everything and from twice or three times its end."""
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        config = kept(tile, MIDDLE, **options)
+        for least, most in ((0.156, 1.0), (0.1, 1.0), (0.1, 0.3)):
+            schedule = Schedule.by_noise(least, most=most)
+            yield Entry("by noise", f"{way} {most:g} to {least:g}, by noise", replace(config, density=None), schedule)
+
+
+def refreshed(tile: Triple) -> Iterator[Entry]:
+    """Selections that serve several steps."""
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        for steps in (5, 15):
+            yield Entry("refresh", f"{way} {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **options), Schedule(refresh=steps))
+    yield Entry("refresh", f"linear {MIDDLE:g}, warm-up 15 %, refresh 5", kept(tile, MIDDLE, **LINEAR),
+                Schedule(dense_steps=0.15, refresh=5))
+
+
+def allocations(tile: Triple) -> Iterator[Entry]:
+    for density in DENSITIES:
+        for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+            yield Entry("by head", f"{way} {density:g}, by head", kept(tile, density, allocation="head", **options))
+
+
+def other_tiles(tiles: tuple[Triple, ...]) -> Iterator[Entry]:
+    for tile in tiles:
+        for way, options in WAYS.items():
+            yield Entry("tiles", f"{way} {MIDDLE:g}, tile {_by(tile)}", kept(tile, MIDDLE, **options))
+
+
+def windows(tile: Triple) -> Iterator[Entry]:
+    """A window alone, and one within the density."""
+    for window in ((1, 3, 3), (3, 3, 3)):
+        yield Entry("window", f"window {_by(window)}", SSTAConfig(tile_thw=tile, kernel_thw=window, sparse_type="sta"))
+    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
+        yield Entry("window", f"{way} 0.3, window 1x3x3", kept(tile, 0.3, sparse_type="ssta", kernel_thw=(1, 3, 3), **options))
+
+
+def as_published(tile: Triple) -> Iterator[Entry]:
+    """Other selections that published checkpoints were trained with."""
+    yield Entry("dropped", f"dropped {MIDDLE:g}, importance", kept(tile, MIDDLE, sampling_type="importance"))
+    yield Entry("dropped", f"dropped {MIDDLE:g}, shared heads", kept(tile, MIDDLE, mask_share_within_head=True))
+    yield Entry("dropped", "dropped, threshold 0.9", kept(tile, MIDDLE, density=None, topk=10**6, threshold=0.9))
+
+
+def everything(tile: Triple) -> Iterator[Entry]:
+    """Laws: nothing is left to drop or to estimate."""
+    for way, options in WAYS.items():
+        yield Entry("everything", f"{way} 1", kept(tile, 1.0, **options))
+
+
+def fine_tuned(tile: Triple) -> dict[str, SSTAConfig]:
+    """What models are fine-tuned through."""
+    return {f"{way} 0.15": kept(tile, 0.15, **options) for way, options in {"dropped": DROPPED, "linear": LINEAR}.items()}
+
+
+def _by(triple: Triple) -> str:
+    return "x".join(map(str, triple))

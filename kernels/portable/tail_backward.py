@@ -1,0 +1,304 @@
+"""Gradients of the tail: portable kernels by query rows, by units and by tokens. No atomics, so the same bits every time.
+
+With z the merged lse, z_E and z_T those of its parts, a = e^(z_E - z), b = e^(z_T - z), delta = rowsum(dO * O) - dz, W_qu = e^(l_qu - z)
+and the names of ssta/compensation.py:
+
+    dO_E = a dO,  dz_E = a (dO . O_E - delta),  c_q = dO . (s q^T M_I) - delta
+    dl_qu = W_qu (dO . vb_u + c_q),  dq = s sum_u dl_qu kb_u + s b M_I dO
+    dkb_u = s sum_q dl_qu q,  dvb_u = sum_q W_qu dO,  dM_I = s sum_q q (b dO)^T,  dC_u = sum_I P_Iu dM_I
+    dk_t = (dkb_u + dC_u (v_t - vb_u)) / n_u,  dv_t = (dvb_u + dC_u^T (k_t - kb_u)) / n_u  for a token t of unit u
+
+which is the chain rule of the formulas there, h, the damping, the mixture P and the halves constants.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import DeviceLimits, device_limits, multiprocessors
+from ..lowering.arguments import view
+from ..lowering.inputs import strided
+from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
+from .config import LaunchConfig
+
+# Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
+# multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
+_ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
+# What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
+_WIDE = LaunchConfig(32, 32, 8, 1)
+
+
+@triton.jit
+def _block_rows(offsets, block):
+    """(first row, rows) of a block."""
+    start = tl.load(offsets + block)
+    return start, tl.load(offsets + block + 1) - start
+
+
+@triton.jit
+def _patch(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first ``rows`` and ``columns`` of a matrix as [ROWS, COLUMNS], zeros past them."""
+    mask = (tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < columns)[None, :]
+    return tl.load(row_pointers(base, 0, stride, ROWS, COLUMNS), mask=mask, other=0.0)
+
+
+@triton.jit
+def _with_moments(x, moments, acc):
+    """acc + x moments. Float16 has not the range of second moments, which are bfloat16; float32 is no less exact here than elsewhere."""
+    if x.dtype == tl.float32:
+        return tl.dot(x, moments.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(x.to(moments.dtype), moments, acc)
+
+
+@triton.jit
+def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2,
+                      matrix, offsets, heads, group, tokens, blocks, units, scale_log2, scale,
+                      PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """dO_E, dz_E and dq of some rows of a query block; and what the units' pass wants to know of them: c, and z in base 2."""
+    block, before = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * M
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    start, length = _block_rows(offsets, block)
+    row, rows = start + before, length - before
+    if rows <= 0:
+        return
+    place = tl.arange(0, M)
+    inside = place < rows
+    at = (batch * heads + head) * tokens + row + place
+    row_lse = tl.load(lse + at, mask=inside, other=0.0)
+    row_exact = tl.load(exact_lse + at, mask=inside, other=0.0)
+    row_tail = tl.load(tail_lse + at, mask=inside, other=float("-inf"))
+    estimated = row_tail != float("-inf")
+    # Rows of which nothing is estimated pass on what arrives.
+    a = tl.where(estimated, tl.exp(row_exact - row_lse), 1.0)
+    b = tl.where(estimated, tl.exp(row_tail - row_lse), 0.0)
+    do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
+    wide = do.to(tl.float32)
+    merged = load_rows(of_head(out, batch, head), row, out.row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
+    delta = tl.sum(merged * wide, 1)
+    row_dlse = tl.zeros([M], tl.float32)
+    if dlse is not None:
+        row_dlse = tl.load(dlse + at, mask=inside, other=0.0)
+        delta -= row_dlse
+    own = load_rows(of_head(exact, batch, head), row, exact.row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
+    # Where the exact part has nothing, whatever its out holds.
+    own_dot = tl.sum(tl.where((a == 0.0)[:, None], 0.0, own) * wide, 1)
+    store_rows(of_head(dexact, batch, head), row, dexact.row, rows, a[:, None] * wide, M, DIM, DIM_PAD)
+    tl.store(dexact_lse + at, tl.where(estimated, a * (own_dot - delta), row_dlse), mask=inside)
+
+    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    c = -delta
+    acc = tl.zeros([M, DIM_PAD], tl.float32)
+    if matrix is not None:
+        # M dO of each row, by columns of M.
+        m = matrix + ((batch * heads + head) * blocks + block) * DIM * DIM
+        for column in range(0, DIM, C):
+            part = _patch(of_head(dout, batch, head) + row.to(tl.int64) * dout.row + column, dout.row, rows, DIM - column, M, C)
+            acc = _with_moments(part, tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc)
+        c += scale * tl.sum(acc * queries.to(tl.float32), 1)
+        acc = acc * b[:, None]
+    # +inf makes every weight of a row 0.
+    row_lse2 = lse_in_base_2(tl.where(estimated, row_lse, float("-inf")))
+    # What a row attends to exactly may hold NaN, and 0 times that is NaN.
+    c = tl.where(estimated, c, 0.0)
+    tl.store(lse2 + at, row_lse2, mask=inside)
+    tl.store(shift + at, c, mask=inside)
+
+    kv_head = head // group
+    keys_of, values_of = of_head(k_mean, batch, kv_head), of_head(v_mean, batch, kv_head)
+    bias_of = bias2 + ((batch * heads + head) * blocks + block) * units
+    for first in range(0, units, N):
+        unit = first + tl.arange(0, N)
+        unit_bias = tl.load(bias_of + unit, mask=unit < units, other=float("-inf"))
+        keys = load_rows(keys_of, first, k_mean.row, units - first, N, DIM, DIM_PAD, True)
+        values = load_rows(values_of, first, v_mean.row, units - first, N, DIM, DIM_PAD, True)
+        logits2 = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + unit_bias[None, :]
+        weights = tl.exp2(logits2 - row_lse2[:, None])
+        dlogits = weights * (tl.dot(do, tl.trans(values), input_precision="ieee") + c[:, None])
+        acc = tl.dot(dlogits.to(keys.dtype), keys, acc, input_precision="ieee")
+    store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
+
+
+@triton.jit
+def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
+                       share, scale_log2, scale,
+                       M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """dkb and dvb of N units, from the ``share`` query blocks of a split; logits stand transposed, [N units, M queries]."""
+    first, split = tl.program_id(0) * N, tl.program_id(2)
+    kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
+    unit = first + tl.arange(0, N)
+    keys = load_rows(of_head(k_mean, batch, kv_head), first, k_mean.row, units - first, N, DIM, DIM_PAD, True)
+    values = load_rows(of_head(v_mean, batch, kv_head), first, v_mean.row, units - first, N, DIM, DIM_PAD, True)
+    dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
+    dv_acc = tl.zeros([N, DIM_PAD], tl.float32)
+    place = tl.arange(0, M)
+    for head in range(kv_head * group, kv_head * group + group):
+        q_head, do_head = of_head(q, batch, head), of_head(dout, batch, head)
+        before = (batch * kv_heads * group + head) * tokens
+        bias_of = bias2 + (batch * kv_heads * group + head) * blocks * units
+        for block in range(split * share, tl.minimum(split * share + share, blocks)):
+            unit_bias = tl.load(bias_of + block * units + unit, mask=unit < units, other=float("-inf"))
+            start, length = _block_rows(offsets, block)
+            for row in range(start, start + length, M):
+                rows = start + length - row
+                queries = load_rows(q_head, row, q.row, rows, M, DIM, DIM_PAD, True)
+                do = load_rows(do_head, row, dout.row, rows, M, DIM, DIM_PAD, True)
+                row_lse2 = tl.load(lse2 + before + row + place, mask=place < rows, other=float("inf"))
+                c = tl.load(shift + before + row + place, mask=place < rows, other=0.0)
+                logits2 = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_log2 + unit_bias[:, None]
+                weights = tl.exp2(logits2 - row_lse2[None, :])
+                dlogits = weights * (tl.dot(values, tl.trans(do), input_precision="ieee") + c[None, :])
+                dv_acc = tl.dot(weights.to(do.dtype), do, dv_acc, input_precision="ieee")
+                dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision="ieee")
+    at = ((split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * units) * DIM
+    store_rows(dk_mean + at, first, DIM, units - first, dk_acc * scale, N, DIM, DIM_PAD)
+    store_rows(dv_mean + at, first, DIM, units - first, dv_acc, N, DIM, DIM_PAD)
+
+
+@triton.jit
+def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale,
+                        M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """C columns of a query block's dM."""
+    block, column = tl.program_id(0), tl.program_id(2) * C
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    start, length = _block_rows(offsets, block)
+    q_head, do_head = of_head(q, batch, head), of_head(dout, batch, head) + column
+    before = (batch * heads + head) * tokens
+    place = tl.arange(0, M)
+    acc = tl.zeros([DIM_PAD, C], tl.float32)
+    for row in range(start, start + length, M):
+        rows = start + length - row
+        queries = load_rows(q_head, row, q.row, rows, M, DIM, DIM_PAD, True)
+        do = _patch(do_head + tl.cast(row, tl.int64) * dout.row, dout.row, rows, DIM - column, M, C)
+        row_lse = tl.load(lse + before + row + place, mask=place < rows, other=0.0)
+        row_tail = tl.load(tail_lse + before + row + place, mask=place < rows, other=float("-inf"))
+        b = tl.where(row_tail == float("-inf"), 0.0, tl.exp(row_tail - row_lse))
+        acc = tl.dot(tl.trans(queries), (do.to(tl.float32) * b[:, None]).to(queries.dtype), acc, input_precision="ieee")
+    at = dmatrix + ((batch * heads + head) * blocks + block) * DIM * DIM + column
+    mask = (tl.arange(0, DIM_PAD) < DIM)[:, None] & (tl.arange(0, C) < DIM - column)[None, :]
+    tl.store(row_pointers(at, 0, DIM, DIM_PAD, C), (acc * scale).to(dmatrix.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens, units,
+                        PARTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
+    unit, column = tl.program_id(0), tl.program_id(2) * C
+    kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
+    start, length = _block_rows(offsets, unit // PARTS)
+    first, last = unit % PARTS * length // PARTS, (unit % PARTS + 1) * length // PARTS
+    of_unit = tl.program_id(1).to(tl.int64) * units + unit
+    sound = tl.load(log_count + of_unit) != float("-inf")
+    factor = 1.0 / tl.maximum(last - first, 1).to(tl.float32)
+    place, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), column + tl.arange(0, C)
+    dkey = tl.load(dk_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
+    dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
+    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
+    dk_head, dv_head = of_head(dk, batch, kv_head), of_head(dv, batch, kv_head)
+    if dcovariance is not None:
+        dc = dcovariance + of_unit * DIM * DIM
+        to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
+        to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
+        key = tl.load(of_head(k_mean, batch, kv_head) + unit * k_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        value = tl.load(of_head(v_mean, batch, kv_head) + unit * v_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    for at in range(first, last, M):
+        rows = at + place < last
+        token = start + at + place
+        if order is not None:
+            token = tl.load(order + tl.program_id(1).to(tl.int64) * tokens + token, mask=rows, other=0)
+        token = token[:, None].to(tl.int64)
+        new_dk = tl.zeros([M, C], tl.float32) + dkey[None, :]
+        new_dv = tl.zeros([M, C], tl.float32) + dvalue[None, :]
+        if dcovariance is not None:
+            mask = rows[:, None] & (dims < DIM)[None, :]
+            keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0)
+            values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0)
+            keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
+            new_dv = _with_moments(keys.to(k.ptr.dtype.element_ty), to_values, new_dv)
+            new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)
+        mask = rows[:, None] & (columns < DIM)[None, :]
+        new_dk, new_dv = tl.where(sound, new_dk * factor, 0.0), tl.where(sound, new_dv * factor, 0.0)
+        tl.store(dk_head + token * dk.row + columns[None, :], new_dk.to(dk.ptr.dtype.element_ty), mask=mask)
+        tl.store(dv_head + token * dv.row + columns[None, :], new_dv.to(dv.ptr.dtype.element_ty), mask=mask)
+
+
+def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, dict[str, int]]:
+    """Sizes and options of the four kernels."""
+    dim_pad = max(triton.next_power_of_2(dim), 16)
+    wide = dim_pad > 128 or dtype == torch.float32
+    # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
+    columns = min(dim_pad, 128 if not wide else 32 if dtype == torch.float32 else 64)
+    shape = dict(DIM=dim, DIM_PAD=dim_pad)
+
+    def passing(config: LaunchConfig) -> dict[str, int]:
+        return dict(M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
+
+    matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8)
+    return dict(rows=passing(_WIDE if wide else _ROWS) | dict(C=min(columns, 64)),
+                units=passing(_WIDE if wide else _UNITS if limits.tma else _UNITS_BEFORE_HOPPER),
+                matrix=matrices | dict(num_stages=1 if wide else 2), tokens=matrices | dict(num_stages=1))
+
+
+def triton_tail_backward(
+    dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
+    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int,
+    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor | None,
+    mixture: Tensor | None, scale: float,
+) -> None:
+    """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
+
+    Args:
+        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v, last strides 1; dexact_lse like exact_lse.
+        dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
+        exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
+        tail_lse: the tail's; -inf where nothing is estimated.
+        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``; the first N blocks of ``offsets`` are compensated.
+        longest: an upper bound on a block's tokens.
+        bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
+            estimates nothing of it.
+        log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
+        order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``, contiguous.
+        k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
+        matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
+            the query heads of a key/value head are rows of one product. None for means alone.
+        scale: factor on the scores.
+    """
+    exact, out, dout, q, k, v, k_mean, v_mean = map(strided, (exact, out, dout, q, k, v, k_mean, v_mean))
+    batch, heads, tokens, dim = q.shape
+    kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
+    group, parts = heads // kv_heads, units // blocks
+    launches = tail_launches(dim, q.dtype, device_limits(q.device))
+    q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
+    lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
+
+    row_parts = triton.cdiv(longest, launches["rows"]["M"])
+    _tail_rows_kernel[(blocks * row_parts, batch * heads)](
+        q_view, do_view, view(exact), view(out), view(dexact), view(dq), k_view, v_view, exact_lse, lse, tail_lse, dlse, dexact_lse,
+        lse2, shift, bias2, matrix, offsets, heads, group, tokens, blocks, units, scale * LOG2E, scale,
+        PARTS=row_parts, **launches["rows"])
+
+    chunks = triton.cdiv(units, launches["units"]["N"])
+    splits = max(1, min(blocks, 4 * multiprocessors(q.device) // (chunks * batch * kv_heads)))
+    share = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, share)
+    dk_mean, dv_mean = (torch.empty(splits, batch, kv_heads, units, dim, dtype=torch.float32, device=q.device) for _ in range(2))
+    _tail_units_kernel[(chunks, batch * kv_heads, splits)](
+        q_view, do_view, k_view, v_view, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
+        share, scale * LOG2E, scale, **launches["units"])
+    dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
+
+    dcovariance = None
+    patches = triton.cdiv(dim, launches["matrix"]["C"])
+    if matrix is not None:
+        assert mixture is not None
+        dmatrix = torch.empty_like(matrix)
+        _tail_matrix_kernel[(blocks, batch * heads, patches)](
+            q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
+        dcovariance = torch.bmm(mixture.mT, dmatrix)
+        del dmatrix
+    _tail_tokens_kernel[(units, batch * kv_heads, patches)](
+        view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
+        units, PARTS=parts, **launches["tokens"])

@@ -1,0 +1,183 @@
+"""What a comparison runs a pipeline with: Configuration, how it is written on a command line, and a pipeline that runs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+from ssta import SSTAConfig
+from ssta.kernels import IMPLEMENTATIONS
+
+from .apply import SSTAHandle, apply_ssta, transformers_of
+from .family import Family, family_of
+from .presets import preset_names, preset_settings
+from .schedule import Schedule
+
+_OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
+_CONFIG_FIELDS = {field.name for field in fields(SSTAConfig) if field.init} - {"variants", "budget"}
+# What both have is the configuration's.
+_SCHEDULE_FIELDS = {field.name for field in fields(Schedule) if field.init} - {"layer_configs"} - _CONFIG_FIELDS
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to run a pipeline.
+
+    Attributes:
+        name: what tables, files and records call it.
+        config: None = without SSTA, as diffusers has it.
+        schedule: None = the family's.
+        backend: which kernels attend exactly: one of diffusers' attention backends by its name, such as "_native_cudnn"; or, with SSTA, one
+            of the library's implementations, such as "triton", which then computes what is sparse too. None = what the pipeline has.
+
+    Raises:
+        ValueError: a backend that there is not, or one of the library's without SSTA.
+    """
+
+    name: str
+    config: SSTAConfig | None
+    schedule: Schedule | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        others = [backend.value for backend in AttentionBackendName]
+        if self.backend is not None and self.backend not in (*IMPLEMENTATIONS, *others):
+            raise ValueError(f"backend must be one of diffusers' attention backends ({', '.join(others)}) or of the library's "
+                             f"implementations ({', '.join(IMPLEMENTATIONS)}), got {self.backend!r}")
+        if self.config is None and self.backend in IMPLEMENTATIONS:
+            raise ValueError(f"backend must be one of diffusers' attention backends without SSTA, got {self.backend!r}")
+
+    @property
+    def all_dense(self) -> bool:
+        """Whether SSTA is there and every step dense."""
+        return self.config is not None and self.schedule is not None and self.schedule.dense_steps == 1
+
+
+def dense(pipe: Any) -> Configuration:
+    """Exact attention at every step, on the kernels that the dense steps of other configurations run and without masks of S x S tokens."""
+    return Configuration("dense", family_of(transformers_of(pipe)[0][1]).default_config(), Schedule(dense_steps=1))
+
+
+def parse_configuration(text: str, pipe: Any) -> Configuration:
+    """A configuration from what a person writes.
+
+    ``"default"``; ``"dense"``; ``"stock"``, without SSTA; a preset's name, as in ``preset_names``; fields of ``SSTAConfig`` and of
+    ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``; or a name and
+    then the fields that differ from it, such as ``"fast,dense_steps=0"``. After all this ``"@backend"`` is ``Configuration.backend``:
+    ``"dense@_native_cudnn"``. A configuration that fields of ``SSTAConfig`` change has no variants. A density takes the place of top-k,
+    threshold and budget, either of the first two that of a density, and ``compensation=none`` takes along what only a compensation has.
+
+    Raises:
+        ValueError: an unknown name, field or backend, or a value that the field does not take.
+    """
+    family = family_of(transformers_of(pipe)[0][1])
+    known = ("stock", "default", "dense", *preset_names(family))
+    what, _, backend = (piece.strip() for piece in text.partition("@"))
+    if "@" in text and not backend:
+        raise ValueError(f"a configuration must have a backend after @, got {text!r}")
+    first, *parts = (part.strip() for part in what.split(","))
+    if first == "stock" and not parts:
+        return Configuration(text, None, backend=backend or None)
+    if "=" in first:
+        first, parts = "default", [first, *parts]
+    elif first not in known or first == "stock":
+        raise ValueError(_wanted(known, first))
+    config, schedule = _settings(family, first)
+    changes: dict[str, dict[str, Any]] = {"config": {}, "schedule": {}}
+    for part in parts:
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
+            raise ValueError(_wanted(known, part))
+        changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
+    try:
+        config = changed(config, changes["config"]) if changes["config"] else config
+        return Configuration(text, config, replace(schedule, **changes["schedule"]), backend or None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: {error}") from None
+
+
+def _settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
+    if name == "default":
+        return family.default_config(), family.default_schedule()
+    if name == "dense":
+        return family.default_config(), Schedule(dense_steps=1)
+    return preset_settings(family, name)
+
+
+def _wanted(known: tuple[str, ...], got: str) -> str:
+    return (f"a configuration must be {', '.join(map(repr, known))} or fields such as topk=16 of "
+            f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {got!r}")
+
+
+def changed(config: SSTAConfig, changes: dict[str, Any]) -> SSTAConfig:
+    """``config`` with the changes, without variants, and without what was there only beside what they replace: a density takes the place
+    of top-k, threshold and budget, either of the first two that of a density, and no compensation has no parts and no error to select by.
+
+    Raises:
+        TypeError, ValueError: what ``SSTAConfig`` raises.
+    """
+    beside: dict[str, Any] = {}
+    if changes.get("density") is not None:
+        beside = {"topk": None, "threshold": 0.0, "budget": None}
+    elif config.density is not None and changes.keys() & {"topk", "threshold"}:
+        beside = {"density": None, "allocation": "row"}
+    if changes.get("compensation") == "none":
+        beside["compensation_parts"] = 1
+        if config.sampling_type == "error":
+            beside["sampling_type"] = None
+    return replace(config, variants=(), **(beside | changes))
+
+
+def _value(name: str, text: str) -> object:
+    if text == "None":
+        return None
+    if name in _OWN:
+        return tuple(int(part) if part.isdecimal() else part for part in text.split("x"))
+    if name == "dense_layers":
+        return tuple(int(part) if part.lstrip("-").isdecimal() else part for part in text.split(";"))
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+@contextmanager
+def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | None]:
+    """The pipeline with the configuration, until the end of the ``with``; gives the handle of ``apply_ssta``, None without SSTA."""
+    with ExitStack() as stack:
+        impl, backend = "auto", configuration.backend
+        if backend in IMPLEMENTATIONS:
+            impl = backend
+        elif backend is not None:
+            stack.enter_context(_attending_with(pipe, backend))
+        yield None if configuration.config is None else stack.enter_context(
+            apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl))
+
+
+@contextmanager
+def _attending_with(pipe: Any, backend: str) -> Iterator[None]:
+    """diffusers' ``set_attention_backend``, without what it leaves behind in the process."""
+    try:
+        chosen = attention_backend(backend)
+        chosen.__enter__()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
+    processors: list[Any] = [module.processor for _, model in transformers_of(pipe) for module in model.modules()
+                  if hasattr(getattr(module, "processor", None), "_attention_backend")]
+    before = [processor._attention_backend for processor in processors]
+    try:
+        for processor in processors:
+            processor._attention_backend = AttentionBackendName(backend)
+        yield
+    finally:
+        for processor, own in zip(processors, before):
+            processor._attention_backend = own
+        chosen.__exit__(None, None, None)

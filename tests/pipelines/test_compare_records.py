@@ -1,0 +1,195 @@
+"""What is made of measurements: spreads, paired differences, the table, records and the scatter."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from ssta import SSTAConfig
+from ssta.pipelines import Schedule
+from ssta.pipelines.configurations import Configuration
+from ssta.pipelines.evaluation_record import append_record, read_records, record_of
+from ssta.pipelines.evaluation_table import Evaluation, Spread
+from ssta.pipelines.measurement import Clip, Measurement, measurement_of, plain
+from ssta.pipelines.scatter import plot_evaluation
+
+CLIPS = [Clip("a cat", 0), Clip("a cat", 1), Clip("a dog", 0, "dog.png")]
+
+
+def made(measurements: dict[str, list[Measurement]], clips=CLIPS, **settings) -> Evaluation:
+    configurations = {name: plain(Configuration(name, None if name == "stock" else SSTAConfig(), Schedule())) for name in measurements}
+    common = {"schema": "ssta.compare/1", "model": "some/model", "pipeline": "P", "transformers": ["T"], "dtype": "bfloat16",
+              "device": "cpu", "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
+              "configurations": configurations}
+    return Evaluation(common | settings, {name: dict(zip(clips, found)) for name, found in measurements.items()})
+
+
+def measured(psnr: float, seconds: float = 1.0, **others) -> Measurement:
+    return Measurement(seconds, 4 * seconds, psnr=psnr, latent_difference=1 / psnr, **others)
+
+
+DENSE = [replace(measured(1.0, 2.0, dense_kernels=("hopper",), density=1.0, canvas=(3, 6, 8)), psnr=None, latent_difference=None)] * 3
+
+
+@pytest.fixture
+def evaluation() -> Evaluation:
+    return made({"dense": DENSE, "stock": [measured(60.0, 2.5)] * 3,
+                 "a": [measured(30.0, 0.5, exact_mass=(0.9, 0.5, 0.25), density=0.2), measured(33.0, 0.5), measured(36.0, 1.0)],
+                 "b": [measured(29.0), measured(35.0), measured(34.0)]})
+
+
+# Numbers
+
+
+def test_a_spread_is_mean_deviation_and_standard_error():
+    assert Spread.of([1.0, 2.0, 3.0]) == Spread(2.0, 1.0, 1 / math.sqrt(3), 3)
+    assert Spread.of([4.0]) == Spread(4.0, None, None, 1) and Spread.of([]) is None
+    assert Spread.of([math.inf, 1.0]) == Spread(math.inf, None, None, 2)
+
+
+def test_pairs_are_of_the_same_clips_and_turn_with_their_order(evaluation):
+    pair, turned = evaluation.pair("a", "b", "psnr"), evaluation.pair("b", "a", "psnr")
+    # +1, -2 and +2 dB: much less spread than either configuration has over its clips.
+    assert (pair.difference.mean, pair.difference.deviation) == (pytest.approx(1 / 3), pytest.approx(math.sqrt(13 / 3)))
+    assert pair.better == 2
+    assert (turned.difference.mean, turned.difference.error, turned.better) == (-pair.difference.mean, pair.difference.error, 1)
+    # Less is better of the latents' difference and of seconds.
+    assert evaluation.pair("a", "b", "latent_difference").better == 2 and evaluation.pair("a", "b", "seconds").better == 2
+    # The order in which clips came is nothing, and a clip that one of them has not is left out.
+    shuffled = made({"dense": DENSE, "a": list(evaluation.measurements["a"].values()), "b": []})
+    shuffled.measurements["b"].update({clip: evaluation.measurements["b"][clip] for clip in (CLIPS[2], CLIPS[0])})
+    assert shuffled.pair("a", "b", "psnr").difference == Spread.of([1.0, 2.0])
+    assert evaluation.pair("a", "b", "lpips") is None
+    assert [(pair.first, pair.second) for pair in evaluation.pairs()][::3] == [("stock", "a"), ("stock", "b"), ("a", "b")]
+
+
+def test_speed_up_is_paired_too(evaluation):
+    assert list(evaluation.values("a", "speed_up").values()) == [4.0, 4.0, 2.0]
+    assert evaluation.spread("dense", "speed_up") == Spread(1.0, 0.0, 0.0, 3)
+
+
+def test_the_table(evaluation):
+    head, dense, stock, a, b = str(evaluation).split("\n\n")[0].splitlines()
+    assert head.split()[:6] == ["configuration", "dense", "steps", "by", "clips", "density"] and "PSNR, dB" in head
+    assert dense.split()[:4] == ["dense", "hopper", "3", "100.0%"] and dense.endswith("-")
+    assert "90.0% (25.0%)" in a and "33.00 ± 1.73" in a and "3.33 ± 0.67" in a and stock.split()[1] == "-"
+    pairs = str(evaluation).split("\n\n")[1].splitlines()
+    assert pairs[0].startswith("paired difference") and pairs[3].startswith("(a) - (b)") and "+0.33 ± 1.20  2 of 3" in pairs[3]
+    alone = str(made({"dense": DENSE[:1], "stock": [Measurement(1.0, 4.0, latent_difference=0.0, psnr=math.inf)]}))
+    assert "±" not in alone and "paired" not in alone and "stock gave exactly what dense did" in alone and "inf" in alone
+    assert "gave exactly" not in str(evaluation)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("value", [measured(30.0, exact_mass=(0.9, 0.5, 0.25), kernels=("hopper", "triton"), canvas=(1, 2, 3)),
+                                   Measurement(1.0, 2.0, psnr=math.inf)])
+def test_measurements_come_back(value):
+    assert measurement_of(json.loads(json.dumps(plain(value), allow_nan=False))) == value
+
+
+def test_what_json_cannot_hold_is_named():
+    import torch
+    from PIL import Image
+
+    tensor = torch.arange(6.0).view(2, 3)
+    assert plain(tensor) == plain(tensor.T.contiguous().T) != plain(tensor + 1) and plain(tensor).startswith("tensor [2, 3] float32 ")
+    assert plain(torch.zeros(0)).startswith("tensor [0]") and plain(tensor.bfloat16()).startswith("tensor [2, 3] bfloat16")
+    red, blue = (plain(Image.new("RGB", (2, 3), colour)) for colour in ("red", "blue"))
+    assert red.startswith("Image (2, 3) ") and red != blue
+    assert plain({1: (math.nan, range(2), {"a": None})}) == {"1": ["nan", [0, 1], {"a": None}]}
+    assert plain(math.sqrt).endswith("sqrt") and plain(object()) == "object"
+    assert plain(SSTAConfig(topk=3))["topk"] == 3 and plain(SSTAConfig())["class"] == "SSTAConfig"
+
+
+def test_clips_have_names_of_their_own():
+    names = {clip.name for clip in (*CLIPS, Clip(), Clip("a", 1), Clip("a" * 300), Clip("b" * 300), Clip("../etc", 0), Clip("caf\u00e9"))}
+    assert len(names) == 9 and all(len(name) < 60 and "/" not in name for name in names)
+    assert CLIPS[0].name == Clip("a cat", 0).name and CLIPS[0].name.startswith("a-cat-")
+
+
+# Records
+
+
+def test_a_record_says_everything(evaluation):
+    record = json.loads(json.dumps(record_of(evaluation), allow_nan=False))
+    assert set(record) == {"pipeline", "transformers", "dtype", "device", "versions", "call", "reference", "configurations", "clips",
+                           "aggregates", "pairs"}
+    assert [(clip["prompt"], clip["seed"], clip["image"]) for clip in record["clips"]] == [
+        ("a cat", 0, None), ("a cat", 1, None), ("a dog", 0, "dog.png")]
+    assert record["clips"][1]["results"]["a"]["psnr"] == 33.0 and record["configurations"]["a"]["config"]["tile_thw"] == [6, 8, 8]
+    assert record["aggregates"]["a"]["psnr"] == {"mean": 33.0, "deviation": 3.0, "error": pytest.approx(math.sqrt(3)), "clips": 3}
+    assert {"first": "a", "second": "b", "metric": "psnr", "better": 2} == {
+        key: value for key, value in record["pairs"][-3].items() if key != "difference"} and "psnr" not in record["aggregates"]["dense"]
+
+
+def test_records_are_appended_and_those_of_the_same_run_merged(evaluation, tmp_path):
+    file = tmp_path / "table.json"
+
+    def runs():
+        return read_records(file, "some/model")["runs"]
+
+    half = Evaluation(evaluation.settings, {name: {clip: evaluation.measurements[name][clip] for clip in CLIPS[:2]}
+                                            for name in ("dense", "stock", "a")})
+    append_record(file, half)
+    assert len(runs()) == 1 and len(runs()[0]["clips"]) == 2 and list(runs()[0]["configurations"]) == ["dense", "stock", "a"]
+    append_record(file, evaluation)
+    assert runs() == [json.loads(json.dumps(record_of(evaluation)))]
+    append_record(file, half)
+    assert runs() == [json.loads(json.dumps(record_of(evaluation)))]
+    # Another GPU, or the same name for something else: a run of its own.
+    append_record(file, Evaluation({**evaluation.settings, "device": "H200"}, evaluation.measurements))
+    other = {**evaluation.settings["configurations"], "a": plain(Configuration("a", SSTAConfig(topk=3)))}
+    append_record(file, Evaluation({**evaluation.settings, "configurations": other}, evaluation.measurements))
+    assert len(runs()) == 3 and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("text, message", [
+    ('{"schema": "ssta.compare/9", "model": "some/model", "runs": []}', "a file of schema 'ssta.compare/1', got .* 'ssta.compare/9'"),
+    ('{"schema": "ssta.compare/1", "model": "other", "runs": []}', "json must be a file of model 'some/model', got .* of model 'other'"),
+    ('{"schema": "ssta.compare/1", "model": "some/model"}', "json must hold a list of runs, got NoneType"),
+    ("[]", "json must hold a JSON object, got list"), ("{", "json must be a file of JSON that can be read"),
+    ('\udcff', "json must be a file of JSON that can be read")])
+def test_files_that_hold_no_records_of_this_model_are_left_alone(text, message, evaluation, tmp_path):
+    file = tmp_path / "table.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        append_record(file, evaluation)
+    assert file.read_bytes() == text.encode(errors="surrogateescape")
+
+
+def test_a_run_that_was_changed_by_hand_is_named(evaluation, tmp_path):
+    file = tmp_path / "table.json"
+    append_record(file, evaluation)
+    found = json.loads(file.read_text())
+    del found["runs"][0]["clips"][0]["results"]["a"]["seconds"]
+    file.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"json must hold runs as they were written, got runs\[0\] in .*KeyError\('seconds'\)"):
+        append_record(file, evaluation)
+
+
+# The scatter
+
+
+def test_the_scatter_has_a_point_for_each_configuration_and_a_line_for_the_floor(evaluation, tmp_path):
+    axes, = plot_evaluation(evaluation, tmp_path / "scatter.svg").axes
+    assert axes.get_xlabel() == "PSNR against dense, dB (more is better)" and (tmp_path / "scatter.svg").exists()
+    points = {container.get_label(): container.lines[0].get_xydata()[0].tolist() for container in axes.containers}
+    assert points == {"a": [33.0, pytest.approx(10 / 3)], "b": [pytest.approx(98 / 3), 2.0]}
+    assert "stock (0.80 x)" in [line.get_label() for line in axes.lines]
+    with_lpips = made({"dense": DENSE, "a": [replace(m, lpips=0.1) for m in evaluation.measurements["a"].values()]})
+    assert plot_evaluation(with_lpips).axes[0].get_xlabel().startswith("LPIPS")
+    latents = made({"dense": DENSE, "a": [replace(measured(30.0), psnr=None)]})
+    assert plot_evaluation(latents).axes[0].get_xlabel().startswith("relative difference of the latents")
+    with pytest.raises(ValueError, match="evaluation must have a configuration that was measured"):
+        plot_evaluation(made({"dense": DENSE}))
+
+
+def test_without_matplotlib_it_says_what_to_install(evaluation, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "ssta\[plot\]"'):
+        plot_evaluation(evaluation)

@@ -1,0 +1,70 @@
+"""Presets by name: every family has all of them, in its own tiles; near the dense video costs more; its own presets come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_models import TINY
+from tiny_pipelines import PIPELINES, latents
+
+from ssta import SSTAConfig
+from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines.family import family_of
+from ssta.pipelines.presets import PRESETS, preset_names, preset_settings
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_every_family_has_every_preset_in_its_own_tiles(name):
+    model = TINY[name].build()
+    family = family_of(model)
+    default = family.default_config()
+    for preset, values in PRESETS.items():
+        with apply_ssta(model, preset=preset) as handle:
+            config = handle.config
+            assert (config.density, config.compensation, config.topk) == (values.density, values.compensation, None)
+            assert (config.tile_thw, config.kernel_thw, config.pad_type) == (default.tile_thw, default.kernel_thw, "none")
+            assert handle.schedule.dense_layers == family.default_schedule().dense_layers
+            # A transformer alone has no steps to count.
+            assert (handle.schedule.dense_steps, handle.schedule.dense_above) == (0, 0.95)
+
+
+def test_warm_ups_and_densities_fall_together():
+    near, balanced, fast = PRESETS.values()
+    assert list(PRESETS) == ["near", "balanced", "fast"]
+    assert near.density > balanced.density > fast.density and near.warm_up > balanced.warm_up > fast.warm_up
+    assert all(preset.reason for preset in PRESETS.values())
+    with apply_ssta(PIPELINES["wan"].build(), preset="balanced") as handle:
+        assert handle.schedule == replace(Schedule.warm_up(), dense_steps=balanced.warm_up)
+
+
+def test_variants_keep_their_tiles():
+    config, _ = preset_settings(family_of(TINY["hunyuan_video_15"].build()), "fast")
+    assert config.for_canvas((1, 45, 80)).tile_thw == (1, 16, 24) and config.for_canvas((31, 45, 80)).tile_thw == (6, 8, 8)
+    assert config.for_canvas((1, 45, 80)).density == config.density == PRESETS["fast"].density
+
+
+def test_a_family_s_own_presets_come_first():
+    family = family_of(TINY["hunyuan_video_15"].build())
+    assert preset_names(family) == ("hunyuan_video_15_sparse", "near", "balanced", "fast")
+    config, schedule = preset_settings(family, "hunyuan_video_15_sparse")
+    assert (config, schedule) == (SSTAConfig.hunyuan_video_15(), Schedule()) and config.compensation == "none"
+    own = replace(family, presets={"near": lambda: (SSTAConfig(), Schedule())})
+    assert preset_names(own) == ("near", "balanced", "fast") and preset_settings(own, "near") == (SSTAConfig(), Schedule())
+    with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast' for HunyuanVideo15Trans.*, got 'far'"):
+        preset_settings(own, "far")
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_by_default_what_is_left_out_is_estimated(name):
+    assert family_of(TINY[name].build()).default_config().compensation == "linear"
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_pipeline_follows_a_preset(preset):
+    tiny = PIPELINES["hunyuan_video"]
+    pipe = tiny.build()
+    with apply_ssta(pipe, preset=preset) as handle:
+        assert latents(pipe, steps=10, **tiny.call).isfinite().all()
+        report = handle.report()
+        assert [(run.dense_steps, run.steps) for run in report] == [(10, 10), (round(10 * PRESETS[preset].warm_up + 0.49), 10)]

@@ -1,0 +1,81 @@
+"""What a report says of compensation: the share of the softmax that was computed exactly, by layer and in its table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_hunyuan import EVERYTHING, SPARSE
+from tiny_models import TINY, run
+
+from ssta.compensation import mass_summary
+from ssta.pipelines import Schedule, apply_ssta, processor
+from ssta.pipelines.report import LayerRun, RunReport
+
+
+def wan(sharpness: float) -> torch.nn.Module:
+    """Where heads look at single tokens nothing is estimated."""
+    model = TINY["wan"].build()
+    for block in model.blocks:
+        block.attn1.norm_q.weight.data.mul_(sharpness)
+    return model
+
+
+def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
+    model, call = wan(1 / 6), TINY["wan"].call()
+    masses, layer = [], processor.ssta_layer
+
+    def noted(*args, **options):
+        result = layer(*args, **options)
+        masses.append(result.exact_mass)
+        return result
+
+    monkeypatch.setattr(processor, "ssta_layer", noted)
+    with apply_ssta(model, replace(SPARSE, compensation="linear"), schedule=Schedule(dense_layers=(0,))) as handle:
+        run(model, call)
+        dense, sparse = handle.report()
+        (mass,) = masses
+        assert dense.exact_mass is None and mass.shape[1] == 2
+        mean, low, worst = sparse.exact_mass
+        assert mean == pytest.approx(float(mass.mean())) and worst == pytest.approx(float(mass.mean(-1).min()))
+        assert float(mass.min()) <= low <= mean < 1 and low <= worst <= mean
+        head, *rows = str(handle.report()).splitlines()
+        assert "exact mass" in head and f"{100 * mean:.0f} % / {100 * low:.0f} % / {100 * worst:.0f} %" in rows[1]
+
+
+def test_everything_is_exact_where_everything_is_selected():
+    model, call = wan(1 / 6), TINY["wan"].call()
+    with apply_ssta(model, replace(EVERYTHING, compensation="linear"), schedule=Schedule()) as handle:
+        run(model, call)
+        assert handle.report()[0].exact_mass == pytest.approx((1, 1, 1))
+
+
+def test_without_compensation_there_is_no_such_column():
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
+        run(model, call)
+        assert handle.report()[0].exact_mass is None and "exact mass" not in str(handle.report())
+
+
+def test_heads_that_look_at_single_tokens_have_no_estimate():
+    model, call = wan(20), TINY["wan"].call()
+    with apply_ssta(model, replace(SPARSE, compensation="linear"), schedule=Schedule()) as handle:
+        run(model, call)
+        assert handle.report()[0].exact_mass is None
+
+
+def test_mean_percentile_and_worst_head():
+    shares = torch.linspace(0, 1, 101)[None, None].repeat(1, 2, 1)
+    shares[:, 1] = 0.9
+    mean, low, worst = mass_summary(shares)
+    # Of 202 shares the eleventh is the first above a twentieth of them.
+    assert mean == pytest.approx(0.7) and worst == pytest.approx(0.5) and low == pytest.approx(0.1)
+
+
+def test_the_mean_density_counts_every_step_as_dense_as_it_was():
+    run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2, steps=10, dense_steps=2, densities=(0.2, 0.6), sparse_density=0.4)
+    assert RunReport([run]).mean_density() == pytest.approx((2 + 8 * 0.4) / 10)
+    assert RunReport([replace(run, sparse_density=None)]).mean_density() == pytest.approx((2 + 8 * 0.2) / 10)
+    assert RunReport([replace(run, steps=None, dense_steps=None)]).mean_density() == 0.4
+    assert "20.0% to 60.0%" in str(RunReport([run]))
