@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
+from .device import capability
+from .hopper.config import tail_weights_run
 from .operators import operator, watched
 
 # Of h: beyond it the estimate is damped.
@@ -181,6 +183,19 @@ def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
 
 
+def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, scale: float, lse: Tensor,
+           weights: Tensor) -> None:
+    """Writes ``tail_lse`` to lse and ``mean_weights`` to weights: by one kernel where there is one for it, else by these two."""
+    if q.is_cuda and tail_weights_run(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
+        hopper = import_module(".hopper.tail_weights", __package__)
+        if hopper.readable(q):
+            hopper.hopper_tail_weights(q, k_mean, bias, half_variance, offsets, scale, CAP, lse, weights)
+            return
+    rows = _kernels("rows")
+    rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse)
+    rows.mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, CAP, weights)
+
+
 def _new_estimates(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
     with_mass: bool,
@@ -220,8 +235,8 @@ def _estimate(
             half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
             del keys
         bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-        lse = rows.tail_lse(q, k_mean, bias, offsets, longest, scale, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-        rows.mean_weights(q, k_mean, bias, None, offsets, lse, scale, CAP, mass)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        _weigh(q, k_mean, bias, None, offsets, longest, scale, lse, mass)
     return new
 
 
@@ -258,11 +273,11 @@ def _add(
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         lists = rows.block_lists(counts, indices, heads, num_blocks)
         rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias)
-        rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse)
         if half_variance is None:
+            rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse)
             rows.combine(out, lse, q, k_mean, v_mean, bias, None, tail_lse, offsets, longest, scale, share)
             return new
-        rows.mean_weights(q, k_mean, bias, half_variance, offsets, tail_lse, scale, CAP, mixture)
+        _weigh(q, k_mean, bias, half_variance, offsets, longest, scale, tail_lse, mixture)
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), TAIL_ROOM):
             squares = statistics.covariances(

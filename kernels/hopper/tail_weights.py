@@ -6,7 +6,6 @@ has all logits of these in registers; two loading warps, one a warpgroup, bring 
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,11 +18,21 @@ from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in
 from .inline_asm import clear_rows, rematerialise, sum_lanes
-from .primitives import barrier_ring, by_lane, by_row, lanes, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, row_lanes
+from .primitives import (
+    barrier_ring,
+    by_lane,
+    matrix,
+    product_layout,
+    ring_arrive,
+    ring_at,
+    ring_free,
+    ring_init,
+    ring_wait,
+    row_lanes,
+)
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 COLUMNS = 128      # units of one product
-MOST_UNITS = 3 * COLUMNS  # whose logits are 192 registers a thread
 STAGES = 2         # tiles of queries, and rows of biases, in flight to a warpgroup
 WARPGROUPS = 2
 # 4 + 4 + 1 + 1 warps, which count as twelve: 168 at entry, then warp_specialize gives the loading warps 24 and the multiplying ones 240.
@@ -79,6 +88,14 @@ def _sums_layout():
 
 
 @gluon.jit
+def _biases(work, n, piece):
+    """Of the ``n``-th block those of one product."""
+    PIECES: gl.constexpr = work.k.shape[0]
+    STAGES: gl.constexpr = work.bias.shape[0] // PIECES
+    return work.bias.index((n & (STAGES - 1)) * PIECES + piece)
+
+
+@gluon.jit
 def _load(work, group: gl.constexpr, q_desc, k_desc, kv_head, bias):
     """A loading partition: for every block its biases, and unless these say that nothing is estimated, its queries."""
     PIECES: gl.constexpr = work.k.shape[0]
@@ -98,7 +115,7 @@ def _load(work, group: gl.constexpr, q_desc, k_desc, kv_head, bias):
         for piece in gl.static_range(PIECES):
             unit = piece * COLUMNS + gl.arange(0, COLUMNS, layout=_line(1))
             values = gl.load(row_of_bias + unit, mask=unit < work.units, other=float("-inf"))
-            work.bias.index(n % 2 * PIECES + piece).store(values)
+            _biases(work, n, piece).store(values)
             most = gl.maximum(most, values)
         # One thread speaks for all lanes.
         barrier()
@@ -115,10 +132,16 @@ def _load(work, group: gl.constexpr, q_desc, k_desc, kv_head, bias):
 def _estimated(work, n):
     """Whether any unit is, for the ``n``-th block."""
     PIECES: gl.constexpr = work.k.shape[0]
-    most = work.bias.index(n % 2 * PIECES).load(_line(4))
+    most = _biases(work, n, 0).load(_line(4))
     for piece in gl.static_range(1, PIECES):
-        most = gl.maximum(most, work.bias.index(n % 2 * PIECES + piece).load(_line(4)))
+        most = gl.maximum(most, _biases(work, n, piece).load(_line(4)))
     return gl.max(most, axis=0) > float("-inf")
+
+
+@gluon.jit
+def _nothing():
+    """A tuple to add to."""
+    return ()
 
 
 @gluon.jit
@@ -153,15 +176,15 @@ def _weigh_tile(work, n, tile, rows, lse, scale_log2):
     q = matrix(ring_at(work.q, tile, True))
     # Where keys are is worked out anew: kept, it would take the registers of logits.
     none = rematerialise(gl.to_tensor(0))
-    products = ()
+    products = _nothing()
     for piece in gl.static_range(PIECES):
         k = matrix(work.k.index(none + piece)).permute((1, 0))
         products = products + (warpgroup_mma(q, k, zero, use_acc=False, is_async=True),)
-    logits = ()
+    logits = _nothing()
     row_max = gl.full([ROWS, 4], float("-inf"), gl.float32, row_lanes(COLUMNS))
     for piece in gl.static_range(PIECES):
         scores = warpgroup_mma_wait(PIECES - 1 - piece, deps=[products[piece]])
-        bias = work.bias.index(n % 2 * PIECES + piece).load(gl.SliceLayout(0, layout))
+        bias = _biases(work, n, piece).load(gl.SliceLayout(0, layout))
         x = by_lane(scores * scale_log2 + bias[None, :])
         row_max = gl.maximum(row_max, gl.max(gl.max(x, axis=3), axis=1))
         logits = logits + (x,)
@@ -171,7 +194,7 @@ def _weigh_tile(work, n, tile, rows, lse, scale_log2):
     # Weights of logits that are all minus infinity are 0, not NaN.
     row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(COLUMNS))
-    weights = ()
+    weights = _nothing()
     for piece in gl.static_range(PIECES):
         x = gl.exp2(logits[piece] - row_max[:, None][:, None, :, None])
         row_sum += gl.sum(gl.sum(x, axis=3), axis=1)
@@ -185,7 +208,7 @@ def _weigh_tile(work, n, tile, rows, lse, scale_log2):
     # Nor do rows of other blocks count, nor those whose sum is NaN.
     counts = (lines < rows) & (row_sum > 0)
     inverse = gl.where(counts, 1.0 / gl.where(counts, row_sum, 1.0), 0.0)[:, None][:, None, :, None]
-    sums = ()
+    sums = _nothing()
     for piece in gl.static_range(PIECES):
         sums = sums + (_sum_rows(clear_rows(weights[piece], inverse) * inverse),)
     return sums
@@ -211,14 +234,12 @@ def _weigh(work, half_variance, lse, weights, tokens, weights_row, scale_log2, C
     tile = gl.to_tensor(0)
     for n in range(work.count):
         block, first, size = _block(work, n)
-        sums = ()
-        for piece in gl.static_range(PIECES):
-            sums = sums + (gl.zeros([4, 8, COLUMNS // 32, 4], gl.float32, sums_layout),)
+        sums = (gl.zeros([4, 8, COLUMNS // 32, 4], gl.float32, sums_layout),) * PIECES
         ring_wait(work.bias_full, n, True)
         if _estimated(work, n):
             for row in range(0, size, ROWS):
                 more = _weigh_tile(work, n, tile, size - row, lse + first + row, scale_log2)
-                total = ()
+                total = _nothing()
                 for piece in gl.static_range(PIECES):
                     total = total + (sums[piece] + more[piece],)
                 sums = total
@@ -285,17 +306,12 @@ def _work(k, k_full, q_desc, offsets, batch, head, blocks, units, heads, stream,
                 units, stream, streams, rounds - (last >= blocks).to(gl.int32))
 
 
-def can_run(capability: tuple[int, int] | None, dtype: torch.dtype, dim: int, units: int) -> bool:
-    """Whether ``hopper_tail_weights`` takes such queries and so many units on such a GPU."""
-    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and dim in (64, 128) and units <= MOST_UNITS
-
-
 def hopper_tail_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, scale: float, cap: float,
-                lse: Tensor, weights: Tensor) -> None:
+                        lse: Tensor, weights: Tensor) -> None:
     """Writes each query's log-sum-exp and each block's mean weights: what ``tail_lse`` and ``mean_weights`` of the portable kernels give.
 
     Args:
-        q: ``[B, H, P, D]``, ``readable``; k_mean ``[B, Hkv, U, D]``, contiguous, its dtype; see ``can_run``.
+        q: ``[B, H, P, D]``, ``readable``; k_mean ``[B, Hkv, U, D]``, contiguous, its dtype. ``tail_weights_run`` says which.
         bias: float32 ``[B, H, N, U]``, contiguous, in base 2; -inf where nothing is estimated.
         half_variance: like bias; damps the weights, beyond ``cap``; or None.
         offsets: int32 ``[T + 1]``, T >= N.

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from cases import INTERPRETED, ragged
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
 
-from ssta.kernels.device import capability
+from ssta.kernels import tail
+from ssta.kernels.hopper.config import tail_weights_run
 
 CAP = 1.0
-on_gpu = pytest.mark.gpu
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -106,3 +107,111 @@ def test_emulated_queries_that_are_not_finite(late):
 def spoil(q):
     """NaN and infinities in a block's last row, and in the first of the next, which is loaded with its last ones."""
     q[0, 0, 99, 3], q[0, 0, 100, 5], q[0, 1, 30, 7], q[0, 1, 169, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+
+
+@emulated
+def test_emulated_runs_are_the_same_bits():
+    """However blocks are divided among warpgroups."""
+    results = []
+    for programs in (1, 2, 3):
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module("tail_weights"), "programs_per_head", lambda *args, programs=programs: programs)
+            results.append(assert_right(compute_emulated(False), *problem([70, 64, 200, 3, 129], 130)))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0]))
+
+
+@emulated
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("blocks", [1, 45, 360])
+@pytest.mark.parametrize("heads", [1, 12, 16, 24, 40])
+def test_programs_end_together(heads, blocks, processors):
+    """Rounds of the multiprocessors times blocks of a warpgroup are at most a fifth, and one block a round, more than blocks take."""
+    programs = module("tail_weights").programs_per_head(heads, blocks, processors)
+    rounds = -(-heads * programs // processors)
+    assert 1 <= programs <= -(-blocks // 2)
+    assert rounds * -(-blocks // (2 * programs)) <= 1.2 * heads * blocks / (2 * processors) + rounds
+
+
+def test_where_it_runs():
+    assert tail_weights_run((9, 0), torch.bfloat16, 128, 384) and tail_weights_run((9, 0), torch.float16, 64, 1)
+    for other in (((8, 0), torch.bfloat16, 128, 384), (None, torch.bfloat16, 128, 384), ((10, 0), torch.bfloat16, 128, 384),
+                  ((9, 0), torch.float32, 128, 384), ((9, 0), torch.bfloat16, 80, 384), ((9, 0), torch.bfloat16, 128, 385)):
+        assert not tail_weights_run(*other)
+
+
+def compute(*arguments):
+    from ssta.kernels.hopper.tail_weights import hopper_tail_weights
+
+    hopper_tail_weights(*arguments)
+
+
+def portable(q, k_mean, bias, half_variance, offsets, scale, cap, lse, weights):
+    from ssta.kernels.portable.tail_rows import mean_weights, tail_lse
+
+    tail_lse(q, k_mean, bias, offsets, int(offsets.diff().max()), scale, lse)
+    mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, cap, weights)
+
+
+gpu_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+gpu_dims = pytest.mark.parametrize("dim", [64, 128])
+# As a canvas of 6 x 8 x 8 tiles cut at its edges has them.
+LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
+
+
+@pytest.mark.gpu
+@damped
+@gpu_dims
+@gpu_dtypes
+@pytest.mark.parametrize("units", [360, 240, 45])
+def test_on_a_gpu(units, dtype, dim, damped):
+    """Against float64, and against the portable kernels."""
+    problems = problem(LENGTHS * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, dtype=dtype, device="cuda", extra=77)
+    q, k_mean, bias, half_variance, offsets = problems
+    bias[0, 1] = bias[1, 2, 3] = bias[1, 5, 7, 1:] = -torch.inf
+    half_variance = half_variance if damped else None
+    q[0, 0, 383, 3], q[0, 0, 384, 5], q[1, 2, 700, 7], q[1, 5, 1169, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+    results = assert_right(compute, q, k_mean, bias, half_variance, offsets)
+    others = outputs(q, bias, half_variance)
+    portable(q, k_mean, bias, half_variance, offsets, 1.3 * dim**-0.5, CAP, *others)
+    for result, other, rtol in zip(results, others, (1e-5, 2**-7 if damped else 1e-3)):
+        torch.testing.assert_close(result, other, rtol=rtol, atol=1e-5, equal_nan=True)
+    again = outputs(q, bias, half_variance)
+    compute(q, k_mean, bias, half_variance, offsets, 1.3 * dim**-0.5, CAP, *again)
+    assert all(torch.equal(a.nan_to_num(7e3), b.nan_to_num(7e3)) for a, b in zip(results, again))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_size_of_a_video():
+    """All multiprocessors at work, many blocks to each warpgroup."""
+    assert_right(compute, *problem(LENGTHS[:5] * 24, 360, dim=128, heads=16, kv_heads=16, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_tail_takes_it(monkeypatch):
+    """Where TMA can read q; elsewhere the portable kernels give the same."""
+    q, k_mean, bias, half_variance, offsets = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda", dtype=torch.bfloat16)
+    odd = torch.empty(*q.shape[:3], 129, dtype=q.dtype, device="cuda")[..., :128].copy_(q)
+    calls, results = [], []
+    from ssta.kernels.hopper import tail_weights
+
+    monkeypatch.setattr(tail_weights, "hopper_tail_weights",
+                        lambda *args, usual=tail_weights.hopper_tail_weights: (calls.append(args), usual(*args)))
+    for queries in (q, odd):
+        results.append(outputs(q, bias, half_variance))
+        tail._weigh(queries, k_mean, bias, half_variance, offsets, 384, 0.1, *results[-1])
+    assert len(calls) == 1
+    for result, other in zip(*results):
+        torch.testing.assert_close(result, other, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_never_waits():
+    q, k_mean, bias, half_variance, offsets = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        lse, weights = torch.empty(q.shape[:3], device="cuda"), torch.empty_like(bias)
+        compute(q, k_mean, bias, half_variance, offsets, 0.1, CAP, lse, weights)
+        return lse, weights
+
+    assert_never_waits_and_fits_a_cuda_graph(step)
