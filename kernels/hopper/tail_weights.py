@@ -65,11 +65,11 @@ class Work:
 
 @gluon.jit
 def _block(work, n):
-    """(block, its first row, its rows) of the ``n``-th of a warpgroup's blocks.
+    """(block, its first row, its rows) of the ``n``-th of a warpgroup's blocks; past its last one, some block's.
 
     One of every ``streams`` blocks, but not the same one each time: or one warpgroup might get all the short ones at an edge of the canvas.
     """
-    block = n * work.streams + (work.stream + n) % work.streams
+    block = gl.minimum(n * work.streams + (work.stream + n) % work.streams, work.blocks - 1)
     first = gl.load(work.offsets + block)
     return block, first, gl.load(work.offsets + block + 1) - first
 
@@ -232,8 +232,8 @@ def _weigh(work, half_variance, lse, weights, tokens, weights_row, scale_log2, C
 
     mbarrier.wait(work.k_full.index(0), 0)
     tile = gl.to_tensor(0)
+    block, first, size = _block(work, 0)
     for n in range(work.count):
-        block, first, size = _block(work, n)
         sums = (gl.zeros([4, 8, COLUMNS // 32, 4], gl.float32, sums_layout),) * PIECES
         ring_wait(work.bias_full, n, True)
         if _estimated(work, n):
@@ -253,13 +253,22 @@ def _weigh(work, half_variance, lse, weights, tokens, weights_row, scale_log2, C
         ring_arrive(work.bias_done, n, True)
 
         at = (work.at_head * work.blocks + block).to(gl.int64)
+        # Not kept through the loops above.
+        unit = rematerialise(column)
+        # What is to be waited for, all at once: also what the next block needs.
+        h = _nothing()
+        if half_variance is not None:
+            for piece in gl.static_range(PIECES):
+                here = piece * COLUMNS + unit
+                h = h + (gl.load(half_variance + at * work.units + here, mask=here < work.units, other=0.0),)
+        rows = gl.maximum(size, 1).to(gl.float32)
+        block, first, size = _block(work, n + 1)
         for piece in gl.static_range(PIECES):
-            unit = piece * COLUMNS + rematerialise(column)
-            mean = gl.sum(sums[piece], axis=0) / gl.maximum(size, 1).to(gl.float32)
+            here = piece * COLUMNS + unit
+            mean = gl.sum(sums[piece], axis=0) / rows
             if half_variance is not None:
-                h = gl.load(half_variance + at * work.units + unit, mask=unit < work.units, other=0.0)
-                mean = mean * gl.sqrt(gl.minimum(CAP / gl.maximum(h, 1e-6), 1.0))
-            gl.store(weights + at * weights_row + unit, mean.to(weights.dtype.element_ty), mask=unit < work.units)
+                mean = mean * gl.sqrt(gl.minimum(CAP / gl.maximum(h[piece], 1e-6), 1.0))
+            gl.store(weights + at * weights_row + here, mean.to(weights.dtype.element_ty), mask=here < work.units)
 
 
 _NUMBERS = ["blocks", "units", "heads", "group", "tokens", "programs", "weights_row", "scale_log2"]

@@ -39,8 +39,6 @@ RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 2
 RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
 # Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few partial iterations need.
 RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0, 128: RELOADS}
-# The loop of the tail's weights, of some 2000 instructions where logits take 192 registers.
-RELOADS_OF_TAIL = 2
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
@@ -148,7 +146,8 @@ def configurations() -> dict[str, tuple]:
         label = f"backward D={dim} bf16 deterministic={deterministic} partial={partial} causal"
         found[label] = compile_backward, (dim, "bf16", deterministic, partial, True), RELOADS_OF_CAUSAL[dim]
     for dim, name, units, damped in product((64, 128), DTYPES, (128, 256, 384), (True, False)):
-        found[f"tail weights D={dim} {name} units={units} damped={damped}"] = compile_tail_weights, (dim, name, units, damped), RELOADS_OF_TAIL
+        label = f"tail weights D={dim} {name} units={units} damped={damped}"
+        found[label] = compile_tail_weights, (dim, name, units, damped), 0
     return found
 
 
