@@ -99,14 +99,18 @@ def test_emulated_dtypes_at_head_dim_128(dtype, late):
 @emulated
 @late
 def test_emulated_queries_that_are_not_finite(late):
-    q, *rest = problem([100, 70, 64], 200)
-    spoil(q)
-    assert_right(compute_emulated(late), q, *rest)
-
-
-def spoil(q):
-    """NaN and infinities in a block's last row, and in the first of the next, which is loaded with its last ones."""
+    """In a block's last row, and in the first of the next, which is loaded with its last ones; one to which all units are -inf."""
+    q, k_mean, *rest = problem([100, 70, 64], 256)
     q[0, 0, 99, 3], q[0, 0, 100, 5], q[0, 1, 30, 7], q[0, 1, 169, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+    k_mean[..., 7] = k_mean[..., 7].abs() + 0.1
+    lse, _ = assert_right(compute_emulated(late), q, k_mean, *rest)
+    assert lse[0, 1, 30] == -torch.inf
+
+
+@emulated
+def test_emulated_logits_of_many_hundreds():
+    q, *rest = problem([100, 70], 200)
+    assert_right(compute_emulated(False), q * 200, *rest)
 
 
 @emulated
@@ -166,11 +170,11 @@ LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
 @pytest.mark.parametrize("units", [360, 240, 45])
 def test_on_a_gpu(units, dtype, dim, damped):
     """Against float64, and against the portable kernels."""
-    problems = problem(LENGTHS * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, dtype=dtype, device="cuda", extra=77)
-    q, k_mean, bias, half_variance, offsets = problems
+    q, k_mean, bias, half_variance, offsets = problem(LENGTHS * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, dtype=dtype, device="cuda",
+                                                      extra=77)
     bias[0, 1] = bias[1, 2, 3] = bias[1, 5, 7, 1:] = -torch.inf
     half_variance = half_variance if damped else None
-    q[0, 0, 383, 3], q[0, 0, 384, 5], q[1, 2, 700, 7], q[1, 5, 1169, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+    q[0, 0, 383, 3], q[0, 0, 384, 5], q[1, 2, 900, 7], q[1, 5, 1169, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
     results = assert_right(compute, q, k_mean, bias, half_variance, offsets)
     others = outputs(q, bias, half_variance)
     portable(q, k_mean, bias, half_variance, offsets, 1.3 * dim**-0.5, CAP, *others)
