@@ -14,7 +14,6 @@ from torch import Tensor
 from .blocks import BlockLists
 from .checks import without_autocast
 from .device import capability
-from .hopper.config import tail_weights_run
 from .operators import operator, watched
 
 # Of h: beyond it the estimate is damped.
@@ -26,6 +25,9 @@ ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there.
 ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.6
+
+# Of units the most that one program of the Hopper kernel compares queries with: their logits are 192 registers a thread.
+HOPPER_UNITS = 384
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +185,15 @@ def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
 
 
+def hopper_weighs(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, units: int) -> bool:
+    """Whether the Hopper kernel of the tail's weights takes such queries and so many units on such a GPU."""
+    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128) and units <= HOPPER_UNITS
+
+
 def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, scale: float, lse: Tensor,
            weights: Tensor) -> None:
     """Writes ``tail_lse`` to lse and ``mean_weights`` to weights: by one kernel where there is one for it, else by these two."""
-    if q.is_cuda and tail_weights_run(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
+    if q.is_cuda and hopper_weighs(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
         hopper = import_module(".hopper.tail_weights", __package__)
         if hopper.readable(q):
             hopper.hopper_tail_weights(q, k_mean, bias, half_variance, offsets, scale, CAP, lse, weights)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.
 
 
@@ -55,12 +53,3 @@ def hopper_forward_config(
     overlap = norms or (three if head_dim == 64 else not three)
     # 128 KiB of K and V.
     return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
-
-
-# Units of the tail that one program compares queries with: their logits are 192 registers a thread.
-MOST_UNITS = 384
-
-
-def tail_weights_run(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, units: int) -> bool:
-    """Whether the Hopper kernel of the tail's weights takes such queries and so many units on such a GPU."""
-    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128) and units <= MOST_UNITS

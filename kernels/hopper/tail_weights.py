@@ -33,7 +33,7 @@ from .primitives import (
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 COLUMNS = 128      # units of one product
-STAGES = 2         # tiles of queries, and rows of biases, in flight to a warpgroup
+STAGES = 2         # a power of two: tiles of queries, and rows of biases, in flight to a warpgroup
 WARPGROUPS = 2
 # 4 + 4 + 1 + 1 warps, which count as twelve: 168 at entry, then warp_specialize gives the loading warps 24 and the multiplying ones 240.
 OPTIONS = dict(num_warps=4, maxnreg=168)
@@ -320,7 +320,7 @@ def hopper_tail_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: 
     """Writes each query's log-sum-exp and each block's mean weights: what ``tail_lse`` and ``mean_weights`` of the portable kernels give.
 
     Args:
-        q: ``[B, H, P, D]``, ``readable``; k_mean ``[B, Hkv, U, D]``, contiguous, its dtype. ``tail_weights_run`` says which.
+        q: ``[B, H, P, D]``, ``readable``; k_mean ``[B, Hkv, U, D]``, contiguous, its dtype. ``hopper_weighs`` (of tail.py) says which.
         bias: float32 ``[B, H, N, U]``, contiguous, in base 2; -inf where nothing is estimated.
         half_variance: like bias; damps the weights, beyond ``cap``; or None.
         offsets: int32 ``[T + 1]``, T >= N.

@@ -7,7 +7,6 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
 
 from ssta.kernels import tail
-from ssta.kernels.hopper.config import tail_weights_run
 
 CAP = 1.0
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
@@ -138,10 +137,10 @@ def test_programs_end_together(heads, blocks, processors):
 
 
 def test_where_it_runs():
-    assert tail_weights_run((9, 0), torch.bfloat16, 128, 384) and tail_weights_run((9, 0), torch.float16, 64, 1)
+    assert tail.hopper_weighs((9, 0), torch.bfloat16, 128, 384) and tail.hopper_weighs((9, 0), torch.float16, 64, 1)
     for other in (((8, 0), torch.bfloat16, 128, 384), (None, torch.bfloat16, 128, 384), ((10, 0), torch.bfloat16, 128, 384),
                   ((9, 0), torch.float32, 128, 384), ((9, 0), torch.bfloat16, 80, 384), ((9, 0), torch.bfloat16, 128, 385)):
-        assert not tail_weights_run(*other)
+        assert not tail.hopper_weighs(*other)
 
 
 def compute(*arguments):
