@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
+from .device import capability
 from .operators import operator, watched
 
 # Of h: beyond it the estimate is damped.
@@ -27,6 +29,9 @@ ITERATIONS = 10
 ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.9, 0.4
 # Bytes of a pair: mass, h and bias, and the mixture.
 OF_A_PAIR = 14
+
+# Of units the most that one program of the Hopper kernel compares queries with: their logits are 192 registers a thread.
+HOPPER_UNITS = 384
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +199,24 @@ def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
 
 
+def hopper_weighs(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, units: int) -> bool:
+    """Whether the Hopper kernel of the tail's weights takes such queries and so many units on such a GPU."""
+    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128) and units <= HOPPER_UNITS
+
+
+def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, scale: float, lse: Tensor,
+           weights: Tensor, known: Any = None) -> None:
+    """Writes ``tail_lse`` to lse and ``mean_weights`` to weights: by one kernel where there is one for it, else by these two."""
+    if q.is_cuda and hopper_weighs(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
+        hopper = import_module(".hopper.tail_weights", __package__)
+        if hopper.readable(q):
+            hopper.hopper_tail_weights(q, k_mean, bias, half_variance, offsets, scale, CAP, lse, weights)
+            return
+    rows = _kernels("rows")
+    rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse, known, CAP)
+    rows.mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, CAP, weights)
+
+
 def _new_estimates(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
     with_mass: bool,
@@ -235,8 +258,7 @@ def _estimate(
             half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
             del keys
         bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-        rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse)
-        rows.mean_weights(q, k_mean, bias, None, offsets, lse, scale, CAP, mass)
+        _weigh(q, k_mean, bias, None, offsets, longest, scale, lse, mass)
         rows.errors(mass, half_variance, log_count, None, error)
     return new
 
@@ -288,11 +310,11 @@ def _add(
         lists = rows.block_lists(counts, indices, heads, num_blocks)
         rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias)
         known = None if whole is None else rows.Whole(whole, log_count, half_variance, lists, useful)
-        rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse, known, CAP)
         if half_variance is None:
+            rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse, known, CAP)
             rows.combine(out, lse, q, k_mean, v_mean, bias, None, tail_lse, offsets, longest, scale, share)
             return new
-        rows.mean_weights(q, k_mean, bias, half_variance, offsets, tail_lse, scale, CAP, mixture)
+        _weigh(q, k_mean, bias, half_variance, offsets, longest, scale, tail_lse, mixture, known)
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
         for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room):
