@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU; make quick: the faster half of them
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
-# Others: make compat (every supported Triton), make gpu-test, make sanitize, make lint, make wheel, make check-wheel, make clean.
+# Others: make compat (every supported Triton), make gpu-test, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test quick gpu-test sanitize bench lint wheel check-wheel clean compat
+.PHONY: help demo test quick gpu-test sanitize bench lint wheel check-wheel hub clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -88,6 +88,10 @@ check-wheel: wheel
 	$(call install_cpu_torch,$(WHEEL_VENV))
 	$(WHEEL_VENV)/bin/python -m pip install --quiet $(CPU_ONLY) dist/ssta-*.whl
 	cd $(WHEEL_VENV) && bin/python $(CURDIR)/tests/tools/check_wheel.py
+
+# What the Hugging Face Hub holds of a kernel, in build/hub (docs/plugs.md); REPO=organisation/name is where it is to go.
+hub:
+	$(PYTHON) hub/layout.py $(if $(REPO),--repo $(REPO))
 
 $(STAMP): setup.py pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "ssta needs Python 3.10 or newer, got %d.%d" % v[:2])'

@@ -4,14 +4,15 @@
 
 A step here is one forward of the transformer for one prompt (column step_s); classifier-free guidance takes two. The models of models.py
 have their published width, random weights and a few blocks: the forward of those is measured (median_ms), and in it the time of the blocks
-(blocks_ms); step_s = the rest of the forward + all blocks of the model at the measured ones' mean. Nothing is compiled, no layer is dense
-unless all are, and the configuration is the family's own but for the padding:
+(blocks_ms); step_s = the rest of the forward + all blocks of the model at the measured ones' mean. Nothing is compiled, and no layer is
+dense unless all are:
 
     stock      diffusers' own processors and their default backend
     unmasked   SSTA's processors around torch's SDPA over every token, also those that are not valid
     dense      SSTA's dense step: exact, through whichever kernel is fastest
-    zero       SSTA with published padding
-    none       SSTA with partial tiles
+    zero       SSTA with published padding, tiles, window and top-k as in models.py
+    none       the same with partial tiles
+    default    SSTA as the family has it for models that were not trained with it, its dense steps left out
     removed    SSTA's processors without the attention itself, which nothing can be faster than
 
 Before any time is taken, the first block's attention is compared with stock's: of the dense step, and of SSTA with every tile kept (column
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.family import family_of
 
-WHAT = ("stock", "unmasked", "dense", "zero", "none", "removed")
+WHAT = ("stock", "unmasked", "dense", "zero", "none", "default", "removed")
 # Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.
 ALLOWED = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
@@ -106,10 +107,10 @@ def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
     if what == "stock":
         return twin(model, shape.stock_blocks)
     of = twin(model, shape.blocks)
-    config = family_of(of).default_config()
     sites = list(family_of(of).sites(of))
-    schedule = Schedule() if what in ("zero", "none") else Schedule(dense_layers=tuple(range(len(sites))))
-    apply_ssta(of, replace(config, pad_type=what) if what in ("zero", "none") else config, schedule=schedule)
+    sparse = what in ("zero", "none", "default")
+    config = replace(shape.config, pad_type=what) if what in ("zero", "none") else family_of(of).default_config()
+    apply_ssta(of, config, schedule=Schedule() if sparse else Schedule(dense_layers=tuple(range(len(sites)))))
     instead = {"unmasked": unmasked, "removed": removed}.get(what)
     if instead is not None:
         for site in sites:
@@ -131,8 +132,7 @@ def checked(shape: ModelShape, model: nn.Module, call: dict, whats: list[str]) -
     """(errors, notes): how far the dense step and SSTA with every tile kept are from stock, or from the dense step where stock does not fit
     into memory, which its note then says. Ends the program where it is no rounding."""
     every = twin(model, shape.blocks)
-    config = family_of(every).default_config()
-    apply_ssta(every, replace(config, pad_type="none", topk=10**6, sparse_type="block_attn", variants=()), schedule=Schedule())
+    apply_ssta(every, replace(shape.config, pad_type="none", topk=10**6, sparse_type="block_attn", variants=()), schedule=Schedule())
     candidates = {what: every if what == "none" else prepared(shape, model, what) for what in ("stock", "dense", "none") if what in whats}
     exact, errors, notes = None, {}, {}
     for what, of in candidates.items():

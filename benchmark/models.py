@@ -11,6 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from ssta import SSTAConfig
 from ssta.pipelines.family import family_of
 
 Canvas = tuple[int, int, int]
@@ -31,6 +32,7 @@ class ModelShape:
         blocks: how many are built and measured.
         stock_blocks: how many where diffusers' own processors run.
         inputs: (thw, random) -> the forward's arguments, timestep aside.
+        config: SSTA without a compensation; the sparse checkpoint's, or as many tiles where there is none.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelShape:
     blocks: int
     stock_blocks: int
     inputs: Callable[[Canvas, Random], dict]
+    config: SSTAConfig = SSTAConfig(topk=32)
 
     def build(self, device: str, dtype: torch.dtype) -> nn.Module:
         """The transformer with random weights in the dtypes that ``from_pretrained(torch_dtype=dtype)`` gives them."""
@@ -118,15 +121,17 @@ _HUNYUAN_SMALL = dict(in_channels=9, text_embed_dim=12, text_embed_2_dim=8, imag
 # all pairs of tokens that diffusers makes for it takes tens of GiB, so there one block has to do. LTX-Video is measured whole.
 MODELS = (
     ModelShape("HunyuanVideo 1.5, 720p, 121 frames", "HunyuanVideo15Transformer3DModel", {}, (31, 45, 80), 54, 4, 1,
-               _hunyuan(729, 1000, 256, 800, 100, _HUNYUAN)),
+               _hunyuan(729, 1000, 256, 800, 100, _HUNYUAN), SSTAConfig.hunyuan_video_15()),
     ModelShape("Wan 2.1 14B, 720p, 81 frames", "WanTransformer3DModel", {}, (21, 45, 80), 40, 2, 2, _wan(512, 4096)),
-    ModelShape("LTX-Video, 1216 x 704, 121 frames", "LTXVideoTransformer3DModel", {}, (16, 22, 38), 28, 28, 28, _ltx(256, 4096)))
+    ModelShape("LTX-Video, 1216 x 704, 121 frames", "LTXVideoTransformer3DModel", {}, (16, 22, 38), 28, 28, 28, _ltx(256, 4096),
+               SSTAConfig(tile_thw=(4, 4, 8), topk=24)))
 MODELS_CPU = (
     ModelShape("HunyuanVideo 1.5, small", "HunyuanVideo15Transformer3DModel",
                dict(_HUNYUAN_SMALL, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_refiner_layers=1, mlp_ratio=2.0,
-                    rope_axes_dim=(8, 12, 12), target_size=16), (7, 12, 16), 4, 2, 1, _hunyuan(6, 7, 5, 4, 2, _HUNYUAN_SMALL)),
+                    rope_axes_dim=(8, 12, 12), target_size=16), (7, 12, 16), 4, 2, 1, _hunyuan(6, 7, 5, 4, 2, _HUNYUAN_SMALL),
+               SSTAConfig.hunyuan_video_15()),
     ModelShape("Wan 2.1, small", "WanTransformer3DModel",
                dict(num_attention_heads=2, attention_head_dim=32, text_dim=12, freq_dim=16, ffn_dim=64), (5, 12, 16), 4, 2, 2, _wan(7, 12)),
     ModelShape("LTX-Video, small", "LTXVideoTransformer3DModel",
                dict(num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64, caption_channels=12), (5, 12, 16), 2, 2, 2,
-               _ltx(7, 12)))
+               _ltx(7, 12), SSTAConfig(tile_thw=(4, 4, 8), topk=24)))

@@ -9,7 +9,8 @@ Row = dict[str, str]
 PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
 # What bench_pipeline.py measures, as tables and plots have it.
 STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)", "dense": "a dense step under SSTA",
-         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}", "removed": "no attention at all"}
+         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}",
+         "default": 'SSTA by default, `compensation="linear"`', "removed": "no attention at all"}
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -1,19 +1,24 @@
 """Which launch configurations suit this GPU? Sweeps candidates and says which line of kernels/*/config.py to change.
 
-    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME]
+    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--save]
 
 Each candidate is checked against float64 before it is timed, all of one kernel interleaved, and what does not fit the GPU says so. dq and
 dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
-(TRITON_INTERPRET=1), which shows that it works but says nothing about speed.
+(TRITON_INTERPRET=1), which shows that it works but says nothing about speed. With --save, what is faster in forward, dq and dkv goes to
+this GPU's file in kernels/portable/configs/, from which the kernels then take it; the H200's is in config.py itself.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from itertools import product
+from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
@@ -27,6 +32,7 @@ from ssta.kernels import BlockLists, choose_route
 from ssta.kernels.device import device_limits
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
+from ssta.kernels.portable.measured import FOLDER, HEAD_DIMS, file_name
 
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' forward, and their deterministic backward.
@@ -56,9 +62,12 @@ def main(argv: list[str] | None = None) -> None:
     usual = Problem(46_080) if gpu else Problem(64, heads=1, head_dim=16, block=32)
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
                         help="the problem to tune for (default 46080,0.4)")
+    parser.add_argument("--save", action="store_true", help="write what is faster to this GPU's file in kernels/portable/configs/")
     add_rounds(parser, 7 if gpu else 1)
     options = parser.parse_args(argv)
     problem, pattern = options.shape
+    if options.save and not gpu:
+        parser.error("--save needs an NVIDIA GPU, times of the interpreter say nothing")
     try:
         choose_route("triton", device, dtype, problem.head_dim)
     except ValueError as error:
@@ -74,6 +83,8 @@ def main(argv: list[str] | None = None) -> None:
         if options.csv:
             write_rows(RESULTS / f"{options.csv}.csv", rows)
     print("\n".join(advice))
+    if options.save:
+        print(save(rows, problem.head_dim, torch.cuda.get_device_name(device), FOLDER))
 
 
 class Setting:
@@ -207,6 +218,36 @@ def with_patch(home: ModuleType, name: str, value: object, run: Callable[[], obj
     return patched
 
 
+def faster(best: dict, present: dict) -> bool:
+    """Whether the one row beats the other by what is worth a change, and beyond the spread."""
+    return best["ratio"] <= 1 - GAIN and best["q3_ms"] <= present["q1_ms"]
+
+
+def save(rows: list[dict], head_dim: int, gpu: str, folder: Path) -> str:
+    """Writes the portable kernels' faster configurations into the GPU's file, beside what is there, and says so."""
+    found = {}
+    for kernel in PORTABLE:
+        own = [row for row in rows if row["kernel"] == kernel]
+        best, present = next(iter(own), None), next((row for row in own if row["present"]), None)
+        if best is None or present is None or best["median_ms"] == "":
+            continue
+        if present["median_ms"] == "" or faster(best, present):
+            m, n, warps, stages = map(int, re.findall(r"\d+", best["config"]))
+            m, n = (n, m) if kernel == "dkv" else (m, n)  # written() turns them round
+            found[kernel] = dict(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
+    bucket = next((str(dim) for dim in HEAD_DIMS if head_dim <= dim), None)
+    if not found or bucket is None:
+        return "nothing to save: the present configurations stay"
+    path = folder / file_name(gpu)
+    content = json.loads(path.read_text()) if path.exists() else {"gpu": gpu, "kernels": {}}
+    for kernel, config in found.items():
+        content["kernels"].setdefault(kernel, {})[bucket] = config
+    content["measured"] = f"benchmark/tune.py, torch {torch.__version__}, triton {metadata.version('triton')}"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return f"saved {', '.join(found)} for head_dim up to {bucket} to {path}"
+
+
 def advise(kernel: str, rows: list[dict]) -> str:
     """One sentence: keep the present configuration, or what to write in its place."""
     present = next(row for row in rows if row["present"])
@@ -217,7 +258,7 @@ def advise(kernel: str, rows: list[dict]) -> str:
         return f"{place}: nothing could be measured"
     if present["median_ms"] == "":
         return f"{place}: {present['config']} does not run here; {best['config']} takes {best['median_ms']:.3g} ms"
-    if best["ratio"] > 1 - GAIN or best["q3_ms"] > present["q1_ms"]:
+    if not faster(best, present):
         return f"{place}: keep {present['config']}, {present['median_ms']:.3g} ms; nothing is faster by {GAIN:.0%} and beyond the spread"
     return (f"{place}: {best['config']} takes {best['median_ms']:.3g} ms, {present['config']} {present['median_ms']:.3g}: "
             f"change it where it stands as best, and the times beside it")

@@ -1,8 +1,8 @@
 """How it is computed: block-sparse attention over any pattern of blocks; knows blocks, never videos."""
 
 # From the repository's root this folder also answers to `import kernels`, Hugging Face's kernel loader, which transformers and diffusers
-# look for. Under that name it stays empty: a second import would register the operators twice.
-if __name__ == "ssta.kernels":
+# look for. Under that name it stays empty: it is the package only inside another, which is ssta or a copy of it.
+if __name__ != "kernels":
     from .attention import attend_owned, block_sparse_attention
     from .blocks import BlockLists
     from .checks import autocast_inputs, require_bool, require_int, require_number, require_strided, resolve_scale, without_autocast

@@ -16,6 +16,7 @@ class DeviceLimits:
 
     shared_memory: int  # bytes
     tma: bool           # loads tiles through descriptors: Hopper and later
+    name: str = ""      # what torch calls the GPU, "" where there is none
 
     def five_stages(self, head_dim: int) -> bool:
         """Whether five stages of 64 keys fit beside 128 rows, through TMA."""
@@ -33,7 +34,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return DeviceLimits(shared, tma=torch.version.hip is None and properties.major >= 9)
+    return DeviceLimits(shared, torch.version.hip is None and properties.major >= 9, properties.name)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
+from .operators import NAMESPACE
 from .routing import PatternFacts, Route, choose_route
 
 
@@ -39,7 +40,7 @@ def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockList
         return forward(q, k, v, blocks, scale, causal, **options)
 
 
-@torch.library.custom_op("ssta::block_sparse_attention", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::block_sparse_attention", mutates_args=())
 def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
@@ -56,7 +57,7 @@ def _(q, k, v, *_):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-@torch.library.custom_op("ssta::block_sparse_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::block_sparse_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
     q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,

@@ -12,17 +12,20 @@ from torch.autograd import forward_ad
 
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
+# Of the operators: "ssta", or what the package is called where it was loaded under another name, as Hugging Face's `kernels` loads a copy
+# beside this one. No operator is then registered twice.
+NAMESPACE = __name__.partition(".")[0]
 
 
 def operator(name: str, fake: Callable) -> Callable:
-    """Decorates a function of tensors and numbers that launches kernels: torch.compile sees it as the operator ``ssta::name``.
+    """Decorates a function of tensors and numbers that launches kernels: torch.compile sees it as the operator ``NAMESPACE::name``.
 
     A plain call runs the function itself, which spares the dispatcher's tens of microseconds. ``fake`` makes outputs of the right
     shape, dtype and strides from the same arguments. The outputs are new tensors; gradients are the caller's business.
     """
 
     def decorate(run: Callable) -> Callable:
-        registered = torch.library.custom_op(f"ssta::{name}", run, mutates_args=())
+        registered = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=())
         registered.register_fake(fake)
 
         def call(x: Tensor, *args):

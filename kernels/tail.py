@@ -15,7 +15,7 @@ from torch import Tensor
 from .blocks import BlockLists
 from .checks import without_autocast
 from .device import capability
-from .operators import operator, watched
+from .operators import NAMESPACE, operator, watched
 
 # Of h: beyond it the estimate is damped.
 CAP = 1.0
@@ -329,5 +329,5 @@ def _add(
     return new
 
 
-_add_operator = torch.library.custom_op("ssta::add_tail", _add, mutates_args=("out", "lse"))
+_add_operator = torch.library.custom_op(f"{NAMESPACE}::add_tail", _add, mutates_args=("out", "lse"))
 _add_operator.register_fake(_new_tail)

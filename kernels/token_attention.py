@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import resolve_scale, without_autocast
-from .operators import refuse_forward_mode, watched
+from .operators import NAMESPACE, refuse_forward_mode, watched
 from .routing import choose_token_impl
 from .token_lists import KeyLists, PaddedCache, TokenLists
 
@@ -70,7 +70,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
         return _implementation(impl)[0](q, k, v, lists, scale)
 
 
-@torch.library.custom_op("ssta::token_attention", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::token_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, full: Tensor | None, starts: Tensor | None,
     sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, cache: list[int] | None,
@@ -86,7 +86,7 @@ def _(q, k, v, *_):
     return q.new_empty((*q.shape[:2], v.shape[2])), lse
 
 
-@torch.library.custom_op("ssta::token_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::token_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
     spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,

@@ -1,31 +1,43 @@
-"""Where it is used: one call makes a diffusers video model attend sparsely, another brings it back."""
+"""Where it is used: one call makes a diffusers video model attend sparsely, another brings it back; other programs have a module each."""
 
-from .apply import SSTAHandle, apply_ssta, remove_ssta
-from .calibration import Calibration
-from .context import ModelContext
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .families import PLACES
-from .family import Family, Site, imported, register_family, stack_sites, supported_models
-from .processor import SSTAProcessor
-from .report import LayerRun, RunReport
-from .schedule import Schedule
 
-for _model, _place in PLACES.items():
-    register_family(_model, _place)
+if TYPE_CHECKING:
+    from .apply import SSTAHandle, apply_ssta, remove_ssta
+    from .calibration import Calibration
+    from .context import ModelContext
+    from .family import Family, Site, register_family, stack_sites, supported_models
+    from .processor import SSTAProcessor
+    from .report import LayerRun, RunReport
+    from .schedule import Schedule
 
 __all__ = [
     "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
     "apply_ssta", "register_family", "remove_ssta", "stack_sites", "supported_models",
 ]
 
+# Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
+_MODULES = {
+    "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
+    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_ssta": "apply",
+    "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
+}
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.
 _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.items()}
 
 
-def __getattr__(name: str) -> Family:
-    if name not in _NAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return imported(*_NAMED[name])
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _NAMED:
+        return import_module(".family", __name__).imported(*_NAMED[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMED})
+    return sorted({*globals(), *_MODULES, *_NAMED})

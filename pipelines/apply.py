@@ -257,7 +257,7 @@ def _plan(
         config = replace(config)
     elif isinstance(schedule.density, float):
         config = with_density(config, schedule.density, chosen=chosen)
-    context = ModelContext(family, config, schedule, progress, impl)
+    context = ModelContext(model, family, config, schedule, progress, impl)
     context.sites = tuple([site.name for site in sites])
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):

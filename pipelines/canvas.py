@@ -64,8 +64,11 @@ def from_coordinates(key: Tensor, points: Any) -> tuple[int, int, int]:
         points: called for the coordinates as ``[S, 3]``.
 
     Raises:
-        ValueError: the sequence does not end with the last frame of a grid.
+        ValueError: the sequence does not end with the last frame of a grid; under torch.export, which knows no values.
     """
+    if torch.compiler.is_exporting():
+        raise ValueError("the canvas must be in shapes or numbers under torch.export, which knows no values of tensors, got coordinates, "
+                         "from whose values SSTA takes it in this model; torch.compile works")
     if key.is_inference():
         return _last_grid(points().detach().cpu())
     known = _KNOWN.get(key)

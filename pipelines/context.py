@@ -72,7 +72,9 @@ class ModelContext:
     in the same one.
     """
 
-    def __init__(self, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
+    def __init__(self, model: nn.Module, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
+        # Taken here, because torch.compile cannot look through the decorators of a forward.
+        self._signature = inspect.signature(type(model).forward)
         self.family = family
         self.config = config
         self.schedule = schedule
@@ -146,7 +148,7 @@ class ModelContext:
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
-        arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+        arguments = self._signature.bind(model, *args, **kwargs).arguments
         state, schedule = CallState(self.family.canvas(model, arguments), False), self.schedule
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "

@@ -12,24 +12,14 @@ from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
+from .defaults import small_tiles
+from .families import PLACES
 from .schedule import Schedule
 
 
 def thousandth(timestep: Tensor | float) -> Tensor | float:
     """The noise level of timesteps that go from 1000 down to 0."""
     return timestep / 1000
-
-
-def small_tiles() -> SSTAConfig:
-    """For models without published SSTA settings: tiles of 128 tokens, of which 15 % of the pairs are computed exactly, those whose
-    estimate is worst, and the rest estimated, because such models were trained with all of it. A single frame has flat tiles of as many.
-    A window would take up pairs that an estimate does well enough.
-
-    At one density tiles of 128 tokens come 3 to 5 dB nearer to the dense video of the small model of ``benchmark/bench_quality.py`` than
-    tiles of 256, and those 3 dB nearer than HunyuanVideo-1.5's 384. Their estimates take longer; at equal time they are still nearer.
-    """
-    return SSTAConfig(tile_thw=(2, 8, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
-                      variants=((1, {"tile_thw": (1, 8, 16)}),))
 
 
 @dataclass(frozen=True)
@@ -151,7 +141,7 @@ def _require_function(argument: str, value: object) -> None:
 
 
 # By the model's class name: the family, or "module:NAME", where it is until it is first needed.
-_FAMILIES: dict[str, Family | str] = {}
+_FAMILIES: dict[str, Family | str] = dict(PLACES)
 
 
 def register_family(family: Family | str, place: str | None = None) -> None:

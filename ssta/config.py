@@ -211,8 +211,8 @@ class SSTAConfig:
     def hunyuan_video_15(cls) -> SSTAConfig:
         """HunyuanVideo-1.5's sparse checkpoint (tencent/HunyuanVideo-1.5, 720p).
 
-        Half the budget up to 31 latent frames (121 frames of video); a single frame has flat tiles of the same 384 tokens.
+        Half the budget from 2 to 31 latent frames (121 frames of video); a single frame has flat tiles of the same 384 tokens.
         """
         return cls(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=64, sparse_type="ssta", sampling_type="importance", lambda_=0.7,
                    pad_type="zero", mask_share_within_head=False,
-                   variants=((1, {"tile_thw": (1, 16, 24), "kernel_thw": (1, 1, 1), "topk": 32}), (31, {"topk": 32})))
+                   variants=((1, {"tile_thw": (1, 16, 24), "kernel_thw": (1, 1, 1)}), (31, {"topk": 32})))

@@ -273,7 +273,7 @@ def _compiled_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], paddin
     return TileLayout(tokens, tile_thw, padding, video, dense, *_layout_tensors(segments, list(tile_thw), padding, sizes, device))
 
 
-@torch.library.custom_op("ssta::layout_tensors", mutates_args=())
+@torch.library.custom_op(f"{__package__}::layout_tensors", mutates_args=())
 def _layout_tensors(segments: list[int], tile_thw: list[int], padding: str, sizes: list[int], device: torch.device) -> list[Tensor]:
     """The tensors of the TileLayout of ``segments``, three numbers each: t, h, w, or 0, 0 and a dense run's length. ``sizes``: slots,
     tokens and tiles. Copies, because the graph owns what an operator returns."""

@@ -1,8 +1,10 @@
 """The same kernels under the signatures that users of other libraries already call; one package a library, loaded when first asked for."""
 
 # As in kernels/__init__.py: under its top-level name this folder stays empty.
-if __name__ == "ssta.kernels.interfaces":
+if __name__ != "kernels.interfaces":
     from importlib import import_module
+
+    from .modules import install, uninstall
 
     _MODULES = {
         "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
@@ -18,7 +20,7 @@ if __name__ == "ssta.kernels.interfaces":
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-    __all__ = sorted([*_MODULES, *_HOME])
+    __all__ = ["install", "uninstall", *sorted([*_MODULES, *_HOME])]
 
     def __getattr__(name: str):
         if name in _HOME:

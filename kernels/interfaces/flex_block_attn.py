@@ -23,7 +23,8 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
         q_block_size, kv_block_size: tokens of a block, in any ratio.
         block_mask: bool on q's device, ``[Nq, Nk]`` for all batch elements and heads, or ``[B or 1, H or 1, Nq, Nk]`` with H the query or
             the key/value heads, or ``[H or 1, Nq, Nk]`` as the mask builders return it. Nq = ceil(Sq / q_block_size), Nk likewise. True
-            attends to the whole block.
+            attends to the whole block. ``[B, 1, 1, Nq, Nk]`` counts as ``[B, 1, Nq, Nk]``: so HunyuanVideo 1.5 and xDiT hand over a mask
+            that heads share, which upstream refuses.
 
     Returns:
         ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, bitwise deterministic. Never waits
@@ -90,6 +91,8 @@ def _pairs(selected: Iterable[tuple[int, int]] | Tensor) -> Tensor:
 
 def _mask(block_mask: Tensor) -> Tensor:
     require_mask("block_mask", block_mask)
+    if block_mask.dim() == 5 and block_mask.shape[1] == block_mask.shape[2] == 1:
+        return block_mask[:, 0]
     if not 2 <= block_mask.dim() <= 4:
         raise ValueError(f"block_mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got shape {tuple(block_mask.shape)}")
     return block_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..device import DeviceLimits
+from .measured import measured
 
 # Bytes for the compacted keys and values.
 COMPACTED_BYTES = 512 << 20
@@ -32,7 +33,7 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
     token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
     """
-    best = LaunchConfig(128, 64, 4, 2) if limits.tma else LaunchConfig(128, 128, 8, 3)
+    best = _measured("forward", head_dim, limits) or (LaunchConfig(128, 64, 4, 2) if limits.tma else LaunchConfig(128, 128, 8, 3))
     if q_block <= 32 and limits.five_stages(head_dim):
         best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
@@ -46,7 +47,7 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
     Key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept): 128 x 64 with 8 warps in five stages, 2.7 ms
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
-    best = LaunchConfig(64, 64, 4, 3) if limits.tma else LaunchConfig(128, 128, 8, 3)
+    best = _measured("dq", head_dim, limits) or (LaunchConfig(64, 64, 4, 3) if limits.tma else LaunchConfig(128, 128, 8, 3))
     if kv_block <= 64 and q_block >= 128 and limits.five_stages(head_dim):
         best = LaunchConfig(128, 64, 8, 5)
     return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=2)
@@ -60,6 +61,9 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     Key blocks of 64, as for dQ: two stages take 2.2 ms less than three, 8 warps 38 more, 32 queries by 64 keys 10 more.
     """
     best = LaunchConfig(64, 64, 4, 2 if kv_block <= 64 else 3) if limits.tma else LaunchConfig(128, 64, 8, 3)
+    own = _measured("dkv", head_dim, limits)
+    if own is not None:
+        best = LaunchConfig(own.block_n, own.block_m, own.num_warps, own.num_stages)
     fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
@@ -122,6 +126,12 @@ def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
     """
     wanted = min(4 * multiprocessors // max(programs, 1), steps // 2, 64)
     return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _measured(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig | None:
+    """What a file says that was measured on this kind of GPU. Shared memory and the rules for short blocks still hold."""
+    own = measured(kernel, head_dim, limits.name)
+    return None if own is None else LaunchConfig(*own)
 
 
 def _padded(dim: int) -> int:

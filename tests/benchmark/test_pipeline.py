@@ -31,11 +31,11 @@ def test_steps_end_to_end(bench, tmp_path):
 
     import table
     lines = table.steps_table(rows)
-    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[1][3] == "1 of 4" and len(lines) == 19
+    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[1][3] == "1 of 4" and len(lines) == 22
     pytest.importorskip("matplotlib")
     import plots
     axes = plots.plot_pipeline(rows).axes
-    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[6:12]]
+    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[7:14]]
 
 
 def test_a_model_with_fewer_blocks_shares_its_weights(bench):

@@ -7,7 +7,7 @@ import torch
 
 from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
-from ssta.kernels.portable.config import dkv_config
+from ssta.kernels.portable.config import dkv_config, dq_config, forward_config
 
 
 @pytest.mark.slow
@@ -88,3 +88,29 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
     assert dq_schedule.STAGGER in tune.STAGGERS
     swept = tune.with_patch(hopper_backward, "constants", 64, lambda: hopper_backward.constants)
     assert swept() == 64 and callable(hopper_backward.constants)
+
+
+def test_saved_configurations_are_those_that_the_kernels_then_take(monkeypatch, tmp_path):
+    import tune
+
+    from ssta.kernels.portable import measured
+
+    present = [tuned("LaunchConfig(128, 128, 8, 3)", 10.0, present=True) | dict(kernel=kernel) for kernel in ("forward", "dq", "dkv")]
+    rows = [tuned("LaunchConfig(64, 32, 4, 2)", 9.0) | dict(kernel="forward"), present[0],
+            tuned("LaunchConfig(64, 64, 4, 2)", 9.9) | dict(kernel="dq"), present[1],
+            # Of dkv the keys, which stay, come first.
+            tuned("LaunchConfig(64, 32, 4, 2)", 9.0) | dict(kernel="dkv"), present[2]]
+    gpu = "NVIDIA GeForce RTX 4090"
+    monkeypatch.setattr(measured, "FOLDER", tmp_path / "configs")
+    measured._read.cache_clear()
+    limits = DeviceLimits(99 * 1024, tma=False, name=gpu)
+    untouched = dq_config(128, 384, 384, limits), forward_config(64, 384, 384, limits)
+    for _ in range(2):  # the second time beside what is there
+        said = tune.save(rows, 128, gpu, tmp_path / "configs")
+    measured._read.cache_clear()
+    assert said.startswith("saved forward, dkv for head_dim up to 128 to")
+    assert tune.written("forward", forward_config(128, 384, 384, limits)) == "LaunchConfig(64, 32, 4, 2)"
+    assert tune.written("dkv", dkv_config(128, 384, 384, limits)) == "LaunchConfig(64, 32, 4, 2)"
+    assert (dq_config(128, 384, 384, limits), forward_config(64, 384, 384, limits)) == untouched
+    assert tune.save(present, 128, gpu, tmp_path / "none").startswith("nothing to save") and not (tmp_path / "none").exists()
+    measured._read.cache_clear()

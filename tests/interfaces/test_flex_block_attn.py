@@ -93,3 +93,12 @@ def test_refuses(changes, error, message):
 def test_sparse_mask_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
         create_sparse_mask(*arguments)
+
+
+def test_a_shared_mask_with_the_axis_of_heads_twice():
+    """As HunyuanVideo 1.5 and xDiT make it of masks that all heads share."""
+    q = torch.randn(2, 3, 128, 32)
+    mask = torch.rand(2, 1, 2, 2) < 0.5
+    assert torch.equal(flex_block_attn_func(q, q, q, 64, 64, mask[:, None]), flex_block_attn_func(q, q, q, 64, 64, mask))
+    with pytest.raises(ValueError, match="block_mask"):
+        flex_block_attn_func(q, q, q, 64, 64, mask.expand(2, 3, 2, 2)[:, None])

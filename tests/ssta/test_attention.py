@@ -274,7 +274,7 @@ def test_hunyuan_video_15():
     assert config.for_canvas((32, 45, 80)).topk == 64
     for frames in (2, 31):
         assert config.for_canvas((frames, 45, 80)) == SSTAConfig(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=32, **common)
-    assert config.for_canvas((1, 45, 80)) == SSTAConfig(tile_thw=(1, 16, 24), kernel_thw=(1, 1, 1), topk=32, **common)
+    assert config.for_canvas((1, 45, 80)) == SSTAConfig(tile_thw=(1, 16, 24), kernel_thw=(1, 1, 1), topk=64, **common)
     plain = SSTAConfig()
     assert plain.for_canvas((1, 2, 3)) is plain
 

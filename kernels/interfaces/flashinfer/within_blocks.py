@@ -8,6 +8,7 @@ from torch import Tensor
 from ...block_masks import in_range, prefix_mask
 from ...blocks import BlockLists
 from ...checks import without_autocast
+from ...operators import NAMESPACE
 from ...routing import TOKEN_IMPLEMENTATIONS, choose_route, require_impl
 
 
@@ -54,7 +55,7 @@ def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     return behind - size, size.sum(-1, dtype=torch.int32)
 
 
-@torch.library.custom_op("ssta::attention_within_blocks", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::attention_within_blocks", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,

@@ -1,0 +1,17 @@
+"""What models without published SSTA settings get by default, whatever program runs them."""
+
+from __future__ import annotations
+
+from ssta import SSTAConfig
+
+
+def small_tiles() -> SSTAConfig:
+    """For models without published SSTA settings: tiles of 128 tokens, of which 15 % of the pairs are computed exactly, those whose
+    estimate is worst, and the rest estimated, because such models were trained with all of it. A single frame has flat tiles of as many.
+    A window would take up pairs that an estimate does well enough.
+
+    At one density tiles of 128 tokens come 3 to 5 dB nearer to the dense video of the small model of ``benchmark/bench_quality.py`` than
+    tiles of 256, and those 3 dB nearer than HunyuanVideo-1.5's 384. Their estimates take longer; at equal time they are still nearer.
+    """
+    return SSTAConfig(tile_thw=(2, 8, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
+                      variants=((1, {"tile_thw": (1, 8, 16)}),))
