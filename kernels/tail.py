@@ -52,6 +52,7 @@ class BlockEstimates:
             autograd.
         lse: float32 ``[B, H, P]``, log-sum-exp of the compensated blocks' queries over all units; None where mass or k_mean is.
         error: float32 ``[B, H, N]``, the sum of mass x h over units, if known already.
+        chosen: bool ``[B, H]``, the heads that are compensated where an earlier call found them out; mass is then not needed for it.
     """
 
     parts: int
@@ -64,6 +65,7 @@ class BlockEstimates:
     v_mean: Tensor | None = None
     lse: Tensor | None = None
     error: Tensor | None = None
+    chosen: Tensor | None = None
 
     def scores(self) -> Tensor:
         """mass x h, float32 ``[B, H, N, N]``: how far each block's estimate may be off; -inf for blocks that hold NaN or inf."""
@@ -78,6 +80,8 @@ class BlockEstimates:
 
     def useful(self) -> Tensor | None:
         """bool ``[B, H]``: the heads that are compensated; None = all."""
+        if self.chosen is not None:
+            return self.chosen
         if self.mass is None or self.half_variance is None:
             return None
         error = (self.mass * self.half_variance).sum(-1) if self.error is None else self.error
@@ -108,7 +112,7 @@ class TailForward:
 
 
 def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, *, scale: float, parts: int,
-                    linear: bool, with_mass: bool) -> BlockEstimates:
+                    linear: bool, with_mass: bool, useful: Tensor | None = None) -> BlockEstimates:
     """What selection and estimate need to know of the first ``num_blocks`` blocks, by Triton's kernels; a constant to autograd.
 
     Args:
@@ -121,16 +125,18 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         parts: 1 or 2 units of a block.
         linear: whether covariances and h are to take part in the estimate.
         with_mass: whether mass and h are wanted though they do not.
+        useful: ``BlockEstimates.useful()`` of an earlier call, whose selection is attended to again: spares finding the mass.
     """
-    with_mass = with_mass or linear
+    with_mass = with_mass or linear and useful is None
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
         log_count, half_variance, mass, order, k_mean, v_mean, lse, error = _estimate(
             q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    order = order if parts > 1 else None
-    if not with_mass:
-        return BlockEstimates(parts, linear, log_count, None, None, order, k_mean, v_mean)
-    return BlockEstimates(parts, linear, log_count, half_variance, mass, order, k_mean, v_mean, lse, error)
+    known = dict(half_variance=half_variance) if linear or with_mass else {}
+    if with_mass:
+        known |= dict(mass=mass, lse=lse, error=error)
+    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, chosen=useful,
+                          **known)
 
 
 def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, blocks: BlockLists,
@@ -224,9 +230,10 @@ def _new_estimates(
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
     kv_heads, units = k.shape[1], num_blocks * parts
-    pairs = (batch, heads, num_blocks, units) if with_mass else (0,)
-    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32), q.new_empty(pairs, dtype=torch.float32),
-            q.new_empty(pairs, dtype=torch.float32),
+    pairs = batch, heads, num_blocks, units
+    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
+            q.new_empty(pairs if linear or with_mass else (0,), dtype=torch.float32),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
             q.new_empty((batch, heads, tokens) if with_mass else (0,), dtype=torch.float32),
@@ -249,7 +256,7 @@ def _estimate(
         if parts > 1:
             statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
-        if not with_mass:
+        if not linear and not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
         for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
@@ -257,6 +264,8 @@ def _estimate(
                                              None if halves is None else halves[shared], parts, True)
             half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
             del keys
+        if not with_mass:
+            return new
         bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
         _weigh(q, k_mean, bias, None, offsets, longest, scale, lse, mass)
         rows.errors(mass, half_variance, log_count, None, error)
