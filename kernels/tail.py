@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
+from .device import capability
 from .operators import NAMESPACE, operator, watched
 
 # Of h: beyond it the estimate is damped.
@@ -22,8 +24,14 @@ USELESS = 3.0
 # Of the power iteration that finds a block's first principal direction.
 ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
-# Before attention there is room where its result will be. Afterwards q, k, v and that result are there.
-ESTIMATE_ROOM, TAIL_ROOM = 1.0, 0.4
+# Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
+# holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
+ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.9, 0.4
+# Bytes of a pair: mass, h and bias, and the mixture.
+OF_A_PAIR = 14
+
+# Of units the most that one program of the Hopper kernel compares queries with: their logits are 192 registers a thread.
+HOPPER_UNITS = 384
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +46,13 @@ class BlockEstimates:
         half_variance: h, float32 ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the
             estimate nor a score asks for it.
         mass: float32 ``[B, H, N, U]``, the mean over a query block's tokens of softmax over all units; None where h is.
-        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them; None where that is
-            its own. (int64 ``[B, Hkv, N, L]``, places of a block, where plain torch made it.)
+        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
+            unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
             autograd.
+        lse: float32 ``[B, H, P]``, log-sum-exp of the compensated blocks' queries over all units; None where mass or k_mean is.
+        error: float32 ``[B, H, N]``, the sum of mass x h over units, if known already.
+        chosen: bool ``[B, H]``, the heads that are compensated where an earlier call found them out; mass is then not needed for it.
     """
 
     parts: int
@@ -52,10 +63,16 @@ class BlockEstimates:
     order: Tensor | None = None
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
+    lse: Tensor | None = None
+    error: Tensor | None = None
+    chosen: Tensor | None = None
 
     def scores(self) -> Tensor:
         """mass x h, float32 ``[B, H, N, N]``: how far each block's estimate may be off; -inf for blocks that hold NaN or inf."""
         assert self.mass is not None and self.half_variance is not None
+        if self.k_mean is not None:
+            with torch.no_grad():
+                return _scores(self.mass, self.half_variance, self.log_count, self.parts)
         scores = (self.mass * self.half_variance).unflatten(-1, (-1, self.parts)).sum(-1)
         # Of a block of one token one half is empty, which is nothing bad.
         bad = self.log_count.isneginf().unflatten(-1, (-1, self.parts)).all(-1)
@@ -63,9 +80,12 @@ class BlockEstimates:
 
     def useful(self) -> Tensor | None:
         """bool ``[B, H]``: the heads that are compensated; None = all."""
+        if self.chosen is not None:
+            return self.chosen
         if self.mass is None or self.half_variance is None:
             return None
-        return (self.mass * self.half_variance).sum(-1).mean(-1) <= USELESS
+        error = (self.mass * self.half_variance).sum(-1) if self.error is None else self.error
+        return error.mean(-1) <= USELESS
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -92,7 +112,7 @@ class TailForward:
 
 
 def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, *, scale: float, parts: int,
-                    linear: bool, with_mass: bool) -> BlockEstimates:
+                    linear: bool, with_mass: bool, useful: Tensor | None = None) -> BlockEstimates:
     """What selection and estimate need to know of the first ``num_blocks`` blocks, by Triton's kernels; a constant to autograd.
 
     Args:
@@ -105,14 +125,18 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         parts: 1 or 2 units of a block.
         linear: whether covariances and h are to take part in the estimate.
         with_mass: whether mass and h are wanted though they do not.
+        useful: ``BlockEstimates.useful()`` of an earlier call, whose selection is attended to again: spares finding the mass.
     """
-    with_mass = with_mass or linear
+    with_mass = with_mass or linear and useful is None
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
-        log_count, half_variance, mass, order, k_mean, v_mean = _estimate(
+        log_count, half_variance, mass, order, k_mean, v_mean, lse, error = _estimate(
             q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    return BlockEstimates(parts, linear, log_count, half_variance if with_mass else None, mass if with_mass else None,
-                          order if parts > 1 else None, k_mean, v_mean)
+    known = dict(half_variance=half_variance) if linear or with_mass else {}
+    if with_mass:
+        known |= dict(mass=mass, lse=lse, error=error)
+    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, chosen=useful,
+                          **known)
 
 
 def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, blocks: BlockLists,
@@ -143,8 +167,8 @@ def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offs
     run = _add_operator if watched(out) else _add
     tail_lse, share, bias, mixture = run(
         out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
-        estimates.half_variance if estimates.linear else None, estimates.useful(), estimates.order, estimates.k_mean, estimates.v_mean,
-        num_blocks, longest, estimates.parts, scale)
+        estimates.half_variance if estimates.linear else None, estimates.useful(), estimates.lse, estimates.order, estimates.k_mean,
+        estimates.v_mean, num_blocks, longest, estimates.parts, scale)
     return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
 
 
@@ -181,27 +205,48 @@ def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
 
 
+def hopper_weighs(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, units: int) -> bool:
+    """Whether the Hopper kernel of the tail's weights takes such queries and so many units on such a GPU."""
+    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128) and units <= HOPPER_UNITS
+
+
+def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, scale: float, lse: Tensor,
+           weights: Tensor, known: Any = None) -> None:
+    """Writes ``tail_lse`` to lse and ``mean_weights`` to weights: by one kernel where there is one for it, else by these two."""
+    if q.is_cuda and hopper_weighs(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
+        hopper = import_module(".hopper.tail_weights", __package__)
+        if hopper.readable(q):
+            hopper.hopper_tail_weights(q, k_mean, bias, half_variance, offsets, scale, CAP, lse, weights)
+            return
+    rows = _kernels("rows")
+    rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse, known, CAP)
+    rows.mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, CAP, weights)
+
+
 def _new_estimates(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
     with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
     kv_heads, units = k.shape[1], num_blocks * parts
-    pairs = (batch, heads, num_blocks, units) if with_mass else (0,)
-    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32), q.new_empty(pairs, dtype=torch.float32),
-            q.new_empty(pairs, dtype=torch.float32),
+    pairs = batch, heads, num_blocks, units
+    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
+            q.new_empty(pairs if linear or with_mass else (0,), dtype=torch.float32),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
-            k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim))
+            k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
+            q.new_empty((batch, heads, tokens) if with_mass else (0,), dtype=torch.float32),
+            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32))
 
 
 @operator("estimate_blocks", _new_estimates)
 def _estimate(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
     with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    log_count, half_variance, mass, order, k_mean, v_mean = new
+    log_count, half_variance, mass, order, k_mean, v_mean, lse, error = new
     if not q.numel():
         return tuple(x.zero_() for x in new)  # type: ignore[return-value]
     statistics, rows = _kernels("statistics"), _kernels("rows")
@@ -209,9 +254,9 @@ def _estimate(
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = None
         if parts > 1:
-            statistics.principal_order(k, v, offsets, num_blocks, parts, ITERATIONS, order, log_count)
+            statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
-        if not with_mass:
+        if not linear and not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
         for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
@@ -219,16 +264,31 @@ def _estimate(
                                              None if halves is None else halves[shared], parts, True)
             half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
             del keys
+        if not with_mass:
+            return new
         bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-        lse = rows.tail_lse(q, k_mean, bias, offsets, longest, scale, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-        rows.mean_weights(q, k_mean, bias, None, offsets, lse, scale, CAP, mass)
+        _weigh(q, k_mean, bias, None, offsets, longest, scale, lse, mass)
+        rows.errors(mass, half_variance, log_count, None, error)
     return new
+
+
+def _new_scores(mass: Tensor, *_) -> Tensor:
+    return mass.new_empty(*mass.shape[:3], mass.shape[2])
+
+
+@operator("block_scores", _new_scores)
+def _scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
+    scores = _new_scores(mass)
+    if scores.numel():
+        with torch.cuda.device_of(mass):
+            _kernels("rows").errors(mass, half_variance, log_count, scores, None)
+    return scores
 
 
 def _new_tail(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
-    half_variance: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, num_blocks: int,
-    longest: int, parts: int, scale: float,
+    half_variance: Tensor | None, useful: Tensor | None, whole: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    num_blocks: int, longest: int, parts: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none."""
     batch, heads, tokens, _ = q.shape
@@ -242,11 +302,11 @@ def _new_tail(
 
 def _add(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
-    half_variance: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, num_blocks: int,
-    longest: int, parts: int, scale: float,
+    half_variance: Tensor | None, useful: Tensor | None, whole: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    num_blocks: int, longest: int, parts: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, useful, order, k_mean, v_mean, num_blocks,
-                    longest, parts, scale)
+    new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, useful, whole, order, k_mean, v_mean,
+                    num_blocks, longest, parts, scale)
     tail_lse, share, bias, mixture = new
     tail_lse.fill_(-torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -258,13 +318,15 @@ def _add(
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         lists = rows.block_lists(counts, indices, heads, num_blocks)
         rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias)
-        rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse)
+        known = None if whole is None else rows.Whole(whole, log_count, half_variance, lists, useful)
         if half_variance is None:
+            rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse, known, CAP)
             rows.combine(out, lse, q, k_mean, v_mean, bias, None, tail_lse, offsets, longest, scale, share)
             return new
-        rows.mean_weights(q, k_mean, bias, half_variance, offsets, tail_lse, scale, CAP, mixture)
+        _weigh(q, k_mean, bias, half_variance, offsets, longest, scale, tail_lse, mixture, known)
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
-        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), TAIL_ROOM):
+        room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
+        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room):
             squares = statistics.covariances(
                 k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], None if order is None else order[shared],
                 None if used is None else used[shared], parts)

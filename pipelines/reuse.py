@@ -30,6 +30,8 @@ class Kept:
         self._rest: BlockLists | None = None
         self._fields: tuple | None = None
         self._shape: tuple[int, ...] | None = None
+        # The heads whose other tiles are estimated.
+        self._useful: Tensor | None = None
 
     def selection(self, shape: tuple[int, ...]) -> Selection | None:
         """What was chosen for a query of ``shape``."""
@@ -38,21 +40,22 @@ class Kept:
         if self._fields is None:
             assert self._rest is not None
             lists = BlockLists.from_mask(_unpacked(self._bits, self._rest.num_q_blocks), 1, 1)
-            return Selection(self._rest.relisted(lists.counts, lists.indices))
+            return Selection(self._rest.relisted(lists.counts, lists.indices), useful=self._useful)
         tiles, q_offsets, kv_offsets, q_lengths, kv_lengths, max_q_length, max_kv_length = self._fields
         return Selection(BlockLists.from_mask(_unpacked(self._bits, tiles), q_offsets, kv_offsets, q_lengths=q_lengths,
-                                              kv_lengths=kv_lengths, max_q_length=max_q_length, max_kv_length=max_kv_length))
+                                              kv_lengths=kv_lengths, max_q_length=max_q_length, max_kv_length=max_kv_length),
+                         useful=self._useful)
 
     def keep(self, selection: Selection, shape: tuple[int, ...]) -> None:
         of = selection.blocks
-        self._bits, self._shape = _packed(of.to_mask()), shape
+        self._bits, self._shape, self._useful = _packed(of.to_mask()), shape, selection.useful
         if torch.compiler.is_compiling():
             self._fields = (of.num_q_blocks, of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.max_q_length, of.max_kv_length)
         else:
             self._rest = of.relisted(of.counts, of.indices.new_empty(0).expand(*of.counts.shape, 0))
 
     def drop(self) -> None:
-        self._bits = self._rest = self._fields = self._shape = None
+        self._bits = self._rest = self._fields = self._shape = self._useful = None
 
 
 def _packed(mask: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -192,11 +193,13 @@ def ssta_layer(
     tiled = tiles.tile_qkv(query, key, value)
     estimates = scores = None
     if config.compensation != "none" and tiles.num_video_tiles:
-        estimates = estimate_tiles(tiled, config, scale)
+        estimates = estimate_tiles(tiled, config, scale, None if selection is None else selection.useful)
         if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
             scores = estimates.scores()
     if selection is None:
         selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
+        if estimates is not None:
+            selection = replace(selection, useful=estimates.useful())
     del scores
     q, k, v = tiled.release_q(), tiled.k, tiled.v
     # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before

@@ -68,22 +68,23 @@ def _tiles(layout: TileLayout) -> _Tiles:
     return _Tiles(layout)
 
 
-def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float) -> BlockEstimates:
+def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float, useful: Tensor | None = None) -> BlockEstimates:
     """What the selection and the estimate need to know of a layer's N video tiles, of which there is at least one.
 
     Args:
         tiled: q, k and v in the order of the tiles.
         config: its compensation, which is not "none", its parts, and whether "error" selects.
         scale: factor on the scores.
+        useful: ``BlockEstimates.useful()`` of the call whose selection is attended to again; "error" need not select then.
     """
     q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
     if kernels_run(q):
         return estimate_blocks(q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), scale=scale,
                                parts=config.compensation_parts, linear=config.compensation == "linear",
-                               with_mass=config.scored_by == "error")
+                               with_mass=config.scored_by == "error" and useful is None, useful=useful)
     # Autocast would compute in half precision.
     with torch.no_grad(), without_autocast(q.device.type):
-        return _estimate_in_torch(q, k, v, layout, config, scale)
+        return _estimate_in_torch(q, k, v, layout, config, scale, useful)
 
 
 def compensate(
@@ -142,7 +143,9 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float) -> BlockEstimates:
+def _estimate_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float, useful: Tensor | None = None,
+) -> BlockEstimates:
     tiles, parts, linear = _tiles(layout), config.compensation_parts, config.compensation == "linear"
     q_tiles, k_tiles, v_tiles = (tiles.cut(_wide(x)) for x in (q, k, v))
     finite = (k_tiles.isfinite() & v_tiles.isfinite()).flatten(3).all(-1)
@@ -150,8 +153,8 @@ def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, conf
     order = _principal_order(k_tiles, tiles) if parts > 1 else None
     members, counts = tiles.members(parts)
     log_count = counts.to(k_tiles.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    if not linear and config.scored_by != "error":
-        return BlockEstimates(parts, linear, log_count, None, None, order)
+    if not linear and (config.scored_by != "error" or useful is not None):
+        return BlockEstimates(parts, linear, log_count, order=order, chosen=useful)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
     # A query that is not finite is no part of what its tile has in common.
@@ -159,6 +162,8 @@ def _estimate_in_torch(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, conf
     queries = q_tiles.masked_fill(~sound, 0)
     moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
     half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
+    if useful is not None:
+        return BlockEstimates(parts, linear, log_count, half_variance, order=order, chosen=useful)
     logits = scale * tiles.join(queries) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
     mass = tiles.cut((logits + bias.expand(-1, -1, tiles.number, -1).index_select(2, tiles.of_slot)).softmax(-1).nan_to_num(0))

@@ -34,6 +34,8 @@ class Selection:
             are None.
         own: bool ``[B, H, N, N]``, what a budget of the user's own kept; else None.
         apart: bool ``[N, N]``, the tiles that ``k_per_row`` leaves out of account, which with a density are those of the window; else None.
+        useful: bool ``[B, H]``, the heads whose unselected tiles are estimated, which calls that attend to this selection again need not
+            find out; None = all, or none where nothing is estimated.
     """
 
     blocks: BlockLists
@@ -41,6 +43,7 @@ class Selection:
     k_per_row: int | Tensor | None = None
     own: Tensor | None = None
     apart: Tensor | None = None
+    useful: Tensor | None = None
 
     @cached_property
     def kept(self) -> Tensor | None:

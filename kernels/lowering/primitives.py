@@ -133,6 +133,16 @@ def lse_in_base_2(lse):
 
 
 @triton.jit
+def ordered(scores):
+    """int32 in the order of the float32 scores, of which NaN counts as -inf: a float's bits, with all but the sign flipped where it is
+    negative. None is the lowest integer."""
+    # -0.0 equals 0.0, but its bits do not.
+    scores = tl.where(scores == 0, 0.0, tl.where(scores == scores, scores, float("-inf")))
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def tanh(x):
     # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
     return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)

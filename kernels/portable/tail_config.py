@@ -1,22 +1,27 @@
-"""Launch configurations of the tail's kernels as data: the tiles that they multiply, warps and stages, and why."""
+"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why; and in little host time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..device import DeviceLimits
+from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
 
-# For head_dims up to 64 and up to 128, float16 and bfloat16: block_m of the result's rows, block_n of what is streamed past them. Moments:
-# block_m columns of the result, block_n tokens at once.
+# For head_dims up to 64 and up to 128, float16 and bfloat16. Keys, moments: block_m columns of the result, block_n tokens at once.
 # The products of tail_lse and tail_combine have block_m queries and block_n units, those of mean_weights block_m units and block_n queries.
 _TABLE = {
     # At head_dim 128 measured on an H200 at 360 blocks of up to 384 tokens; few warps with much to do each, and room for several programs.
+    "keys": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 3)),
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3)),
-    "order": (LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
+    # Loads in flight would serialise its wgmma.
+    "order": (LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 64, 8, 1)),
     "lse": (LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "weights": (LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 4, 2)),
     "combine": (LaunchConfig(128, 32, 4, 3), LaunchConfig(128, 32, 4, 3)),
@@ -25,12 +30,38 @@ _TABLE = {
 _WIDE = LaunchConfig(32, 32, 8, 1)
 
 
+@lru_cache
 def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> LaunchConfig:
     """The one of ``kernel``, a key of the table."""
     if head_dim > 128 or dtype == torch.float32:
         return _WIDE
     config = _TABLE[kernel][head_dim > 64]
+    # Before Hopper what is multiplied goes through registers, of which four warps have too few.
+    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel == "keys":
+        config = replace(config, num_warps=8)
     # Beside 128 x 128 and two stages of 64 x 128 there is no room for a third in 99 KiB.
     if limits.shared_memory < 160 << 10 and head_dim > 64:
         config = replace(config, num_stages=min(config.num_stages, 2))
     return config
+
+
+def launcher(kernel) -> Callable[..., None]:
+    """``launch(grid, tensors, integers, scales, constants, config)`` of a kernel whose parameters come in this order.
+
+    Triton specialises on the integers, strides and sizes, by which it loads whole rows at once: so they are in the key.
+    """
+    quick = QuickLaunch(kernel)
+
+    def launch(grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...], scales: tuple[float, ...],
+               constants: dict, config: LaunchConfig | None) -> None:
+        options = {} if config is None else config.options()
+        device = next(x for x in tensors if x is not None).get_device()
+        key = (device, *[None if x is None else x.dtype for x in tensors], integers, *constants.values(), *options.values())
+        quick(key, grid, (), tensors, (*integers, *scales), constants, options)
+
+    return launch
+
+
+def strides(*views: Tensor) -> tuple[int, ...]:
+    """Those of ``[B, H, P, D]`` in elements, but for the last ones, which are 1."""
+    return tuple(stride for x in views for stride in x.stride()[:3])

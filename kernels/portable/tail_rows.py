@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.arguments import Lists, view
+from ..lowering.arguments import Lists
 from ..lowering.chunks import shared_strides
 from ..lowering.inputs import strided
-from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, of_head, row_of_lists, softmax_step
+from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
 from .config import LaunchConfig
-from .tail_config import tail_config
+from .tail_config import launcher, strides, tail_config
+from .tail_statistics import head_at
 
-# Units, and ids of a list, that a program of the bias kernel takes at once.
+# Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
+# What the listed units leave of the softmax over all is told by subtraction where it is no smaller: to 2^-14 or so.
+LEAST_LEFT = 2**-6
+
+
+class Whole(NamedTuple):
+    """What is known of a softmax over all units: its log-sum-exp, float32 ``[B, H, P]``, and what went into its biases; the arguments of
+    ``unit_bias``."""
+
+    lse: Tensor
+    log_count: Tensor
+    half_variance: Tensor | None
+    lists: Lists
+    useful: Tensor | None
 
 
 @triton.jit
-def _bias_kernel(log_count, half_variance, lists, useful, bias, heads, group, blocks, units,
+def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity):
+    """(pointer to a block's list, entries)"""
+    row = batch * lists_batch + tl.cast(head // lists_group, tl.int64) * lists_head + block
+    return indices + row * capacity, tl.minimum(tl.load(counts + row), capacity)
+
+
+@triton.jit
+def _bias_kernel(log_count, half_variance, counts, indices, useful, bias, lists_batch, lists_head, lists_group, capacity, heads, group,
+                 blocks, units,
                  CAP: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
@@ -34,17 +58,41 @@ def _bias_kernel(log_count, half_variance, lists, useful, bias, heads, group, bl
         if useful is not None:
             value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
         tl.store(bias + at + unit, value * (1 / LN2), mask=unit < units)
-    if lists is not None:
+    if counts is not None:
         # Other threads wrote what is written over.
         tl.debug_barrier()
-        row = row_of_lists(lists, batch, head, block)
-        count = tl.minimum(tl.load(lists.counts + row), lists.capacity)
+        listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
         for start in range(0, count, WIDTH):
             place = start + tl.arange(0, WIDTH)
-            item = tl.load(lists.indices + row * lists.capacity + place, mask=place < count, other=-1)
+            item = tl.load(listed + place, mask=place < count, other=-1)
             for part in tl.static_range(PARTS):
-                known = (item >= 0) & (item < lists.items)
+                known = (item >= 0) & (item < blocks)
                 tl.store(bias + at + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
+
+
+@triton.jit
+def _error_kernel(mass, half_variance, log_count, scores, error, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """mass x h of a block's units, -inf where nothing is estimated of any, into scores; and their sum over blocks into error."""
+    block = tl.program_id(0)
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    row = (batch * heads + head) * blocks + block
+    log_count += (batch * (heads // group) + head // group) * units
+    total = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, blocks, WIDTH):
+        item = start + tl.arange(0, WIDTH)
+        inside = item < blocks
+        score = tl.zeros([WIDTH], tl.float32)
+        known = tl.full([WIDTH], float("-inf"), tl.float32)
+        for part in tl.static_range(PARTS):
+            unit = item * PARTS + part
+            score += tl.load(mass + row * units + unit, mask=inside, other=0.0) * tl.load(half_variance + row * units + unit, mask=inside,
+                                                                                        other=0.0)
+            known = tl.maximum(known, tl.load(log_count + unit, mask=inside, other=0.0))
+        total += score
+        if scores is not None:
+            tl.store(scores + row * blocks + item, tl.where(known == float("-inf"), float("-inf"), score), mask=inside)
+    if error is not None:
+        tl.store(error + row, tl.sum(total, 0))
 
 
 @triton.jit
@@ -61,31 +109,73 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
-def _lse_kernel(q, k_mean, bias, offsets, lse, heads, group, blocks, units, tokens, scale_log2, TILES: tl.constexpr,
+def _share_of_listed(queries, row_lse2, k_mean, log_count, half_variance, listed, count, blocks, scale_log2, CAP: tl.constexpr,
+                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """[M]: what share of the softmax over all units, of log-sum-exp ``row_lse2`` in base 2, are those of the listed blocks."""
+    share = tl.zeros([M], tl.float32)
+    columns, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
+    for start in range(0, count * PARTS, N):
+        place = start + columns
+        item = tl.load(listed + place // PARTS, mask=place < count * PARTS, other=-1)
+        known = (item >= 0) & (item < blocks)
+        unit = item * PARTS + place % PARTS
+        keys = tl.load(k_mean + unit[:, None] * DIM + dims[None, :], mask=known[:, None] & (dims < DIM)[None, :], other=0.0)
+        more = tl.load(log_count + unit, mask=known, other=float("-inf"))
+        if half_variance is not None:
+            more += tl.minimum(tl.load(half_variance + unit, mask=known, other=0.0), CAP)
+        share += tl.sum(tl.exp2(_logits(queries, keys, (more * (1 / LN2))[None, :], scale_log2) - row_lse2[:, None]), 1)
+    return share
+
+
+@triton.jit
+def _lse_kernel(q, k_mean, bias, offsets, lse, whole, log_count, half_variance, counts, indices, useful, q_batch, q_head, q_row,
+                lists_batch, lists_head, lists_group, capacity, heads, group, blocks, units, tokens, scale_log2,
+                CAP: tl.constexpr, PARTS: tl.constexpr, LEAST_LEFT: tl.constexpr, TILES: tl.constexpr,
                 M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Over the units that have a bias. With ``whole``, that over all units, by what the listed ones leave of it where that is enough."""
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row, rows, size = _block_rows(offsets, block, before)
     if rows <= 0:
         return
     at = batch * heads + head
-    bias += (at * blocks + block) * units
+    columns, lines = tl.arange(0, N), tl.arange(0, M)
+    lse += at * tokens + row + lines
     k_mean += (batch * (heads // group) + head // group) * units * DIM
-    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(head_at(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
+    if whole is not None:
+        if useful is not None:
+            if tl.load(useful + at) == 0:
+                tl.store(lse, tl.full([M], float("-inf"), tl.float32), mask=lines < rows)
+                return
+        listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
+        if count * 2 <= blocks:
+            row_lse = tl.load(whole + at * tokens + row + lines, mask=lines < rows, other=0.0)
+            log_count += (batch * (heads // group) + head // group) * units
+            if half_variance is not None:
+                half_variance += (at * blocks + block) * units
+            left = 1.0 - _share_of_listed(queries, row_lse * (1 / LN2), k_mean, log_count, half_variance, listed, count, blocks, scale_log2,
+                                          CAP, PARTS, M, N, DIM, DIM_PAD)
+            # Neither what is close to nothing nor NaN.
+            enough = (left >= LEAST_LEFT) | (lines >= rows)
+            if tl.min(enough.to(tl.int32), 0) == 1:
+                tl.store(lse, row_lse + tl.log(left), mask=lines < rows)
+                return
+    bias += (at * blocks + block) * units
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    columns, lines = tl.arange(0, N), tl.arange(0, M)
     for start in range(0, units, N):
         keys = load_rows(k_mean, start, DIM, units - start, N, DIM, DIM_PAD, True)
         more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
         scores = _logits(queries, keys, more[None, :], scale_log2)
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
     empty, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
-    tl.store(lse + at * tokens + row + lines, row_lse, mask=lines < rows)
+    tl.store(lse, row_lse, mask=lines < rows)
 
 
 @triton.jit
-def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, heads, group, blocks, units, tokens, weights_row, scale_log2,
+def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, q_batch, q_head, q_row, heads, group, blocks, units, tokens,
+                    weights_row, scale_log2,
                     CAP: tl.constexpr, CHUNKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The mean over a block's rows of exp(logit - lse) of M units; damped where h is given. Products lie with units along their rows, so
     that the sum over queries is one within rows."""
@@ -100,14 +190,14 @@ def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, heads
     if tl.max(more, 0) > float("-inf"):
         k_mean += (batch * (heads // group) + head // group) * units * DIM
         keys = load_rows(k_mean, start, DIM, units - start, M, DIM, DIM_PAD, True)
-        q_head = of_head(q, batch, head)
+        q = head_at(q, batch, head, q_batch, q_head)
         lse += at * tokens + first
         dims = tl.arange(0, DIM_PAD)
         for row in range(0, size, N):
             row_lse = tl.load(lse + row + lines, mask=row + lines < size, other=float("inf"))
             # Neither a query that is not finite nor one that estimates nothing has weights: both count as queries of zeros and exp(-inf).
             counts = tl.abs(row_lse) < float("inf")
-            pointers = q_head + (first + row).to(tl.int64) * q.row + (lines[:, None] * q.row + dims[None, :])
+            pointers = q + (first + row).to(tl.int64) * q_row + (lines[:, None] * q_row + dims[None, :])
             queries = tl.load(pointers, mask=counts[:, None] & (dims < DIM)[None, :], other=0.0)
             row_lse = tl.where(counts, row_lse * (1 / LN2), float("inf"))
             total += tl.sum(tl.exp2(_logits(keys, queries, more[:, None], scale_log2) - row_lse[None, :]), 1)
@@ -119,8 +209,8 @@ def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, heads
 
 
 @triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, offsets, heads, group, blocks, units, tokens,
-                    scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
+def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
+                    out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
                     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
@@ -138,7 +228,8 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
     if tl.max(some.to(tl.int32), 0) == 0:
         tl.store(share, tl.minimum(rows, M).to(tl.float32) / size)
         return
-    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    q = head_at(q, batch, head, q_batch, q_head)
+    queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     dims = tl.arange(0, DIM_PAD)
     if matrix is not None:
@@ -149,7 +240,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
             if DEPTH == DIM_PAD:
                 x = queries
             else:
-                x = tl.load(of_head(q, batch, head) + row.to(tl.int64) * q.row + (lines[:, None] * q.row + depth[None, :]),
+                x = tl.load(q + row.to(tl.int64) * q_row + (lines[:, None] * q_row + depth[None, :]),
                             mask=inside[:, None] & (depth < DIM)[None, :], other=0.0)
             # Float16 has not the range of the matrix.
             if queries.dtype == tl.float32:
@@ -172,13 +263,26 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
     larger = tl.maximum(row_lse, row_tail)
     total = larger + tl.log(tl.exp(row_lse - larger) + tl.exp(row_tail - larger))
     exact = tl.exp(row_lse - total)
-    pointers = of_head(out, batch, head) + row.to(tl.int64) * out.row + (lines[:, None] * out.row + dims[None, :])
+    pointers = head_at(out, batch, head, out_batch, out_head) + row.to(tl.int64) * out_row + (lines[:, None] * out_row + dims[None, :])
     written = inside & some
     mask = written[:, None] & (dims < DIM)[None, :]
     merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + tl.exp(row_tail - total)[:, None] * acc
-    tl.store(pointers, merged.to(out.ptr.dtype.element_ty), mask=mask)
+    tl.store(pointers, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at * tokens + row + lines, total, mask=written)
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
+
+
+_launch_bias, _launch_error, _launch_lse, _launch_weights, _launch_combine = map(
+    launcher, (_bias_kernel, _error_kernel, _lse_kernel, _weights_kernel, _combine_kernel))
+
+
+def _of_lists(lists: Lists | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if lists is None else (lists.counts, lists.indices)
+
+
+def _numbers(lists: Lists | None) -> tuple[int, int, int, int]:
+    """Strides, heads that share a list, and capacity."""
+    return (0, 0, 1, 0) if lists is None else (lists.batch, lists.head, lists.group, lists.capacity)
 
 
 def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lists:
@@ -195,21 +299,33 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
     ``useful``, bool ``[B, H]``.
     """
     batch, heads, blocks, units = bias.shape
-    _bias_kernel[(blocks, batch * heads)](
-        log_count, half_variance, lists, useful, bias, heads, heads // log_count.shape[1], blocks, units,
-        CAP=cap, PARTS=units // blocks, WIDTH=WIDTH)
+    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, *_of_lists(lists), useful, bias),
+                 (*_numbers(lists), heads, heads // log_count.shape[1], blocks, units), (),
+                 dict(CAP=cap, PARTS=units // blocks, WIDTH=WIDTH), None)
     return bias
 
 
-def tail_lse(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, longest: int, scale: float, out: Tensor) -> Tensor:
-    """``out``, float32 ``[B, H, P]``: the log of the sum over units of exp(scale q . k_mean + bias), written where blocks are."""
+def errors(mass: Tensor, half_variance: Tensor, log_count: Tensor, scores: Tensor | None, error: Tensor | None) -> None:
+    """Writes ``scores``, float32 ``[B, H, N, N]``: mass x h of each block's units, -inf where nothing is estimated of any; and ``error``,
+    float32 ``[B, H, N]``, its sum over the blocks that are estimated."""
+    batch, heads, blocks, units = mass.shape
+    _launch_error((blocks, batch * heads, 1), (mass, half_variance, log_count, scores, error),
+                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)
+
+
+def tail_lse(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, longest: int, scale: float, out: Tensor,
+             whole: Whole | None = None, cap: float = 0.0) -> Tensor:
+    """``out``, float32 ``[B, H, P]``: the log of the sum over units of exp(scale q . k_mean + bias), written where blocks are. With
+    ``whole``, of which ``unit_bias`` made the biases with ``cap``, sooner: by what lists of a few blocks leave."""
     q = strided(q)
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("lse", q)
     tiles = triton.cdiv(longest, sizes["M"])
-    _lse_kernel[(blocks * tiles, batch * heads)](
-        view(q), k_mean, bias, offsets, out, heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale * LOG2E, TILES=tiles,
-        **sizes, **config.options())
+    known, log_count, half_variance, lists, useful = (None,) * 5 if whole is None else whole
+    _launch_lse((blocks * tiles, batch * heads, 1),
+                (q, k_mean, bias, offsets, out, known, log_count, half_variance, *_of_lists(lists), useful),
+                (*strides(q), *_numbers(lists), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale * LOG2E,),
+                dict(CAP=cap, PARTS=units // blocks, LEAST_LEFT=LEAST_LEFT, TILES=tiles, **sizes), config)
     return out
 
 
@@ -220,9 +336,9 @@ def mean_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor 
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("weights", q)
     chunks = triton.cdiv(units, sizes["M"])
-    _weights_kernel[(blocks * chunks, batch * heads)](
-        view(q), k_mean, bias, half_variance, offsets, lse, out, heads, heads // k_mean.shape[1], blocks, units, q.shape[2],
-        out.stride(2), scale * LOG2E, CAP=cap, CHUNKS=chunks, **sizes, **config.options())
+    _launch_weights((blocks * chunks, batch * heads, 1), (q, k_mean, bias, half_variance, offsets, lse, out),
+                    (*strides(q), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], out.stride(2)), (scale * LOG2E,),
+                    dict(CAP=cap, CHUNKS=chunks, **sizes), config)
     return out
 
 
@@ -234,9 +350,9 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
     config, sizes = _config("combine", q)
     tiles = triton.cdiv(longest, sizes["M"])
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
-    _combine_kernel[(blocks * tiles, batch * heads)](
-        view(q), k_mean, v_mean, bias, matrix, z, view(out), lse, shares, offsets, heads, heads // k_mean.shape[1], blocks, units,
-        q.shape[2], scale, scale * LOG2E, TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes, **config.options())
+    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, matrix, z, out, lse, shares, offsets),
+                    (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
+                    dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
     torch.sum(shares, -1, out=share)
 
 

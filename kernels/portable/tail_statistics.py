@@ -8,14 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.arguments import view
 from ..lowering.inputs import strided
-from ..lowering.primitives import of_head
+from ..lowering.primitives import ordered
 from .config import LaunchConfig
-from .tail_config import tail_config
+from .tail_config import launcher, strides, tail_config
 
-# Tokens that are compared with as many others at once where they are ranked.
-RANKED = 64
+# Tokens that are summed at once where nothing is multiplied.
+SUMMED = 32
+# Tokens whose projections are looked at at once.
+WIDTH = 512
+
+
+@triton.jit
+def head_at(x, batch, head, batch_stride, head_stride):
+    """Where a head of [B, H, P, D] begins; ``batch`` is int64."""
+    return x + (batch * batch_stride + tl.cast(head, tl.int64) * head_stride)
 
 
 @triton.jit
@@ -38,21 +45,6 @@ def _load_tokens(x, order, place, stride, size, column, ROWS: tl.constexpr, COLS
         token = tl.load(order + place + rows, mask=rows < size, other=0).to(tl.int64)
         pointers = x + (token[:, None] * stride + dims[None, :])
     return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _mean(x, order, first, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """float32 [COLS]; not finite if a token is not."""
-    total = tl.zeros([ROWS, COLS], tl.float32)
-    for row in range(0, size, ROWS):
-        total += _load_tokens(x, order, first + row, stride, size - row, column, ROWS, COLS, DIM).to(tl.float32)
-    return tl.sum(total, 0) / tl.maximum(size, 1)
-
-
-@triton.jit
-def _finite(x, y):
-    """Whether all of two means are: a NaN stays one, and infinity times zero is one."""
-    return (tl.sum(x * 0.0, 0) + tl.sum(y * 0.0, 0)) == 0.0
 
 
 @triton.jit
@@ -87,54 +79,122 @@ def _store_columns(out, x, column, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PA
 
 
 @triton.jit
-def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, heads, units, tokens, PARTS: tl.constexpr, SAME: tl.constexpr,
-                 ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A unit's means, log of its tokens (where an order is given, that is there already) and, unless it is None, moment."""
-    unit, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    at = (batch * heads + head) * units + unit
-    first, size = _unit_rows(offsets, unit, PARTS)
-    k_head, v_head = of_head(k, batch, head), of_head(v, batch, head)
-    if order is not None:
-        order += (batch * heads + head) * tokens
-    key = _mean(k_head, order, first, k.row, size, 0, ROWS, DIM_PAD, DIM)
-    value = _mean(v_head, order, first, v.row, size, 0, ROWS, DIM_PAD, DIM)
-    if order is None:
-        sound = _finite(key, value) & (size > 0)
-        tl.store(log_count + at, tl.where(sound, tl.log(size.to(tl.float32)), float("-inf")), mask=column == 0)
-    else:
-        # Its block's other half may hold what is not finite.
-        sound = tl.load(log_count + at) > float("-inf")
-    key, value = tl.where(sound, key, 0.0), tl.where(sound, value, 0.0)
-    dims = tl.arange(0, DIM_PAD)
-    mine = (dims < DIM) & (column == 0)
-    tl.store(k_mean + at * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
-    tl.store(v_mean + at * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
-    if moments is not None:
-        size = tl.where(sound, size, 0)
-        if SAME:
-            right = key
-        else:
-            right = tl.where(sound, _mean(k_head, order, first, k.row, size, column, ROWS, COLS, DIM), 0.0)
-        acc = _product(k_head, k_head, order, first, k.row, k.row, size, key, right, column, SAME, ROWS, COLS, DIM, DIM_PAD)
-        _store_columns(moments + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
+def _mean(x, order, first, stride, size, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+    """float32 [COLS]; not finite if a token is not."""
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for row in range(0, size, ROWS):
+        total += _load_tokens(x, order, first + row, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
+    return tl.sum(total, 0) / tl.maximum(size, 1)
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, heads, blocks, SAME: tl.constexpr,
+def _first_token(x, order, first, size, stride, column, COLS: tl.constexpr, DIM: tl.constexpr):
+    """float32 [COLS] of the token at ``first``, zeros where there is none."""
+    if order is not None:
+        first = tl.load(order + first, mask=size > 0, other=0)
+    dims = column + tl.arange(0, COLS)
+    return tl.load(x + first.to(tl.int64) * stride + dims, mask=(dims < DIM) & (size > 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _less(x, origin, size, ROWS: tl.constexpr):
+    """Tokens less ``origin``, zeros from the ``size``-th on."""
+    return tl.where((tl.arange(0, ROWS) < size)[:, None], x.to(tl.float32) - origin[None, :], 0.0).to(x.dtype)
+
+
+@triton.jit
+def _moments(k, order, first, size, row_stride, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+             ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """(mean, COLS columns of the covariance) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with SHIFTED of keys less
+    the first."""
+    key = tl.zeros([DIM_PAD], tl.float32)
+    acc = tl.zeros([DIM_PAD, COLS], tl.float32)
+    another = tl.zeros([COLS], tl.float32)
+    if SHIFTED:
+        origin = _first_token(k, order, first, size, row_stride, 0, DIM_PAD, DIM)
+        other_origin = _first_token(k, order, first, size, row_stride, column, COLS, DIM)
+    for row in range(0, size, ROWS):
+        left = _load_tokens(k, order, first + row, row_stride, size - row, 0, ROWS, DIM_PAD, DIM)
+        if SHIFTED:
+            left = _less(left, origin, size - row, ROWS)
+        key += tl.sum(left.to(tl.float32), 0)
+        if SAME:
+            acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
+        else:
+            right = _load_tokens(k, order, first + row, row_stride, size - row, column, ROWS, COLS, DIM)
+            if SHIFTED:
+                right = _less(right, other_origin, size - row, ROWS)
+            another += tl.sum(right.to(tl.float32), 0)
+            acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
+    count = tl.maximum(size, 1).to(tl.float32)
+    key /= count
+    if SAME:
+        another = key
+    else:
+        another /= count
+    acc = acc / count - key[:, None] * another[None, :]
+    if SHIFTED:
+        key += origin
+    return key, acc
+
+
+@triton.jit
+def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
+                 tokens, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
+                 ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
+    block, column = tl.program_id(0), tl.program_id(2) * COLS
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    at = (batch * heads + head) * units + block * PARTS
+    k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
+    if order is not None:
+        order += (batch * heads + head) * tokens
+    dims = tl.arange(0, DIM_PAD)
+    mine = (dims < DIM) & (column == 0)
+    # A NaN stays one, and infinity times zero is one.
+    unsound = tl.full([], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
+        tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
+        if moments is None:
+            key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
+        else:
+            key, covariance = _moments(k, order, first, size, k_row, column, SHIFTED, SAME, ROWS, COLS, DIM, DIM_PAD)
+            _store_columns(moments + (at + part) * DIM * DIM, covariance, column, COLS, DIM, DIM_PAD)
+        tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
+        unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
+    if unsound != 0.0:
+        # Other threads wrote what is written over.
+        tl.debug_barrier()
+        for part in tl.static_range(PARTS):
+            zeros = tl.zeros([DIM_PAD], k_mean.dtype.element_ty)
+            tl.store(k_mean + (at + part) * DIM + dims, zeros, mask=mine)
+            tl.store(v_mean + (at + part) * DIM + dims, zeros, mask=mine)
+            if moments is not None:
+                _store_columns(moments + (at + part) * DIM * DIM, tl.zeros([DIM_PAD, COLS], tl.float32), column, COLS, DIM, DIM_PAD)
+    for part in tl.static_range(PARTS):
+        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+        tl.store(log_count + at + part, known, mask=column == 0)
+
+
+@triton.jit
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, SAME: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's mean of q q^T, queries that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     first, size = _unit_rows(offsets, block, 1)
-    q_head = of_head(q, batch, head)
-    acc = _product(q_head, q_head, None, first, q.row, q.row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
+    q = head_at(q, batch, head, q_batch, q_head)
+    acc = _product(q, q, None, first, q_row, q_row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
     at = (batch * heads + head) * blocks + block
     _store_columns(moments + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, heads, units, tokens, PARTS: tl.constexpr,
+def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                        heads, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
     unit, column = tl.program_id(0), tl.program_id(2) * COLS
@@ -150,85 +210,106 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     key = tl.load(k_mean + at * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-    acc = _product(of_head(k, batch, head), of_head(v, batch, head), order, first, k.row, v.row, size, key, value, column, False,
-                   ROWS, COLS, DIM, DIM_PAD)
+    acc = _product(head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head), order, first, k_row, v_row, size,
+                   key, value, column, False, ROWS, COLS, DIM, DIM_PAD)
     _store_columns(out + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _of_length_1(x):
-    return x / tl.maximum(tl.sqrt(tl.sum(x * x, 0)), 1e-20)
+def _number_below(x, size, bound, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before ``bound`` in order."""
+    below = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, size, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        below += ((place < size) & (ordered(tl.load(x + place, mask=place < size, other=0.0)) < bound)).to(tl.int32)
+    return tl.sum(below, 0)
 
 
 @triton.jit
-def _order_kernel(k, v, offsets, projections, order, log_count, heads, blocks, tokens, PARTS: tl.constexpr, ITERATIONS: tl.constexpr,
-                  RANKED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's tokens by their projection on its first principal key direction, and the log of its units' tokens."""
+def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
+                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
+    sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at = batch * heads + head
     first, size = _unit_rows(offsets, block, 1)
-    k_head, v_head = of_head(k, batch, head), of_head(v, batch, head)
-    key = _mean(k_head, None, first, k.row, size, 0, ROWS, DIM_PAD, DIM)
-    sound = _finite(key, _mean(v_head, None, first, v.row, size, 0, ROWS, DIM_PAD, DIM))
-    acc = _product(k_head, k_head, None, first, k.row, k.row, tl.where(sound, size, 0), key, key, 0, True, ROWS, DIM_PAD, DIM, DIM_PAD)
+    k = head_at(k, batch, head, k_batch, k_head)
+    _, acc = _moments(k, None, first, size, k_row, 0, SHIFTED, True, ROWS, DIM_PAD, DIM, DIM_PAD)
     # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The matrix is its transpose, so that every
-    # second product may be over the other axis, on which the direction lies then.
+    # second product may be over the other axis, on which the direction lies then. Of norm 1 it lengthens nothing, and shortens the first
+    # principal direction by no more than the root of DIM a time.
     dims = tl.arange(0, DIM_PAD)
     direction = 1.0 + tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 0)
+    direction /= tl.maximum(tl.sqrt(tl.sum(direction * direction, 0)), 1e-20)
+    acc /= tl.maximum(tl.sqrt(tl.sum(tl.sum(acc * acc, 1), 0)), 1e-20)
     for _step in range(ITERATIONS // 2):
-        across = _of_length_1(tl.sum(acc * direction[None, :], 1))
-        direction = _of_length_1(tl.sum(acc * across[:, None], 0))
+        across = tl.sum(acc * direction[None, :], 1)
+        direction = tl.sum(acc * across[:, None], 0)
     projections += at * tokens + first
     order += at * tokens + first
     rows = tl.arange(0, ROWS)
     for row in range(0, size, ROWS):
-        x = _load_tokens(k_head, None, first + row, k.row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
-        # Where something is not finite the order is the tokens' own.
-        projected = tl.where(sound, tl.sum((x - key[None, :]) * direction[None, :], 1), 0.0)
-        tl.store(projections + row + rows, projected, mask=row + rows < size)
+        x = _load_tokens(k, None, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
+        tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    places = tl.arange(0, RANKED)
-    for i in range(0, size, RANKED):
-        own = i + places
-        mine = tl.load(projections + own, mask=own < size, other=0.0)
-        rank = tl.zeros([RANKED], tl.int32)
-        for j in range(0, size, RANKED):
-            another = j + places
-            theirs = tl.load(projections + another, mask=another < size, other=float("inf"))
-            before = (theirs[None, :] < mine[:, None]) | (theirs[None, :] == mine[:, None]) & (another[None, :] < own[:, None])
-            rank += tl.sum(before.to(tl.int32), 1)
-        tl.store(order + rank, first + own, mask=own < size)
-    for part in tl.static_range(PARTS):
-        count = size * (part + 1) // PARTS - size * part // PARTS
-        known = tl.where(sound & (count > 0), tl.log(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
-        tl.store(log_count + (at * blocks + block) * PARTS + part, known)
+    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit.
+    lower_size = size // 2
+    middle = tl.full([], -(1 << 31), tl.int64)
+    for bit in range(32):
+        higher = middle + (tl.full([], 1 << 31, tl.int64) >> bit)
+        middle = tl.where(_number_below(projections, size, higher, WIDTH) <= lower_size, higher, middle)
+    # Of those that equal it the first fill the lower half.
+    wanted = lower_size - _number_below(projections, size, middle, WIDTH)
+    lowers = tl.full([], 0, tl.int32)
+    for start in range(0, size, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        inside = place < size
+        keys = ordered(tl.load(projections + place, mask=inside, other=0.0))
+        equal = (inside & (keys == middle)).to(tl.int32)
+        lower = (inside & ((keys < middle) | (equal > 0) & (tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
+        wanted -= tl.sum(equal, 0)
+        before = lowers + tl.cumsum(lower, 0) - lower
+        lowers += tl.sum(lower, 0)
+        tl.store(order + tl.where(lower > 0, before, lower_size + place - before), first + place, mask=inside)
 
 
-def principal_order(k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, parts: int, iterations: int, order: Tensor, log_count: Tensor
-                    ) -> None:
-    """Writes order and log_count of ``BlockEstimates``; ``iterations`` are even."""
-    k, v = strided(k), strided(v)
+_launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
+    launcher, (_keys_kernel, _queries_kernel, _covariances_kernel, _order_kernel))
+
+
+def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
+    """Writes order of ``BlockEstimates`` for two units of a block; ``iterations`` are even."""
+    k = strided(k)
     batch, heads, tokens, dim = k.shape
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
-    _order_kernel[(num_blocks, batch * heads)](
-        view(k), view(v), offsets, projections, order, log_count, heads, num_blocks, tokens, PARTS=parts, ITERATIONS=iterations,
-        RANKED=RANKED, ROWS=config.block_n, **_dims(dim), **config.options())
+    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, **_dims(dim))
+    _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
                    parts: int, with_moments: bool) -> Tensor | None:
-    """Writes k_mean, v_mean and, unless ``order`` is given, log_count; returns bfloat16 ``[B, Hkv, U, D * D]``, the keys' covariances."""
+    """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, D * D]``, the keys' covariances."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
     moments = _new_squares(k_mean, units) if with_moments else None
-    config = _config("moments", k)
-    _keys_kernel[(units, batch * heads, _columns(config, dim) if with_moments else 1)](
-        view(k), view(v), order, offsets, k_mean, v_mean, log_count, moments, heads, units, k.shape[2], PARTS=parts,
-        **_tile(config, dim), **config.options())
+    config = _config("keys", k)
+    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, **_tile(config, dim))
+    _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
+                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2]), (), constants,
+                 config)
     return moments
+
+
+def _shifted(k: Tensor) -> bool:
+    """Whether keys must lose what they have in common before they are squared.
+
+    What E[k k^T] and E[k] E[k]^T share cancels. Of bfloat16 products, which have 16 bits, tensor cores' float32 sums lose less than storing
+    the result does, even where a mean is 100 times the deviation; of float16, whose products have 22, they lose 13 % of h there.
+    """
+    return k.dtype != torch.bfloat16
 
 
 def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
@@ -237,8 +318,8 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
     batch, heads, _, dim = q.shape
     moments = _new_squares(q, num_blocks)
     config = _config("moments", q)
-    _queries_kernel[(num_blocks, batch * heads, _columns(config, dim))](
-        view(q), offsets, moments, heads, num_blocks, **_tile(config, dim), **config.options())
+    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments), (*strides(q), heads, num_blocks), (),
+                    dict(SAME=_same(config, dim), **_tile(config, dim)), config)
     return moments
 
 
@@ -250,11 +331,8 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     batch, heads, units, dim = k_mean.shape
     out = _new_squares(k_mean, units)
     config = _config("covariances", k)
-    tile = _tile(config, dim)
-    tile.pop("SAME")
-    _covariances_kernel[(units, batch * heads, _columns(config, dim))](
-        view(k), view(v), order, offsets, k_mean, v_mean, log_count, useful, out, heads, units, k.shape[2], PARTS=parts,
-        **tile, **config.options())
+    _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+                        (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **_tile(config, dim)), config)
     return out
 
 
@@ -274,8 +352,12 @@ def _dims(dim: int) -> dict[str, int]:
 
 def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
     dims = _dims(dim)
-    cols = min(config.block_m, dims["DIM_PAD"])
-    return dict(SAME=cols == dims["DIM_PAD"], ROWS=config.block_n, COLS=cols, **dims)
+    return dict(ROWS=config.block_n, COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+
+
+def _same(config: LaunchConfig, dim: int) -> bool:
+    """Whether a program computes all columns."""
+    return config.block_m >= _dims(dim)["DIM_PAD"]
 
 
 def _columns(config: LaunchConfig, dim: int) -> int:

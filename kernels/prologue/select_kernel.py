@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.primitives import ordered
 from ..lowering.quick_launch import QuickLaunch
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
@@ -94,16 +95,6 @@ def _score_kernel(q, k, bias, scores, rows, group, factor, SIDE: tl.constexpr, P
     shared = tl.load(bias + head // group * rows + column, mask=column < rows, other=0.0)
     at = (head * rows + row)[:, None] * rows + column[None, :]
     tl.store(scores + at, acc * factor + shared[None, :], mask=(row < rows)[:, None] & (column < rows)[None, :])
-
-
-@triton.jit
-def ordered(scores):
-    """int32 in the order of the float32 scores, of which NaN counts as -inf: a float's bits, with all but the sign flipped where it is
-    negative. None is the lowest integer."""
-    # -0.0 equals 0.0, but its bits do not.
-    scores = tl.where(scores == 0, 0.0, tl.where(scores == scores, scores, float("-inf")))
-    bits = scores.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit

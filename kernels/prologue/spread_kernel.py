@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.primitives import ordered
 from ..lowering.quick_launch import QuickLaunch
-from .select_kernel import ordered
 
 # The lowest score that is taken is found eight bits at a time. Its 256 counts are added up over the rows in memory, one addition for each
 # bin and program, so a program takes several rows.

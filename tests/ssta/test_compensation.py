@@ -228,6 +228,24 @@ def test_error_is_the_default_with_a_compensation_alone():
     assert SSTAConfig(compensation="linear", sampling_type="importance").scored_by == "importance"
 
 
+@pytest.mark.parametrize("options", EVERY)
+def test_a_selection_that_is_attended_to_again_gives_the_same_without_its_mass(options):
+    torch.manual_seed(7)
+    q, k, v = field((4, 8, 8), text=3)
+    # Heads of which one is not estimated.
+    q[:, 1] *= 12
+    k[:, 1] += 4 * torch.randn_like(k[:, 1])
+    layout = TokenLayout.video_text((4, 8, 8), 3)
+    config = SSTAConfig(tile_thw=TILE, kernel_thw=(1, 1, 1), topk=2, sparse_type="block_attn", **options)
+    first = ssta_layer(q, k, v, layout, config)
+    assert first.selection.useful.tolist() == [[True, False]]
+    tiles = tile_layout(layout, TILE, "none", torch.device("cpu"))
+    again = estimate_tiles(TiledQKV(tiles, *(tiles.tile(x) for x in (q, k, v))), config, 0.25, first.selection.useful)
+    assert again.mass is None
+    second = ssta_layer(q, k, v, layout, config, selection=first.selection)
+    assert torch.equal(second.out, first.out) and torch.equal(second.exact_mass.isnan(), first.exact_mass.isnan())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", EVERY)
 def test_it_compiles_whole(options):

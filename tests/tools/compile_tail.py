@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ssta.kernels.device import DeviceLimits
-from ssta.kernels.lowering.arguments import Lists, View
+from ssta.kernels.lowering.arguments import View
 from ssta.kernels.portable import tail_rows, tail_statistics
 from ssta.kernels.portable.tail_config import tail_config
 
@@ -28,31 +28,36 @@ from ssta.kernels.portable.tail_config import tail_config
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
-SPILLS = 192
+SPILLS = 112
 INTEGER, NUMBER = "i32", "fp32"
 
 
 def _kernels(name: str, linear: bool, parts: int) -> dict[str, tuple]:
-    """Label -> (kernel, key of the configurations or None, signature, names of tile sizes or further constants)."""
-    view, floats = View(f"*{name}", INTEGER, INTEGER, INTEGER), "*fp32"
-    lists = Lists("*i32", "*i32", *[INTEGER] * 5)
+    """Label -> (kernel, key of the configurations or None, types of its pointers, names of tile sizes or further constants)."""
+    floats, mine = "*fp32", f"*{name}"
     order = "*i32" if parts > 1 else None
-    squares = "*bf16" if linear else None
-    keys = dict(k=view, v=view, order=order, offsets="*i32", k_mean=f"*{name}", v_mean=f"*{name}", log_count=floats)
-    rows = dict(q=view, k_mean=f"*{name}", bias=floats, offsets="*i32")
+    squares, known = ("*bf16", floats) if linear else (None, None)
+    lists = dict(counts="*i32", indices="*i32", useful="*i1")
+    keys = dict(k=mine, v=mine, order=order, offsets="*i32", k_mean=mine, v_mean=mine, log_count=floats)
+    rows = dict(q=mine, k_mean=mine, bias=floats, offsets="*i32")
+    shifted = name != "bf16"
     found: dict[str, tuple] = {
-        "keys": (tail_statistics._keys_kernel, "moments", keys | dict(moments=squares), dict(PARTS=parts)),
-        "queries": (tail_statistics._queries_kernel, "moments", dict(q=view, offsets="*i32", moments="*bf16"), {}),
+        "keys": (tail_statistics._keys_kernel, "keys", keys | dict(moments=squares),
+                 dict(PARTS=parts, SHIFTED=shifted, SUMMED=tail_statistics.SUMMED)),
+        "queries": (tail_statistics._queries_kernel, "moments", dict(q=mine, offsets="*i32", moments="*bf16"), {}),
         "covariances": (tail_statistics._covariances_kernel, "covariances", keys | dict(useful="*i1", out="*bf16"), dict(PARTS=parts)),
-        "order": (tail_statistics._order_kernel, "order", keys | dict(projections=floats, order="*i32"),
-                  dict(PARTS=2, ITERATIONS=10, RANKED=tail_statistics.RANKED)),
-        "bias": (tail_rows._bias_kernel, None, dict(log_count=floats, half_variance=floats if linear else None, lists=lists, useful="*i1",
-                                                    bias=floats), dict(CAP=1.0, PARTS=parts, WIDTH=tail_rows.WIDTH)),
-        "lse": (tail_rows._lse_kernel, "lse", rows | dict(lse=floats), dict(TILES=3)),
-        "weights": (tail_rows._weights_kernel, "weights", rows | dict(half_variance=floats if linear else None, lse=floats,
-                                                                      weights="*bf16"), dict(CAP=1.0, CHUNKS=3)),
-        "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=f"*{name}", matrix=squares, tail_lse=floats, out=view,
-                                                                      lse=floats, share=floats), dict(TILES=3)),
+        "order": (tail_statistics._order_kernel, "order", dict(k=mine, offsets="*i32", projections=floats, order="*i32"),
+                  dict(ITERATIONS=10, WIDTH=tail_statistics.WIDTH, SHIFTED=shifted)),
+        "bias": (tail_rows._bias_kernel, None, dict(log_count=floats, half_variance=known, bias=floats) | lists,
+                 dict(CAP=1.0, PARTS=parts, WIDTH=tail_rows.WIDTH)),
+        "error": (tail_rows._error_kernel, None, dict(mass=floats, half_variance=floats, log_count=floats, scores=floats, error=floats),
+                  dict(PARTS=parts, WIDTH=tail_rows.WIDTH)),
+        "lse": (tail_rows._lse_kernel, "lse", rows | lists | dict(lse=floats, whole=floats, log_count=floats, half_variance=known),
+                dict(CAP=1.0, PARTS=parts, LEAST_LEFT=tail_rows.LEAST_LEFT, TILES=3)),
+        "weights": (tail_rows._weights_kernel, "weights", rows | dict(half_variance=known, lse=floats, weights="*bf16"),
+                    dict(CAP=1.0, CHUNKS=3)),
+        "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=mine, matrix=squares, tail_lse=floats, out=mine, lse=floats,
+                                                                      share=floats), dict(TILES=3)),
     }
     return found
 
@@ -67,8 +72,8 @@ def _compile(kernel, types: dict, constants: dict, options: dict, capability: in
             continue
         signature[name] = kind
         for path, member in [((i,), kind)] if isinstance(kind, str) else [((i, j), member) for j, member in enumerate(kind)]:
-            # As they are with head_dims and tokens that are multiples of 16.
-            if member.startswith("*") or isinstance(kind, View):
+            # As they are with head_dims and tokens that are multiples of 16: strides too.
+            if member.startswith("*") or isinstance(kind, View) or re.fullmatch("(q|k|v|out)_(batch|head|row)", name):
                 aligned[path] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -88,7 +93,7 @@ def configurations() -> dict[str, tuple]:
         for linear, parts in ((True, 1), (True, 2), (False, 1)):
             for kernel in _kernels(name, linear, parts):
                 # What does not depend on the case; and the order at 256, whose matrix alone takes all registers: it is right, and slow.
-                skipped = {"queries", "order", "covariances"} if not linear else {"queries", "order", "lse", "bias"} if parts > 1 else ()
+                skipped = {"queries", "order", "covariances"} if not linear else {"queries", "order"} if parts > 1 else ()
                 if kernel not in skipped and not (kernel == "order" and dim > 128):
                     label = f"{kernel} sm_{capability} D={dim} {name}{'' if linear else ' means'}{' halves' * (parts > 1)}"
                     found[label] = kernel, capability, name, dim, linear, parts
@@ -103,7 +108,7 @@ def check(label: str) -> tuple[str, list[str]]:
     if key is not None:
         config = tail_config(key, dim, DTYPES[name], DeviceLimits(SHARED_MEMORY[capability], capability >= 90))
         options = config.options()
-        every = tail_statistics._tile(config, dim) | dict(M=config.block_m, N=config.block_n)
+        every = tail_statistics._tile(config, dim) | dict(M=config.block_m, N=config.block_n, SAME=tail_statistics._same(config, dim))
         every["DEPTH"] = tail_rows.depth(every["DIM_PAD"], every["M"])
         constants = constants | {size: value for size, value in every.items() if size in kernel.arg_names}
     return verdict(label, kernel, types, constants, options, capability, SPILLS)
