@@ -51,8 +51,7 @@ class BlockEstimates:
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
             autograd.
         lse: float32 ``[B, H, P]``, log-sum-exp of the compensated blocks' queries over all units; None where mass or k_mean is.
-        error: float32 ``[B, H, N]``, the sum of mass x h over units, if known already.
-        chosen: bool ``[B, H]``, the heads that are compensated where an earlier call found them out; mass is then not needed for it.
+        useful: bool ``[B, H]``, the heads that are compensated; None = all.
     """
 
     parts: int
@@ -64,28 +63,24 @@ class BlockEstimates:
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
     lse: Tensor | None = None
-    error: Tensor | None = None
-    chosen: Tensor | None = None
+    useful: Tensor | None = None
 
     def scores(self) -> Tensor:
-        """mass x h, float32 ``[B, H, N, N]``: how far each block's estimate may be off; -inf for blocks that hold NaN or inf."""
+        """mass x h / tokens, float32 ``[B, H, N, N]``: how far each block's estimate may be off, for each key that computing it costs; -inf
+        for blocks that hold NaN or inf."""
         assert self.mass is not None and self.half_variance is not None
         if self.k_mean is not None:
             with torch.no_grad():
                 return _scores(self.mass, self.half_variance, self.log_count, self.parts)
         scores = (self.mass * self.half_variance).unflatten(-1, (-1, self.parts)).sum(-1)
         # Of a block of one token one half is empty, which is nothing bad.
-        bad = self.log_count.isneginf().unflatten(-1, (-1, self.parts)).all(-1)
-        return scores.masked_fill(per_query_head(bad, scores.shape[1])[:, :, None], -torch.inf)
+        tokens = per_query_head(self.log_count.exp().unflatten(-1, (-1, self.parts)).sum(-1), scores.shape[1])[:, :, None]
+        return (scores / tokens).masked_fill(tokens == 0, -torch.inf)
 
-    def useful(self) -> Tensor | None:
-        """bool ``[B, H]``: the heads that are compensated; None = all."""
-        if self.chosen is not None:
-            return self.chosen
-        if self.mass is None or self.half_variance is None:
-            return None
-        error = (self.mass * self.half_variance).sum(-1) if self.error is None else self.error
-        return error.mean(-1) <= USELESS
+
+def useful_heads(error: Tensor) -> Tensor:
+    """bool ``[B, H]``: the heads whose blocks can be estimated. ``error``: ``[B, H, N]``, the sum of mass x h over units."""
+    return error.mean(-1) <= USELESS
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -125,17 +120,18 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         parts: 1 or 2 units of a block.
         linear: whether covariances and h are to take part in the estimate.
         with_mass: whether mass and h are wanted though they do not.
-        useful: ``BlockEstimates.useful()`` of an earlier call, whose selection is attended to again: spares finding the mass.
+        useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again: spares finding the mass.
     """
     with_mass = with_mass or linear and useful is None
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
         log_count, half_variance, mass, order, k_mean, v_mean, lse, error = _estimate(
             q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    known = dict(half_variance=half_variance) if linear or with_mass else {}
-    if with_mass:
-        known |= dict(mass=mass, lse=lse, error=error)
-    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, chosen=useful,
+        known = dict(half_variance=half_variance) if linear or with_mass else {}
+        if with_mass:
+            known |= dict(mass=mass, lse=lse)
+            useful = useful_heads(error)
+    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, useful=useful,
                           **known)
 
 
@@ -167,7 +163,7 @@ def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offs
     run = _add_operator if watched(out) else _add
     tail_lse, share, bias, mixture = run(
         out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
-        estimates.half_variance if estimates.linear else None, estimates.useful(), estimates.lse, estimates.order, estimates.k_mean,
+        estimates.half_variance if estimates.linear else None, estimates.useful, estimates.lse, estimates.order, estimates.k_mean,
         estimates.v_mean, num_blocks, longest, estimates.parts, scale)
     return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
 

@@ -199,7 +199,7 @@ def ssta_layer(
     if selection is None:
         selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
         if estimates is not None:
-            selection = replace(selection, useful=estimates.useful())
+            selection = replace(selection, useful=estimates.useful)
     del scores
     q, k, v = tiled.release_q(), tiled.k, tiled.v
     # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, without_autocast
+from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, useful_heads, without_autocast
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float, useful: Te
         tiled: q, k and v in the order of the tiles.
         config: its compensation, which is not "none", its parts, and whether "error" selects.
         scale: factor on the scores.
-        useful: ``BlockEstimates.useful()`` of the call whose selection is attended to again; "error" need not select then.
+        useful: ``BlockEstimates.useful`` of the call whose selection is attended to again; "error" need not select then.
     """
     q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
     if kernels_run(q):
@@ -106,7 +106,7 @@ def compensate(
         query tile's rows, NaN where a head does without the estimate of what is left out; a constant.
     """
     out, lse, share = _merged(out, lse, q, k, v, layout, blocks, estimates, scale)
-    useful = estimates.useful()
+    useful = estimates.useful
     if useful is not None:
         incomplete = blocks.counts[..., :layout.num_video_tiles] < layout.num_tiles
         share = share.masked_fill(incomplete & ~useful[..., None], torch.nan)
@@ -154,7 +154,7 @@ def _estimate_in_torch(
     members, counts = tiles.members(parts)
     log_count = counts.to(k_tiles.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
     if not linear and (config.scored_by != "error" or useful is not None):
-        return BlockEstimates(parts, linear, log_count, order=order, chosen=useful)
+        return BlockEstimates(parts, linear, log_count, order=order, useful=useful)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
     # A query that is not finite is no part of what its tile has in common.
@@ -163,12 +163,12 @@ def _estimate_in_torch(
     moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
     half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
     if useful is not None:
-        return BlockEstimates(parts, linear, log_count, half_variance, order=order, chosen=useful)
+        return BlockEstimates(parts, linear, log_count, half_variance, order=order, useful=useful)
     logits = scale * tiles.join(queries) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
     mass = tiles.cut((logits + bias.expand(-1, -1, tiles.number, -1).index_select(2, tiles.of_slot)).softmax(-1).nan_to_num(0))
     mass = (mass * sound).sum(3) / tiles.lengths.clamp(min=1)[:, None]
-    return BlockEstimates(parts, linear, log_count, half_variance, mass, order)
+    return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful_heads((mass * half_variance).sum(-1)))
 
 
 def _bias(log_count: Tensor, half_variance: Tensor | None, heads: int) -> Tensor:
@@ -214,7 +214,7 @@ def _compensate_in_torch(
     k_mean, v_mean = (per_query_head(x.flatten(2, 3), heads) for x in (k_mean, v_mean))
     half_variance = estimates.half_variance if estimates.linear else None
     selected = blocks.to_mask()[..., :tiles.number, :tiles.number].repeat_interleave(estimates.parts, -1)
-    useful = estimates.useful()
+    useful = estimates.useful
     if useful is not None:
         selected = selected | ~useful[..., None, None]
     bias = _bias(estimates.log_count, half_variance, heads).masked_fill(selected, -torch.inf)

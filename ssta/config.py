@@ -35,8 +35,8 @@ class SSTAConfig:
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
-        sampling_type: "similarity", "importance", "error" (the estimated softmax mass of a tile times how far its estimate is off, see
-            ``ssta.compensation``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
+        sampling_type: "similarity", "importance", "error" (the estimated softmax mass of a tile times how far its estimate is off, for each
+            of its tokens, see ``ssta.compensation``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
             ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
             floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given. None = "error" with a
             compensation, else "similarity".

@@ -72,7 +72,8 @@ def _bias_kernel(log_count, half_variance, counts, indices, useful, bias, lists_
 
 @triton.jit
 def _error_kernel(mass, half_variance, log_count, scores, error, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of a block's units, -inf where nothing is estimated of any, into scores; and their sum over blocks into error."""
+    """mass x h of a block's units for each of its tokens, -inf where nothing is estimated of any, into scores; and the sum of mass x h over
+    blocks into error."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
@@ -82,15 +83,15 @@ def _error_kernel(mass, half_variance, log_count, scores, error, heads, group, b
         item = start + tl.arange(0, WIDTH)
         inside = item < blocks
         score = tl.zeros([WIDTH], tl.float32)
-        known = tl.full([WIDTH], float("-inf"), tl.float32)
+        tokens = tl.zeros([WIDTH], tl.float32)
         for part in tl.static_range(PARTS):
             unit = item * PARTS + part
             score += tl.load(mass + row * units + unit, mask=inside, other=0.0) * tl.load(half_variance + row * units + unit, mask=inside,
                                                                                         other=0.0)
-            known = tl.maximum(known, tl.load(log_count + unit, mask=inside, other=0.0))
+            tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
         total += score
         if scores is not None:
-            tl.store(scores + row * blocks + item, tl.where(known == float("-inf"), float("-inf"), score), mask=inside)
+            tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
     if error is not None:
         tl.store(error + row, tl.sum(total, 0))
 
@@ -306,8 +307,8 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
 
 
 def errors(mass: Tensor, half_variance: Tensor, log_count: Tensor, scores: Tensor | None, error: Tensor | None) -> None:
-    """Writes ``scores``, float32 ``[B, H, N, N]``: mass x h of each block's units, -inf where nothing is estimated of any; and ``error``,
-    float32 ``[B, H, N]``, its sum over the blocks that are estimated."""
+    """Writes ``scores``, float32 ``[B, H, N, N]``: mass x h of each block's units over its tokens, -inf where nothing is estimated of any;
+    and ``error``, float32 ``[B, H, N]``, the sum of mass x h over the blocks that are estimated."""
     batch, heads, blocks, units = mass.shape
     _launch_error((blocks, batch * heads, 1), (mass, half_variance, log_count, scores, error),
                   (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)

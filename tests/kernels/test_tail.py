@@ -7,7 +7,7 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from tail_cases import bfloat16_products, same_estimates, tail_case  # noqa: F401
 
-from ssta.kernels import BlockEstimates, tail
+from ssta.kernels import BlockEstimates, tail, useful_heads
 
 pytestmark = pytest.mark.usefixtures("bfloat16_products")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,10 +98,8 @@ def test_what_lists_leave_of_the_whole_is_the_tail(parts, linear, monkeypatch):
     case.q[:, :, 87:120] = 3 * case.k[:, :, 57:58].repeat_interleave(2, 1)
     case.q[0, 0, 60, 1], case.k[0, 1, 125, 3] = torch.nan, torch.nan
     blocks, estimates = case.lists(mask), case.estimate()
-    error = estimates.error.clone()
-    error[0, 3] = 1e6
-    estimates = dataclasses.replace(estimates, error=error)
-    assert estimates.useful().tolist() == [[True, True, True, False]]
+    assert estimates.useful.tolist() == [[True, True, True, True]]
+    estimates = dataclasses.replace(estimates, useful=torch.tensor([[True, True, True, False]], device=DEVICE))
     run, found = tail_rows.tail_lse, []
     monkeypatch.setattr(tail_rows, "tail_lse", lambda *args: found.append(args) or run(*args))
     (out, lse), _ = case.exact(blocks)
@@ -121,17 +119,19 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
-    plain = dataclasses.replace(estimates, k_mean=None, v_mean=None, error=None)
+    plain = dataclasses.replace(estimates, k_mean=None, v_mean=None)
     scores = estimates.scores()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
     torch.testing.assert_close(scores, plain.scores())
-    torch.testing.assert_close(estimates.error.mean(-1), (estimates.mass * estimates.half_variance).sum(-1).mean(-1))
-    assert torch.equal(estimates.useful(), plain.useful())
+    errors = (estimates.mass * estimates.half_variance).unflatten(-1, (4, parts)).sum(-1)
+    tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
+    torch.testing.assert_close((scores * tokens)[0], errors[0])
+    assert torch.equal(estimates.useful, useful_heads((estimates.mass * estimates.half_variance).sum(-1)))
 
 
 def test_means_need_no_mass(monkeypatch):
     _, _, estimates = check(tail_case([20, 35, 9], 3, linear=False, device=DEVICE), monkeypatch, with_mass=False)
-    assert estimates.mass is None and estimates.useful() is None
+    assert estimates.mass is None and estimates.useful is None
 
 
 @both_parts
@@ -173,11 +173,11 @@ def test_heads_that_are_not_useful_do_without(monkeypatch):
     def useless(estimates):
         mass = estimates.mass.clone()
         mass[0, 2] *= 1e6
-        return dataclasses.replace(estimates, mass=mass, error=None)
+        return dataclasses.replace(estimates, mass=mass, useful=useful_heads((mass * estimates.half_variance).sum(-1)))
 
     case = tail_case([40, 17, 30], 3, heads=4, kv_heads=2, device=DEVICE)
     (added, added_lse, share), (out, lse, _), estimates = check(case, monkeypatch, change=useless)
-    assert estimates.useful().tolist() == [[True, True, False, True]]
+    assert estimates.useful.tolist() == [[True, True, False, True]]
     assert same_bits((added[0, 2], added_lse[0, 2]), (out[0, 2], lse[0, 2])) and (share[0, 2] == 1).all()
 
 
@@ -311,7 +311,7 @@ def test_the_operators_keep_their_contract():
     torch.library.opcheck(torch.ops.ssta.estimate_blocks, (case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True), **checks)
     torch.library.opcheck(torch.ops.ssta.add_tail, (
         out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
-        estimates.useful(), estimates.lse, estimates.order, estimates.k_mean, estimates.v_mean, *numbers, 2, 0.25), **checks)
+        estimates.useful, estimates.lse, estimates.order, estimates.k_mean, estimates.v_mean, *numbers, 2, 0.25), **checks)
     torch.library.opcheck(torch.ops.ssta.block_scores, (estimates.mass, estimates.half_variance, estimates.log_count, 2), **checks)
 
 
