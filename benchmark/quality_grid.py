@@ -11,9 +11,9 @@ from ssta.pipelines.families.wan import WAN
 from ssta.pipelines.presets import PRESETS, preset_settings
 
 Triple = tuple[int, int, int]
-# Shares of the tile pairs; of 45 tiles 4 or 5, 7 and 13 or 14. MIDDLE is the one at which everything else is varied.
-DENSITIES = (0.156, 0.1, 0.3)
+# Shares of the tile pairs; of 45 tiles 7, 13 or 14, and 4 or 5. MIDDLE is the one at which everything else is varied.
 MIDDLE = 0.156
+DENSITIES = (MIDDLE, 0.3, 0.1)
 # What the tiles that are not computed contribute, by name.
 DROPPED: dict[str, object] = {}
 MEAN: dict[str, object] = {"compensation": "mean"}
@@ -69,8 +69,9 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
-    makers = (floors(gpu), ways(main), warm_ups(main), presets(), other_tiles(tiles.others), refreshed(main), by_noise(main),
-              allocations(main), windows(main), as_published(main), everything(main))
+    makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
+              small_tiles(tiles.others[0]), by_noise(main), refreshed(main), allocations(main), by_similarity(main), presets(),
+              ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
@@ -84,12 +85,17 @@ def floors(gpu: bool) -> Iterator[Entry]:
     yield Entry("dense", "dense, other noise", noise=1000)
 
 
-def ways(tile: Triple) -> Iterator[Entry]:
-    for density in DENSITIES:
-        for way, options in WAYS.items():
-            yield Entry(way, f"{way} {density:g}", kept(tile, density, **options), shown=density == MIDDLE)
-            if options and density == MIDDLE:
-                yield Entry(way, f"{way} {density:g}, by similarity", kept(tile, density, sampling_type="similarity", **options))
+def ways(tile: Triple, density: float, ending: str = "") -> Iterator[Entry]:
+    for way, options in WAYS.items():
+        yield Entry("tiles" if ending else way, f"{way} {density:g}{ending}", kept(tile, density, **options),
+                    shown=density == MIDDLE and not ending)
+
+
+def by_similarity(tile: Triple) -> Iterator[Entry]:
+    """What is computed exactly chosen as if nothing were estimated."""
+    for way, options in WAYS.items():
+        if options:
+            yield Entry(way, f"{way} {MIDDLE:g}, by similarity", kept(tile, MIDDLE, sampling_type="similarity", **options))
 
 
 def warm_ups(tile: Triple) -> Iterator[Entry]:
@@ -124,18 +130,19 @@ def allocations(tile: Triple) -> Iterator[Entry]:
         yield Entry("by head", f"{way} {MIDDLE:g}, by head", kept(tile, MIDDLE, allocation="head", **options))
 
 
-def other_tiles(tiles: tuple[Triple, ...]) -> Iterator[Entry]:
-    for tile in tiles:
-        for way, options in WAYS.items():
-            yield Entry("tiles", f"{way} {MIDDLE:g}, tile {_by(tile)}", kept(tile, MIDDLE, **options))
-        for density in DENSITIES:
-            if density != MIDDLE:
-                yield Entry("tiles", f"linear {density:g}, tile {_by(tile)}", kept(tile, density, **LINEAR))
-    # The defaults' tile: with and without their window and warm-up.
-    tile = tiles[0]
-    yield Entry("tiles", f"linear {MIDDLE:g}, tile {_by(tile)}, warm-up 15 %", kept(tile, MIDDLE, **LINEAR), Schedule(dense_steps=0.15))
-    yield Entry("tiles", f"linear {MIDDLE:g}, tile {_by(tile)}, window 3x3x3",
-                kept(tile, MIDDLE, sparse_type="ssta", kernel_thw=(3, 3, 3), **LINEAR))
+def small_tiles(tile: Triple) -> Iterator[Entry]:
+    """The defaults' tile, as it is used: with a warm-up, with a window, and with fewer of them."""
+    config, named = kept(tile, MIDDLE, **LINEAR), f"linear {MIDDLE:g}{_of_tile(tile)}"
+    yield Entry("tiles", f"{named}, warm-up 15 %", config, Schedule(dense_steps=0.15))
+    yield Entry("tiles", f"{named}, window 3x3x3", replace(config, sparse_type="ssta", kernel_thw=(3, 3, 3)))
+    for density in DENSITIES[1:]:
+        yield Entry("tiles", f"linear {density:g}{_of_tile(tile)}", kept(tile, density, **LINEAR))
+
+
+def other_tile(tile: Triple) -> Iterator[Entry]:
+    yield from ways(tile, MIDDLE, _of_tile(tile))
+    for density in DENSITIES[1:]:
+        yield Entry("tiles", f"linear {density:g}{_of_tile(tile)}", kept(tile, density, **LINEAR))
 
 
 def windows(tile: Triple) -> Iterator[Entry]:
@@ -162,6 +169,10 @@ def everything(tile: Triple) -> Iterator[Entry]:
 def fine_tuned(tile: Triple) -> dict[str, SSTAConfig]:
     """What models are fine-tuned through."""
     return {f"{way} 0.15": kept(tile, 0.15, **options) for way, options in {"dropped": DROPPED, "linear": LINEAR}.items()}
+
+
+def _of_tile(tile: Triple) -> str:
+    return f", tile {_by(tile)}"
 
 
 def _by(triple: Triple) -> str:
