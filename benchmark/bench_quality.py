@@ -16,8 +16,9 @@ Every configuration (quality_grid.py) is put in by apply_ssta and samples the sa
     exact_mass             share of the softmax that is computed exactly, where the rest is estimated
     sample_s               seconds for the videos of one seed
 
-Rows "fine-tune" are about training through SSTA: the same steps from the same weights, dense and sparse. gap_closed is the share, in
-percent, of the distance between sparse and dense loss (of the densely trained weights) that training through SSTA closed.
+Rows "fine-tune" are about training through SSTA: the same steps from the same weights, dense and sparse; loss is that of the clips that
+are trained on. gap_closed is the share, in percent, of the distance between sparse and dense loss (of the densely trained weights) that
+training through SSTA closed.
 """
 
 from __future__ import annotations

@@ -108,11 +108,11 @@ class Bench:
             columns[name], columns[f"{name}_spread"] = mean_and_spread(video[name] for video in videos)
         return columns
 
-    def loss_of(self, model: VideoModel, entry: Entry) -> float:
-        """Held-out loss of another model of this kind, made ready by ``loaded``, under ``entry``."""
+    def loss_of(self, model: VideoModel, entry: Entry, latents: Tensor) -> float:
+        """Loss of ``latents`` of another model of this kind, made ready by ``loaded``, under ``entry``."""
         sampler = Sampler(model, self._labels[:1], 0, self._samplers[0].steps)
         with under(entry, sampler):
-            return held_out_loss(sampler, self.held)
+            return held_out_loss(sampler, latents)
 
     def _add_sample(self, entry: Entry, **found: object) -> None:
         self.add(dict(what="sample", group=entry.group, name=entry.name, **found))

@@ -54,7 +54,7 @@ class SSTA:
                         "Share of the pairs of tiles that is computed exactly, whatever the resolution. 0 where top_k says it."}),
             "top_k": ("INT", {"default": 0, "min": 0, "max": 4096, "tooltip":
                       "Tiles that each tile attends to. 0 where density says it."}),
-            "tile": ("STRING", {"default": "2x8x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all do well."}),
+            "tile": ("STRING", {"default": "4x4x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all do well."}),
             "dense_steps": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
                             "First share of the sampler's steps with the model's own attention. Where two samplers share a generation, "
                             "as for Wan 2.2, the second one's model can have 0."}),

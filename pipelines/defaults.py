@@ -13,5 +13,5 @@ def small_tiles() -> SSTAConfig:
     At one density tiles of 128 tokens come 3 to 5 dB nearer to the dense video of the small model of ``benchmark/bench_quality.py`` than
     tiles of 256, and those 3 dB nearer than HunyuanVideo-1.5's 384. Their estimates take longer; at equal time they are still nearer.
     """
-    return SSTAConfig(tile_thw=(2, 8, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
+    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
                       variants=((1, {"tile_thw": (1, 8, 16)}),))

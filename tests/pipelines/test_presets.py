@@ -40,7 +40,7 @@ def test_warm_ups_and_densities_fall_together():
 
 def test_variants_keep_their_tiles():
     config, _ = preset_settings(family_of(TINY["hunyuan_video_15"].build()), "fast")
-    assert config.for_canvas((1, 45, 80)).tile_thw == (1, 8, 16) and config.for_canvas((31, 45, 80)).tile_thw == (2, 8, 8)
+    assert config.for_canvas((1, 45, 80)).tile_thw == (1, 8, 16) and config.for_canvas((31, 45, 80)).tile_thw == (4, 4, 8)
     assert config.for_canvas((1, 45, 80)).density == config.density == PRESETS["fast"].density
 
 

@@ -289,4 +289,4 @@ def test_the_plug_in_loads_beside_the_diffusers_that_vllm_omni_asks_for(folder):
                "print(diffusers.__version__, plug.config_from('{}').tile_thw)")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path])})
-    assert run.stdout.strip() == f"{requirement.split('==')[1]} (2, 8, 8)", run.stderr
+    assert run.stdout.strip() == f"{requirement.split('==')[1]} (4, 4, 8)", run.stderr
