@@ -26,10 +26,14 @@ def masked_attention(q, k, v, seen, scale):
     return (scale * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
+def block_of_token(blocks):
+    order = torch.cat([torch.tensor(tokens) for tokens in blocks]).argsort()
+    return torch.cat([torch.full((len(tokens),), number) for number, tokens in enumerate(blocks)])[order]
+
+
 def spread_mask(blocks, rows, columns):
     """A mask over blocks as one over tokens: ``rows`` and ``columns`` are each block's tokens."""
-    row_of, column_of = (torch.cat([torch.full((len(ids),), i) for i, ids in enumerate(of)])[torch.cat(list(map(torch.tensor, of))).argsort()]
-                         for of in (rows, columns))
+    row_of, column_of = map(block_of_token, (rows, columns))
     return blocks[..., row_of, :][..., column_of]
 
 
@@ -49,3 +53,20 @@ def video_sparse_attention(q, k, v, gate, thw, sparsity, tile_thw=(4, 4, 4), sca
         share = pooled[:, :, number, None].expand(-1, -1, len(tile), -1)
         out = out.index_add(2, torch.tensor(tile), share if gate is None else gate[:, :, tile] * share)
     return out, kept
+
+
+FEATURES = {"softmax": lambda x: x.softmax(-1), "elu": lambda x: torch.where(x > 0, x + 1, x.exp()), "relu": lambda x: x.clamp(min=0)}
+
+
+def sparse_linear_attention(q, k, v, weight, bias, density, feature_map, q_block, kv_block):
+    """SLA of thu-ml/SLA's main branch: q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, weight ``[D, D]``, bias ``[D]``; float64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    rows, columns = ([list(range(i, min(i + size, q.shape[2]))) for i in range(0, q.shape[2], size)] for size in (q_block, kv_block))
+    smooth = (k - k.mean(2, keepdim=True)).detach()
+    q_mean, k_mean = (torch.stack([x[:, :, block].mean(2) for block in blocks], 2) for x, blocks in ((q.detach(), rows), (smooth, columns)))
+    kept = best_of_rows(q_mean @ k_mean.mT, min(len(columns), int(density * len(columns))))
+    exact = masked_attention(q, k, v, spread_mask(kept, rows, columns), q.shape[-1] ** -0.5)
+    fq, fk = FEATURES[feature_map](q), FEATURES[feature_map](k)
+    weights = fq @ fk.mT
+    linear = weights @ v / (1e-5 + weights.sum(-1, keepdim=True))
+    return exact + linear @ weight.T + bias
