@@ -102,8 +102,8 @@ def install_all(
     """``install`` for each (name, model, context, processors by site, modules to add by name), or, after an exception, for none."""
     installed: list[tuple[str, nn.Module, Installation]] = []
     try:
-        for name, module, *changes in plans:
-            installed.append((name, module, install(module, *changes)))
+        for name, module, context, replacements, added in plans:
+            installed.append((name, module, install(module, context, replacements, added)))
     except BaseException:
         for _, module, _ in installed:
             uninstall(module)

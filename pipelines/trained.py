@@ -75,8 +75,8 @@ def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
             raise ValueError(f"model must be a transformer of Wan's, which {branch.method} checkpoints are for, got {type(model).__name__}")
         if hasattr(site.module, branch.module):
             raise ValueError(f"{site.name} must have no {branch.module} of its own, got one")
-        like = site.module.to_q.weight
-        if like.device.type == "meta":
+        module: Any = site.module
+        if module.to_q.weight.device.type == "meta":
             raise ValueError(f"model must have its weights before those of {branch.method} come to them, got {site.name}.to_q on the meta "
                              "device; apply it before offloading")
     return sites

@@ -135,3 +135,17 @@ def test_never_waits_for_the_gpu_and_can_be_captured():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the GPU, where the tests above are of it")
+def test_triton_s_kernels_are_the_formulas():
+    thw = (4, 5, 9)
+    tensors = inputs(thw, dim=16, dtype=torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    out, (expected, _) = video_sparse_attention(*tensors, thw, 0.5, impl="triton"), by_definition(*wide, thw, 0.5, rounded=torch.float16)
+    eps = torch.finfo(torch.float16).eps
+    assert (out.double() - expected).abs().max() < 4 * eps * expected.abs().max()
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double())):
+        assert (found.double() - wanted).abs().max() < 6 * eps * wanted.abs().max()
