@@ -113,7 +113,12 @@ def vsa_layer(
     exact, _, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
     del q, k, v
     exact, spread = tiles.untile(exact), _spread(pooled, tiles)
-    return LayerResult(exact + spread if gate is None else torch.addcmul(exact, gate, spread), selection, route)
+    if gate is None:
+        out = exact + spread
+    else:
+        # Without gradients nobody asks for the exact part again.
+        out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
+    return LayerResult(out, selection, route)
 
 
 @remember_plain
