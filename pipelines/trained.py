@@ -137,8 +137,8 @@ def _layer(module: Any, parameters: list[tuple[str, Tensor | None]], branch: Bra
         if tuple(x.shape) != shape or not x.is_floating_point():
             raise ValueError(f"weights' {name} must be a floating-point tensor of shape {shape} for this model, got {x.dtype} of shape "
                              f"{tuple(x.shape)}")
-        # Quantised weights say nothing of what is computed in.
-        dtype = like.dtype if like.dtype in _COMPUTED else x.dtype
+        # Quantised weights say nothing of what is computed in; norms are not quantised.
+        dtype = like.dtype if like.dtype in _COMPUTED else module.norm_q.weight.dtype
         own = x.detach().to(like.device, dtype, copy=True).contiguous()
         setattr(layer, attribute, nn.Parameter(own, requires_grad=like.requires_grad))
     return layer.train(module.training)

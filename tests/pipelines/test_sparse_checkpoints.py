@@ -235,6 +235,11 @@ def test_a_branch_takes_dtype_device_and_training_of_the_model_and_may_lack_a_bi
     with apply_vsa(model, weights):
         gate = model.blocks[0].attn1.to_gate_compress
         assert gate.weight.dtype == torch.bfloat16 and gate.bias is None and not gate.weight.requires_grad and not gate.training
+    for block in model.blocks:
+        # As quantised and layerwise cast models have it.
+        block.attn1.to_q.weight.data = block.attn1.to_q.weight.data.to(torch.float8_e4m3fn)
+    with apply_vsa(model, weights):
+        assert model.blocks[0].attn1.to_gate_compress.weight.dtype == torch.bfloat16
 
 
 def test_a_copy_lives_on_its_own_and_a_dropped_model_is_freed():

@@ -35,8 +35,9 @@ def test_forward_and_backward_are_the_published_formulas(thw, sparsity):
 def test_other_tiles_another_scale_and_no_gate():
     q, k, v, _ = inputs((5, 6, 7))
     expected, _ = by_definition(q, k, v, None, (5, 6, 7), 0.6, (2, 3, 4), 0.7)
-    torch.testing.assert_close(video_sparse_attention(q, k, v, None, (5, 6, 7), 0.6, tile_thw=(2, 3, 4), scale=0.7), expected,
-                               rtol=1e-9, atol=1e-9)
+    for impl in ("auto", "reference"):
+        out = video_sparse_attention(q, k, v, None, (5, 6, 7), 0.6, tile_thw=(2, 3, 4), scale=0.7, impl=impl)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
