@@ -55,6 +55,7 @@ sanitize: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmark/bench_kernels.py
 	$(BIN)/python benchmark/bench_layer.py
+	$(BIN)/python benchmark/bench_vsa.py
 	$(BIN)/python benchmark/bench_host.py
 	$(BIN)/python benchmark/bench_pipeline.py
 	$(BIN)/python benchmark/bench_errors.py

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from .processor import SSTAProcessor
     from .report import LayerRun, RunReport
     from .schedule import Schedule
+    from .sparse_checkpoints import apply_sla, apply_vsa
 
 __all__ = [
     "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
-    "apply_ssta", "register_family", "remove_ssta", "stack_sites", "supported_models",
+    "apply_sla", "apply_ssta", "apply_vsa", "register_family", "remove_ssta", "stack_sites", "supported_models",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
     "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
-    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_ssta": "apply",
-    "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
+    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_sla": "sparse_checkpoints",
+    "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "register_family": "family", "remove_ssta": "apply", "stack_sites": "family",
+    "supported_models": "family",
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.
 _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.items()}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ssta import SSTAConfig
 from ssta.kernels import require_impl
@@ -19,14 +17,13 @@ from .calibration import Calibration
 from .context import ModelContext
 from .density import with_density
 from .family import Family, Site, family_of
+from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
 from .presets import preset_settings
 from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
 from .schedule import Schedule
 
-# Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
-_ATTRIBUTE = "_ssta_installation"
 _TRANSFORMERS = ("transformer", "transformer_2")
 # Stands for the first 15 % of the steps where nothing counts them: about what flow matching with a shift of 3 spends there.
 _WARM_UP_NOISE = 0.95
@@ -95,14 +92,21 @@ def apply_ssta(
     progress = Progress(pipeline, scheduler)
     found = transformers_of(model)
     names = [name for name, _ in found]
-    plans = [(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl)) for name, module in found]
-    installed: list[tuple[str, nn.Module, _Installation]] = []
+    return install_all([(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl), {})
+                        for name, module in found])
+
+
+def install_all(
+    plans: Sequence[tuple[str, nn.Module, ModelContext, list[tuple[Site, SSTAProcessor]], Mapping[str, nn.Module]]],
+) -> SSTAHandle:
+    """``install`` for each (name, model, context, processors by site, modules to add by name), or, after an exception, for none."""
+    installed: list[tuple[str, nn.Module, Installation]] = []
     try:
-        for name, module, context, replacements in plans:
-            installed.append((name, module, _install(module, context, replacements)))
+        for name, module, context, replacements, added in plans:
+            installed.append((name, module, install(module, context, replacements, added)))
     except BaseException:
         for _, module, _ in installed:
-            _uninstall(module)
+            uninstall(module)
         raise
     return SSTAHandle(installed)
 
@@ -116,17 +120,17 @@ def remove_ssta(model: Any) -> None:
         TypeError: not a model or a pipeline.
         ValueError: SSTA is not applied.
     """
-    applied = [module for _, module in transformers_of(model) if _installation(module) is not None]
+    applied = [module for _, module in transformers_of(model) if installation_of(module) is not None]
     if not applied:
         raise ValueError(f"model must have SSTA applied before it is removed, got {type(model).__name__} without it")
     for module in applied:
-        _uninstall(module)
+        uninstall(module)
 
 
 class SSTAHandle:
     """What ``apply_ssta`` returns: the way to look at what ran, and the way back."""
 
-    def __init__(self, installed: list[tuple[str, nn.Module, _Installation]]) -> None:
+    def __init__(self, installed: list[tuple[str, nn.Module, Installation]]) -> None:
         self._installed = installed
 
     @property
@@ -168,7 +172,7 @@ class SSTAHandle:
         if not still:
             raise ValueError("SSTA must still be applied before the handle can remove it, got a handle that was removed before")
         for _, module, _ in still:
-            _uninstall(module)
+            uninstall(module)
 
     def __enter__(self) -> SSTAHandle:
         return self
@@ -177,26 +181,8 @@ class SSTAHandle:
         if self.active:
             self.remove()
 
-    def _still_applied(self) -> list[tuple[str, nn.Module, _Installation]]:
-        return [entry for entry in self._installed if _installation(entry[1]) is entry[2]]
-
-
-@dataclass
-class _Installation:
-    """What one model's installation changed: the processors that were replaced, by site, and hooks."""
-
-    context: ModelContext
-    originals: dict[str, Any]
-    hooks: list[RemovableHandle]
-
-    def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
-        """(name, processor) of the sites where this installation's processor is still in place."""
-        found = []
-        for name in self.originals:
-            processor: Any = model.get_submodule(name).processor
-            if isinstance(processor, SSTAProcessor) and processor.context is self.context:
-                found.append((name, processor))
-        return found
+    def _still_applied(self) -> list[tuple[str, nn.Module, Installation]]:
+        return [entry for entry in self._installed if installation_of(entry[1]) is entry[2]]
 
 
 def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
@@ -213,10 +199,6 @@ def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
     if not found:
         raise TypeError(f"model must be a transformer or a pipeline with a .transformer, got {type(model).__name__}")
     return found
-
-
-def _installation(model: nn.Module) -> _Installation | None:
-    return vars(model).get(_ATTRIBUTE)
 
 
 def _require_scheduler(scheduler: Any) -> None:
@@ -239,9 +221,8 @@ def _plan(
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
     """The context and, for each site, the processor to install; changes nothing yet. ``named``: the model's name, and all of them."""
     family = family_of(model)
-    if _installation(model) is not None:
-        raise ValueError(f"model must not have SSTA applied already, got {type(model).__name__} with it; call remove_ssta(model) first")
-    sites = _sites(family, model)
+    require_bare(model)
+    sites = sites_of(family, model)
     calibration = None
     if isinstance(config, Calibration):
         calibration, config = config, config.config
@@ -258,52 +239,7 @@ def _plan(
     elif isinstance(schedule.density, float):
         config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(model, family, config, schedule, progress, impl)
-    context.sites = tuple([site.name for site in sites])
-    replacements: list[tuple[Site, SSTAProcessor]] = []
-    for site, own in zip(sites, schedule.for_layers([site.name for site in sites], config)):
-        processor = site.replacement(context)
-        if not isinstance(processor, SSTAProcessor) or getattr(processor, "context", None) is not context:
-            raise TypeError(f"{site.name}'s Site.replacement must return an SSTAProcessor with the context it was called with, "
-                            f"got {type(processor).__name__}")
-        if any(processor is other for _, other in replacements):
-            raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
-        processor.config = own
-        # A layer's own configuration keeps its own budget.
-        processor.by_level = by_level if own is config else ()
-        replacements.append((site, processor))
-    return context, replacements
-
-
-def _sites(family: Family, model: nn.Module) -> list[Site]:
-    """The family's sites in this model, each of them known to be what it says."""
-    found = family.sites(model)
-    if not isinstance(found, Iterable):
-        raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(found).__name__}")
-    sites = list(found)
-    if not sites:
-        raise ValueError(f"{family.model}'s Family.sites must yield at least one Site, got none")
-    seen: dict[int, str] = {}
-    for site in sites:
-        if not isinstance(site, Site):
-            raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(site).__name__}")
-        try:
-            module = model.get_submodule(site.name)
-        except AttributeError:
-            module = None
-        if module is not site.module:
-            raise ValueError(f"Site.name must be the dotted name of Site.module in {type(model).__name__}, got {site.name!r}, which is "
-                             f"{'no module' if module is None else 'another module'}")
-        if id(module) in seen:
-            raise ValueError(f"Family.sites must yield every module once, got {site.name!r} and {seen[id(module)]!r} for the same one")
-        seen[id(module)] = site.name
-        processor = getattr(module, "processor", None)
-        if type(processor) not in site.classes:
-            raise ValueError(f"{site.name} must have its original processor {' or '.join(kind.__name__ for kind in site.classes)}, "
-                             f"got {'none' if processor is None else type(processor).__name__}; put the original processor back first")
-        parallel = getattr(processor, "_parallel_config", None)
-        if parallel is not None:
-            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {parallel}")
-    return sites
+    return context, processors_for(context, sites, by_level)
 
 
 def _settings(
@@ -327,71 +263,3 @@ def _settings(
                              "the pipeline, give its scheduler, or use dense_above")
         schedule = replace(schedule, dense_steps=0.0, dense_above=_WARM_UP_NOISE)
     return config, schedule
-
-
-def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[Site, SSTAProcessor]]) -> _Installation:
-    installation = _Installation(context, {}, [])
-    try:
-        for site, replacement in replacements:
-            module: Any = site.module
-            installation.originals[site.name] = original = module.processor
-            _copy_settings(original, replacement)
-            module.processor = replacement
-        hooks = installation.hooks
-        hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
-        hooks.append(model.register_forward_hook(context.finish))
-        for block in _first_blocks(model, list(installation.originals)):
-            hooks.append(block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True))
-        setattr(model, _ATTRIBUTE, installation)
-    except BaseException:
-        _undo(model, installation)
-        raise
-    return installation
-
-
-def _first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
-    """The first block of each stack that has sites, by names such as blocks.0.attn1. A site without a dot has no block."""
-    names = [name.rpartition(".")[0] for name in sites if "." in name]
-    first = {name.rpartition(".")[0]: name for name in reversed(names)}
-    return [model.get_submodule(name) for name in first.values()]
-
-
-def _channels_side_by_side(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a stack's first block: tokens ``[B, S, C]`` with a token's channels next to one another in memory.
-
-    A patch embedding by convolution leaves those of a channel so, and each block hands the order on: every norm would copy its input first,
-    and every residual sum go through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
-    HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself.
-    """
-    if torch.compiler.is_compiling():
-        return args, kwargs
-    return tuple(map(_contiguous_tokens, args)), {name: _contiguous_tokens(value) for name, value in kwargs.items()}
-
-
-def _contiguous_tokens(x: Any) -> Any:
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 and x.stride(-1) != 1 else x
-
-
-def _uninstall(model: nn.Module) -> None:
-    installation = _installation(model)
-    assert installation is not None
-    _undo(model, installation)
-    delattr(model, _ATTRIBUTE)
-
-
-def _undo(model: nn.Module, installation: _Installation) -> None:
-    """What was installed so far, taken back."""
-    for name, processor in installation.processors(model):
-        original = installation.originals[name]
-        _copy_settings(processor, original)
-        model.get_submodule(name).processor = original
-    for hook in installation.hooks:
-        hook.remove()
-    installation.context.forget_selections()
-
-
-def _copy_settings(source: Any, target: Any) -> None:
-    """Carries over what diffusers' set_attention_backend and enable_parallelism leave on a processor."""
-    for name in ("_attention_backend", "_parallel_config"):
-        if hasattr(source, name) and hasattr(target, name):
-            setattr(target, name, getattr(source, name))

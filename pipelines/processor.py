@@ -134,14 +134,19 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or context parallelism.
         """
+        dense = self.dense
+        attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
+        return self.noted(lambda: attended(query, key, value, layout, text_mask), query.device, layout, dense)
+
+    def noted(self, attended: Callable[[], tuple[LayerResult | Tensor, str | None]], device: torch.device, layout: TokenLayout,
+              dense: bool = False) -> Tensor:
+        """``[B, S, H, D]`` of what ``attended`` gives as ``[B, H, S, D]``, with diffusers' backend if that attended; notes what ran."""
         if self._parallel_config is not None:
             raise ValueError(f"SSTA must run without context parallelism, got _parallel_config = {self._parallel_config}")
         timed = not torch.compiler.is_compiling()
         if timed:
-            self._stopwatch.start(query.device)
-        dense = self.dense
-        attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        result, backend = attended(query, key, value, layout, text_mask)
+            self._stopwatch.start(device)
+        result, backend = attended()
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
@@ -149,7 +154,7 @@ class SSTAProcessor:
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
-        tiles, counts = (None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)
+        tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
         self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass)
         if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
             self._level_counts[self.context.call.level] = blocks.counts

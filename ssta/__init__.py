@@ -8,7 +8,9 @@ from .config import SSTAConfig
 from .dense import dense_attention
 from .layout import TileLayout, tile_layout
 from .sequence import DenseRun, TokenLayout, VideoGrid
+from .sla import sparse_linear_attention
 from .text import TextMask
+from .vsa import video_sparse_attention
 
 if TYPE_CHECKING:
     from .plot import plot_block_mask, plot_density, plot_selection
@@ -20,7 +22,8 @@ __version__ = "0.1.0"
 _LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_density": "plot", "plot_selection": "plot"}
 
 __all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain", "plot_block_mask",
-           "plot_density", "plot_selection", "ssta_3d_attention", "ssta_attention", "tile_layout"]
+           "plot_density", "plot_selection", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention", "tile_layout",
+           "video_sparse_attention"]
 
 
 def __getattr__(name: str):

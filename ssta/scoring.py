@@ -23,6 +23,11 @@ def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, in
         adaptive_pool: None gives one mean, C = D. (a, b, c) cuts the tile's own (t, h, w) box into a * b * c cells by the rule of
             ``torch.nn.AdaptiveAvgPool3d`` and concatenates their means, t-major: C = a * b * c * D.
     """
+    return tile_means(x, layout, adaptive_pool).float()
+
+
+def tile_means(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:
+    """``descriptors`` in x's dtype."""
     grids = [_pool_grid(x.narrow(2, segment.first_slot, segment.num_slots), segment.padded, segment.tile, adaptive_pool)
              for segment in layout.video]
     return torch.cat(grids, 2)
@@ -136,12 +141,12 @@ def _runs(x: Tensor, dim: int, extent: int, size: int, slots: int) -> list[tuple
 
 
 def _pool_box(box: Tensor, cells: tuple[int, int, int] | None) -> Tensor:
-    """``[B, H, nt, nh, nw, t, h, w, D]`` -> float32 ``[B, H, nt, nh, nw, C]``."""
+    """``[B, H, nt, nh, nw, t, h, w, D]`` -> ``[B, H, nt, nh, nw, C]``."""
     if cells is None:
-        return box.mean((5, 6, 7)).float()
+        return box.mean((5, 6, 7))
     t_spans, h_spans, w_spans = (_spans(n, parts) for n, parts in zip(box.shape[5:8], cells))
     means = [box[..., t, h, w, :].mean((5, 6, 7)) for t in t_spans for h in h_spans for w in w_spans]
-    return torch.cat(means, -1).float()
+    return torch.cat(means, -1)
 
 
 def _spans(n: int, parts: int) -> list[slice]:

@@ -109,11 +109,14 @@ def violations(path: str, source: str) -> list[str]:
             found.append("diffusers is imported only in pipelines/")
         elif top in ("matplotlib", "numpy") and (path not in ("ssta/plot.py", "pipelines/scatter.py") or imported.at_load):
             found.append(f"{top} is imported only inside the functions of ssta/plot.py and pipelines/scatter.py")
+        elif top in ("safetensors", "huggingface_hub") and (path != "pipelines/checkpoint.py" or imported.at_load):
+            found.append(f"{top}, which comes with diffusers, is imported only inside the functions of pipelines/checkpoint.py")
         elif top == "lpips" and (path != "pipelines/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/quality.py")
         elif top == "vllm_omni" and path != "pipelines/vllm_omni_backend.py" and (path != "pipelines/vllm_omni.py" or imported.at_load):
             found.append("vllm_omni is imported by pipelines/vllm_omni_backend.py and inside a function of pipelines/vllm_omni.py")
-        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", *sys.stdlib_module_names}:
+        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
+                         "huggingface_hub", *sys.stdlib_module_names}:
             found.append(f"{top} is no dependency of the package")
 
         if floor == "ssta.kernels" and top == "ssta" and not is_in(target, "ssta.kernels"):
@@ -174,6 +177,8 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/quality.py", "import lpips"),
     ("pipelines/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
     ("pipelines/apply.py", "def f():\n    import vllm_omni"),
+    ("pipelines/apply.py", "def f():\n    import safetensors"),
+    ("pipelines/checkpoint.py", "from huggingface_hub import snapshot_download"),
 ])
 def test_a_broken_rule_is_seen(path, source):
     assert violations(path, source) != []
@@ -187,6 +192,7 @@ def test_a_broken_rule_is_seen(path, source):
     ("ssta/report.py", "from ssta.kernels import choose_route"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
     ("pipelines/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
+    ("pipelines/checkpoint.py", "def f():\n    from safetensors import safe_open"),
 ])
 def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []

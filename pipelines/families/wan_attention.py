@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ssta import TokenLayout
+from ssta.layout import Input
+
 from ..processor import SSTAProcessor
 from ..streams import Stream
 
@@ -30,5 +33,9 @@ class WanSSTAProcessor(SSTAProcessor):
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         query, key, value = self.joined([Stream(query, attn.norm_q, rotary_emb)], [Stream(key, attn.norm_k, rotary_emb)], [Stream(value)],
                                         heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, layout)
+        out = self.attend_in(attn, hidden_states, query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
+
+    def attend_in(self, attn: nn.Module, hidden_states: Tensor, query: Input, key: Input, value: Input, layout: TokenLayout) -> Tensor:
+        """``attend`` for a processor that asks the module and what came into it for more."""
+        return self.attend(query, key, value, layout)

@@ -1,0 +1,192 @@
+"""How fast are checkpoints that others trained sparse? A layer of VSA and one of SLA, beside their exact part alone and dense attention.
+
+    python benchmark/bench_vsa.py [--layer TEXT ...] [--impl auto ...] [--fastvideo] [--rounds 7] [--csv NAME]
+
+Layers of Wan 2.1 with the settings of published checkpoints, random inputs as projections give them, bfloat16 on a GPU, forward and
+backward. "exact part" is attention to the kept blocks alone, what FlashInfer and FastVideo publish rates of (FlashInfer: 317 TFLOP/s on
+sm_90, forward); "layer" is everything from q, k, v and the gate to the output: tiles, selection, both branches. The rates of both count the
+exactly computed (query, key) pairs, two products forward and five backward. Before a time is taken, sampled query blocks are checked
+against float64. --fastvideo also runs fastvideo_kernel.video_sparse_attn, where it is installed, on tiles that were padded before;
+its wheels have left GPUs unusable (peers.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from math import ceil
+
+import torch
+from arguments import add_names, add_rounds, named, new_parser
+from bench_layer import dense
+from measure import NO_TIMES, RESULTS, backward_flops, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine
+from torch import Tensor
+from truth import Wrong, check, exact_query_block
+
+from ssta import TileLayout, TokenLayout, tile_layout
+from ssta.attention import LayerResult
+from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention
+from ssta.sla import sla_layer
+from ssta.vsa import TILE, vsa_config, vsa_layer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention of a model, and how much of it is left out by ``method``: VSA's sparsity, or 1 less SLA's density."""
+
+    name: str
+    method: str
+    thw: tuple[int, int, int]
+    heads: int
+    head_dim: int
+    sparsity: float
+
+    @property
+    def tokens(self) -> int:
+        t, h, w = self.thw
+        return t * h * w
+
+
+# 81 frames. VSA: FastWan2.1-T2V-1.3B and Wan2.1-VSA-T2V-14B-720P; SLA: TurboWan2.1.
+LAYERS = (Layer("VSA, Wan 2.1 1.3B, 480p", "vsa", (21, 30, 52), 12, 128, 0.8),
+          Layer("VSA, Wan 2.1 14B, 720p", "vsa", (21, 45, 80), 40, 128, 0.9),
+          Layer("SLA, Wan 2.1 1.3B, 480p", "sla", (21, 30, 52), 12, 128, 0.9),
+          Layer("SLA, Wan 2.1 14B, 720p", "sla", (21, 45, 80), 40, 128, 0.9))
+LAYERS_CPU = (Layer("VSA, small", "vsa", (5, 9, 10), 2, 64, 0.6), Layer("SLA, small", "sla", (5, 9, 10), 2, 64, 0.6))
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpu = torch.cuda.is_available()
+    layers = LAYERS if gpu else LAYERS_CPU
+    parser = new_parser(__doc__)
+    add_names(parser, "layer", layers)
+    parser.add_argument("--impl", nargs="+", default=["auto"], choices=IMPLEMENTATIONS, help="which kernels run the exact part")
+    parser.add_argument("--fastvideo", action="store_true", help="run fastvideo_kernel's video_sparse_attn too")
+    add_rounds(parser, 7 if gpu else 3)
+    options = parser.parse_args(argv)
+    chosen = named(parser, "layer", options.layer, layers)
+    print_machine()
+    measure_each(chosen, partial(measure, options=options, device="cuda" if gpu else "cpu"),
+                 RESULTS / f"{options.csv}.csv" if options.csv else None)
+
+
+def measure(layer: Layer, options: argparse.Namespace, device: str) -> list[dict]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = 1, layer.tokens, layer.heads, layer.head_dim
+    q, k, v, gate, dout = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(5))
+    weight, bias = torch.randn(layer.head_dim, layer.head_dim, device=device, dtype=dtype) / 16, torch.randn(layer.head_dim, device=device)
+    leaves = (q, k, v, gate) if layer.method == "vsa" else (q, k, v, weight, bias.to(dtype))
+    attend = {"vsa": partial(vsa, layer), "sla": partial(sla, layer)}[layer.method]
+    calls: dict[tuple[str, str, str], Callable] = {("dense", "SDPA", "forward"): lambda: dense(q, k, v)}
+    errors, pairs = {}, layer.heads * layer.tokens**2
+    result = attend(*leaves)
+    blocks = result.selection.blocks
+    order = tile_layout(TokenLayout.video_text(layer.thw), TILE, "none", device) if layer.method == "vsa" else None
+    exact = [x if order is None else order.tile(x) for x in (q, k, v, dout)]
+    computed = layer.heads * computed_pairs(blocks, layer.tokens)
+    for impl in options.impl:
+        errors["layer", impl, "forward"] = sampled_error(layer, attend(*leaves, impl=impl), leaves, exact, order)
+        both = ("exact part", exact[:3], exact[3], partial(block_sparse_attention, blocks=blocks, impl=impl)), (
+            "layer", leaves, dout, lambda *x, impl=impl: attend(*x, impl=impl).out)
+        for what, inputs, gradient, function in both:
+            calls[what, impl, "forward"] = partial(function, *inputs)
+            calls[what, impl, "backward"] = backward_of(function, inputs, gradient)
+    if options.fastvideo and layer.method == "vsa":
+        calls["layer", "fastvideo-kernel", "forward"] = fastvideo(layer, q, k, v, gate)
+    memory = {}
+    for key, call in calls.items():
+        if key[0] == "layer" and key[1] in options.impl:
+            call()
+            memory[key] = peak_extra_mib(call)
+    rows = []
+    for (what, impl, direction), times in interleaved(calls, options.rounds).items():
+        flops = (forward_flops if direction == "forward" else backward_flops)(pairs if what == "dense" else computed, layer.head_dim)
+        rows.append(dict(
+            layer=layer.name, tokens=layer.tokens, heads=layer.heads, head_dim=layer.head_dim, what=what, impl=impl, direction=direction,
+            **{column: times[column] for column in NO_TIMES}, tflops=1e-9 * flops / times["median_ms"] if times["median_ms"] else "",
+            density=1.0 if what == "dense" else computed / pairs, extra_mib=memory.get((what, impl, direction), ""),
+            error=errors.get((what, impl, direction), ""), note=times["note"]))
+    return rows
+
+
+def vsa(layer: Layer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, impl: str = "auto") -> LayerResult:
+    return vsa_layer(q, k, v, gate, TokenLayout.video_text(layer.thw), vsa_config(layer.sparsity), impl=impl)
+
+
+def sla(layer: Layer, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, impl: str = "auto") -> LayerResult:
+    return sla_layer(q, k, v, weight, bias, density=1 - layer.sparsity, impl=impl)
+
+
+def computed_pairs(blocks: BlockLists, tokens: int) -> float:
+    """(query, key) pairs of one head."""
+    q_sizes, kv_sizes = blocks.q_bounds(tokens)[1].double(), blocks.kv_bounds(tokens)[1].double()
+    return float((blocks.to_mask().double() * q_sizes[..., :, None] * kv_sizes[..., None, :]).sum((-1, -2)).mean())
+
+
+def backward_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...] | list[Tensor], dout: Tensor) -> Callable[[], object]:
+    """The backward alone, over a forward that runs when it is first asked for."""
+    graph: list = []
+
+    def backward() -> tuple[Tensor, ...]:
+        if not graph:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            graph.extend((function(*leaves), leaves))
+        return torch.autograd.grad(graph[0], graph[1], dout, retain_graph=True)
+
+    return backward
+
+
+def sampled_error(layer: Layer, result: LayerResult, leaves: tuple[Tensor, ...], exact: list[Tensor], order: TileLayout | None) -> float:
+    """The largest error over the largest value at the first, a middle and the last query block; ends the program where that is too much."""
+    blocks, errors = result.selection.blocks, []
+    last = blocks.num_q_blocks - 1
+    for head, row in ((0, 0), (layer.heads // 2, last // 2), (layer.heads - 1, last)):
+        spot = exact_query_block(*exact[:3], blocks, 0, head, row)
+        tokens = spot.rows if order is None else order.source[spot.rows]
+        branch = linear(leaves, head, tokens) if order is None else pooled(leaves, head, tokens, row, order)
+        try:
+            # Means, gates and features are rounded too.
+            errors.append(check(f"{layer.name}, head {head}, block {row},", result.out[0, head, tokens], spot.values[0] + branch, 12))
+        except Wrong as error:
+            raise SystemExit(f"{error}; no time is printed") from None
+    return max(errors)
+
+
+def pooled(leaves: tuple[Tensor, ...], head: int, tokens: Tensor, row: int, order: TileLayout) -> Tensor:
+    """VSA's pooled branch of one query tile."""
+    bounds = order.offsets.tolist()
+    tiles = [order.source[start:end] for start, end in zip(bounds, bounds[1:])]
+    means = [torch.stack([x[0, head, tile].double().mean(0) for tile in tiles]) for x in leaves[:3]]
+    shared = (means[0][row] @ means[1].mT * means[0].shape[-1] ** -0.5).softmax(-1) @ means[2]
+    return leaves[3][0, head, tokens].double() * shared
+
+
+def linear(leaves: tuple[Tensor, ...], head: int, tokens: Tensor) -> Tensor:
+    """SLA's linear branch of one query block."""
+    q, k, v = (x[0, head].double() for x in leaves[:3])
+    weight, bias = (x.double() for x in leaves[3:])
+    q, k = q[tokens].softmax(-1), k.softmax(-1)
+    return q @ (k.mT @ v) / (1e-5 + q @ k.sum(0)[:, None]) @ weight.mT + bias
+
+
+def fastvideo(layer: Layer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Callable[[], Tensor]:
+    """Its call on tiles of 64 slots each, real tokens first and zeros behind them, which are made before anything is timed."""
+    kernel = import_module("fastvideo_kernel")
+    order = tile_layout(TokenLayout.video_text(layer.thw), TILE, "none", q.device)
+    size = order.max_tile_length
+    tile = torch.bucketize(torch.arange(layer.tokens, device=q.device), order.offsets[1:], right=True)
+    place = tile * size + torch.arange(layer.tokens, device=q.device) - order.offsets.long()[tile]
+    padded = [torch.zeros(*x.shape[:2], order.num_tiles * size, x.shape[3], device=x.device, dtype=x.dtype) for x in (q, k, v, gate)]
+    for x, into in zip((q, k, v, gate), padded):
+        into[:, :, place] = order.tile(x)
+    topk = ceil((1 - layer.sparsity) * order.num_tiles)
+    lengths = order.lengths
+    return lambda: kernel.video_sparse_attn(*padded[:3], lengths, lengths, topk, block_size=TILE, compress_attn_weight=padded[3])
+
+
+if __name__ == "__main__":
+    main()

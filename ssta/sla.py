@@ -1,0 +1,146 @@
+"""Sparse-linear attention: exact attention to each query block's best key blocks, plus a projection of linear attention to all tokens.
+
+The method is that of Zhang et al., "SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention" (arXiv
+2509.24006), in the form of thu-ml/SLA's main branch, by which TurboDiffusion's checkpoints were trained. (The paper's own form, on that
+repository's branch SLA-1, leaves the exactly computed blocks out of the linear part; it is not this one.) Blocks are runs of the sequence.
+With the means qb_i and kb_j of query block i and key block j, the mean km of all keys, and a feature map f over the channels, for a head,
+
+    K_i   = the max(1, floor(density N)) of the N key blocks j with the largest qb_i . (kb_j - km)
+    o_q   = softmax attention of token q of block i to the tokens of the blocks in K_i
+    l_q   = f(q) (sum over tokens t of f(k_t)^T v_t) / (1e-5 + f(q) . sum over t of f(k_t))
+    out_q = o_q + W l_q + b
+
+W and b are the same for all heads. The selection is a constant; its means are float32, where the published code rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .attention import LayerResult, check_inputs
+from .checks import require_choice
+from .config import SSTAConfig
+from .kernels import BlockLists, attend_owned, autocast_inputs, require_int, require_number, resolve_scale, without_autocast
+from .selection import Selection
+from .sequence import DenseRun, TokenLayout
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}
+# Of the published code, and the blocks of TurboDiffusion's checkpoints.
+EPS = 1e-5
+Q_BLOCK, KV_BLOCK = 128, 64
+_PLAIN = SSTAConfig()
+
+
+def sparse_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None = None, *, density: float = 0.1,
+    feature_map: str = "softmax", q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None,
+    deterministic: bool = True, impl: str = "auto",
+) -> Tensor:
+    """Sparse-linear attention (SLA) over a sequence, for checkpoints that were trained with it.
+
+    Args:
+        query: ``[B, H, S, D]``, any strides whose last is 1. Under autocast all tensors are cast to its dtype.
+        key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
+        value: ``[B, Hkv, S, D]``.
+        weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. Any floating-point dtype.
+        bias: ``[D]``; None = none.
+        density: in (0, 1], the share of the key blocks that each query block attends to exactly (TurboDiffusion's ``sla_topk``).
+        feature_map: "softmax", "elu" (plus 1) or "relu".
+        q_block, kv_block: tokens of a query block and of a key block; the last ones may be shorter.
+        scale: factor on the scores of the exact part; default 1 / sqrt(D).
+        deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
+        impl: which kernel runs; "auto" chooses by device, dtype and shape. The linear part is two products in plain torch.
+
+    Returns:
+        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key, value, weight and bias; the selection is a constant.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    return sla_layer(query, key, value, weight, bias, density=density, feature_map=feature_map, q_block=q_block, kv_block=kv_block,
+                     scale=scale, deterministic=deterministic, impl=impl).out
+
+
+def sla_layer(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, *, density: float, feature_map: str = "softmax",
+    q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+) -> LayerResult:
+    """``sparse_linear_attention`` with all that it knows of itself. For use inside the package."""
+    q, k, v = autocast_inputs(query=query, key=key, value=value)
+    if q.dim() == 4:
+        check_inputs(q, k, v, TokenLayout((DenseRun(max(q.shape[2], 1)),)), _PLAIN)
+    else:
+        raise ValueError(f"query must be [batch, heads, tokens, head_dim], got shape {tuple(q.shape)}")
+    dim = q.shape[3]
+    for name, x, shape in (("weight", weight, (dim, dim)), ("bias", bias, (dim,))):
+        if x is not None:
+            _check_parameter(name, x, shape, q.device)
+    density = check_density(density)
+    require_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
+    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
+        require_int(name, size, 1)
+    scale = resolve_scale(scale, dim)
+    with torch.no_grad(), without_autocast(q.device.type):
+        blocks = _select(q, k, density, q_block, kv_block)
+    exact, _, route = attend_owned(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl, keep_q=True)
+    with without_autocast(q.device.type):
+        linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
+    return LayerResult(exact + linear, Selection(blocks), route)
+
+
+def check_density(density: float) -> float:
+    """``density`` as a float in (0, 1].
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    density = require_number("density", density)
+    if not 0 < density <= 1:
+        raise ValueError(f"density must lie in (0, 1], a share of the key blocks, got {density}")
+    return density
+
+
+def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape} for this head_dim, got {tuple(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on query's device {device}, got {x.device}")
+
+
+def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_means, k_means = _block_means(q, q_block, wide), _block_means(k, kv_block, wide) - k.mean(2, keepdim=True, dtype=wide)
+    scores = q_means @ k_means.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    kept = max(1, int(density * scores.shape[-1]))
+    best = scores.masked_fill(scores.isnan(), -torch.inf).topk(kept, sorted=False).indices.sort().values.int()
+    counts = torch.full(best.shape[:3], kept, dtype=torch.int32, device=q.device)
+    return BlockLists(counts, best, q_block, kv_block, num_kv_blocks=scores.shape[-1])
+
+
+def _block_means(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, ceil(S / size), D]``."""
+    whole = x.shape[2] // size * size
+    means = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=dtype)] if whole else []
+    if whole < x.shape[2]:
+        means.append(x[:, :, whole:].mean(2, keepdim=True, dtype=dtype))
+    return torch.cat(means, 2)
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, feature_map: Callable[[Tensor], Tensor]) -> Tensor:
+    """W l + b. W, which is linear too, is multiplied into the small sum over the tokens; both sums are taken over their number, so that
+    float16 can hold them."""
+    wide, tokens, group = torch.promote_types(q.dtype, torch.float32), k.shape[2], q.shape[1] // k.shape[1]
+    features = feature_map(k)
+    matrix = (features.mT @ v).to(wide) @ weight.to(wide).mT / tokens
+    total = features.sum(2, dtype=wide)[..., None] / tokens
+    matrix, total = (x.repeat_interleave(group, 1).to(q.dtype) for x in (matrix, total))
+    features = feature_map(q)
+    out = (features @ matrix) / (features @ total + EPS / tokens)
+    return out if bias is None else out + bias.to(q.dtype)

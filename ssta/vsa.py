@@ -1,0 +1,192 @@
+"""Video sparse attention: attention between the means of tiles, times a trained gate, added to exact attention to each tile's best tiles.
+
+The method and its formulas are those of Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention" (arXiv 2505.13389), as
+FastVideo's ``video_sparse_attn`` computes them for the FastWan checkpoints. With tiles i, j of n_i real tokens each, for one head,
+
+    qb_i, kb_i, vb_i = means over the n_i tokens of tile i, rounded to their dtype
+    A_ij = s qb_i . kb_j                                        the coarse scores
+    c_i  = sum over j of softmax_j(A_ij) vb_j                   the pooled branch
+    K_i  = the ceil((1 - sparsity) N) tiles j with the largest A_ij
+    o_q  = softmax attention of token q of tile i to the tokens of the tiles in K_i
+    out_q = o_q + gate_q * c_i
+
+Coarse scores are kept in float32, where FastVideo rounds them to the inputs' dtype: of tiles whose scores differ by less than that rounding
+it may keep others. Gradients flow through both branches; which tiles are kept is a constant, as there.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from .attention import LayerResult, check_inputs, check_lengths
+from .config import SSTAConfig
+from .dense import dense_attention
+from .kernels import Deferred, attend_owned, autocast_inputs, choose_route, require_impl, require_number, resolve_scale, take_tokens
+from .layout import Input, TileLayout, checked_layout
+from .memo import remember, remember_plain
+from .scoring import tile_means
+from .selection import select_tiles
+from .sequence import DenseRun, TokenLayout
+
+# Of the published checkpoints.
+TILE = (4, 4, 4)
+
+
+def video_sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, thw: tuple[int, int, int], sparsity: float, *,
+    tile_thw: tuple[int, int, int] = TILE, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+) -> Tensor:
+    """Video sparse attention (VSA) over a video of (t, h, w) tokens, for checkpoints that were trained with it.
+
+    Args:
+        query: ``[B, H, S, D]``, S = t * h * w; any strides whose last is 1. Under autocast all four are cast to its dtype.
+        key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
+        value: ``[B, Hkv, S, D]``.
+        gate: ``[B, H, S, D]`` in query's dtype, what the pooled branch is multiplied by: a projection of the layer's input. None adds it
+            as it is.
+        thw: tokens of the video along t, h, w. The last tile along an axis may be partial: nothing is padded.
+        sparsity: in [0, 1). Each tile attends to ceil((1 - sparsity) N) of the N tiles.
+        tile_thw: tokens of a tile along t, h, w.
+        scale: factor on the scores; default 1 / sqrt(D).
+        deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
+        impl: which kernel runs; "auto" chooses by device, dtype and shape.
+
+    Returns:
+        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key, value and gate; the selection is a constant.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    layout = TokenLayout.video_text(thw)
+    check_lengths(query, layout)
+    config = vsa_config(sparsity, tile_thw)
+    return vsa_layer(query, key, value, gate, layout, config, scale=scale, deterministic=deterministic, impl=impl).out
+
+
+def vsa_config(sparsity: float, tile_thw: tuple[int, int, int] = TILE) -> SSTAConfig:
+    """What VSA attends to exactly, as a configuration.
+
+    Raises:
+        TypeError, ValueError: what ``SSTAConfig`` says of the tile, or a sparsity that is no number in [0, 1).
+    """
+    sparsity = require_number("sparsity", sparsity)
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must lie in [0, 1), the share of the tiles that is left out, got {sparsity}")
+    return SSTAConfig(tile_thw=tile_thw, sparse_type="block_attn", sampling_type="similarity", density=1 - sparsity)
+
+
+def vsa_layer(
+    query: Input, key: Input, value: Input, gate: Tensor | None, layout: TokenLayout, config: SSTAConfig, *, scale: float | None = None,
+    deterministic: bool = True, impl: str = "auto",
+) -> LayerResult:
+    """``video_sparse_attention`` with all that it knows of itself. For use inside the package.
+
+    Args:
+        query, key, value: as there, or all three deferred.
+        layout: one video grid.
+        config: what ``vsa_config`` makes.
+    """
+    if not isinstance(query, Deferred):
+        inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
+        query, key, value, *rest = autocast_inputs(**inputs)
+        gate = rest[0] if rest else None
+    check_inputs(query, key, value, layout, config)
+    if layout.dense or len(layout.video) != 1:
+        raise ValueError(f"layout must be one video grid, got {layout}")
+    if gate is not None:
+        _check_gate(gate, query)
+    scale = resolve_scale(scale, query.shape[3])
+    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
+        choose_route(impl, query.device, query.dtype, query.shape[3])
+    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
+    tiled = tiles.tile_qkv(query, key, value)
+    assert config.density is not None
+    selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale, keep_scores=False)
+    q_mean, k_mean, v_mean = (_means(x, tiles, known) for x, known in (
+        (tiled.held_q(), tiled.q_mean), (tiled.k, tiled.k_mean), (tiled.v, None)))
+    pooled = dense_attention(q_mean, k_mean, v_mean, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out
+    q, k, v = tiled.release_q(), tiled.k, tiled.v
+    del tiled
+    exact, _, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
+    del q, k, v
+    exact, spread = tiles.untile(exact), _spread(pooled, tiles)
+    if gate is None:
+        out = exact + spread
+    else:
+        # Without gradients nobody asks for the exact part again.
+        out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
+    return LayerResult(out, selection, route)
+
+
+@remember_plain
+def _row_budget(config: SSTAConfig, topk: int) -> SSTAConfig:
+    """The same with as many tiles in every row, which a density spreads to within one."""
+    return SSTAConfig(tile_thw=config.tile_thw, sparse_type=config.sparse_type, sampling_type=config.sampling_type, topk=topk)
+
+
+def _check_gate(gate: Tensor, query: Input) -> None:
+    if not isinstance(gate, Tensor):
+        raise TypeError(f"gate must be a tensor or None, got {type(gate).__name__}")
+    if gate.shape != query.shape:
+        raise ValueError(f"gate must have query's shape {tuple(query.shape)}, got {tuple(gate.shape)}")
+    if gate.dtype != query.dtype:
+        raise TypeError(f"gate must have query's dtype {query.dtype}, got {gate.dtype}")
+    if gate.device != query.device:
+        raise ValueError(f"gate must be on query's device {query.device}, got {gate.device}")
+
+
+# Means over tiles, and what a tile has handed to its tokens: up to a tile's length each is the other's gradient, and both are gathers.
+
+
+def _means(x: Tensor, layout: TileLayout, known: Tensor | None) -> Tensor:
+    """``[B, H, P, D]`` in tiled order -> the tiles' means ``[B, H, N, D]``, in x's dtype; ``known``: the same, where tiling made them."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Means.apply(x, known, layout)
+    return tile_means(x, layout) if known is None else known.to(x.dtype)
+
+
+def _spread(x: Tensor, layout: TileLayout) -> Tensor:
+    """``[B, H, N, D]`` -> ``[B, H, S, D]`` in the sequence's order: each token has its tile's."""
+    return _Spread.apply(x, layout) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, layout)
+
+
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, known: Tensor | None, layout: TileLayout) -> Tensor:
+        ctx.layout = layout
+        return tile_means(x, layout) if known is None else known.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        each = (grad / ctx.layout.lengths[:, None]).to(grad.dtype)
+        return take_tokens(_tokens_first(each), _tile_of_slot(ctx.layout)), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
+        ctx.layout = layout
+        return _to_tokens(x, layout)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        means = tile_means(take_tokens(grad, ctx.layout.source), ctx.layout)
+        return (means * ctx.layout.lengths[:, None]).to(grad.dtype), None
+
+
+def _to_tokens(x: Tensor, layout: TileLayout) -> Tensor:
+    return take_tokens(_tokens_first(x), _tile_of_slot(layout)[layout.inverse])
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """x ``[B, H, N, D]`` with the heads of a tile side by side in memory, as projections leave those of a token."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@remember(64)
+def _tile_of_slot(layout: TileLayout) -> Tensor:
+    """int64 ``[P]``."""
+    return torch.bucketize(torch.arange(layout.num_slots, device=layout.device), layout.offsets[1:], right=True)

@@ -1,0 +1,41 @@
+"""bench_vsa.py: layers of both methods are checked before they are timed, forward and backward, beside their exact part."""
+
+import csv
+
+import pytest
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    import bench_vsa
+
+    monkeypatch.setattr(bench_vsa, "RESULTS", tmp_path)
+    for name in ("LAYERS", "LAYERS_CPU"):
+        monkeypatch.setattr(bench_vsa, name, tuple(bench_vsa.Layer(method, method, (5, 6, 7), 2, 32, 0.6) for method in ("vsa", "sla")))
+    return bench_vsa
+
+
+def test_every_part_is_checked_and_measured(bench, tmp_path):
+    bench.main(["--rounds", "1", "--csv", "vsa"])
+    with (tmp_path / "vsa.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    parts = [("dense", "forward"), ("exact part", "forward"), ("exact part", "backward"), ("layer", "forward"), ("layer", "backward")]
+    assert [(row["layer"], row["what"], row["direction"]) for row in rows] == [(name, *part) for name in ("vsa", "sla") for part in parts]
+    assert all(float(row["median_ms"]) > 0 and float(row["tflops"]) > 0 and not row["note"] for row in rows)
+    assert all(0 <= float(row["error"]) < 1e-5 for row in rows if (row["what"], row["direction"]) == ("layer", "forward"))
+    # 8 tiles, of which ceil(0.4 x 8) are kept: 15 to 64 of their tokens. 4 blocks of keys, of which int(0.4 x 4) is kept.
+    densities = {row["layer"]: float(row["density"]) for row in rows if row["what"] == "layer"}
+    assert 0.1 < densities["vsa"] < 0.95 and densities["sla"] == pytest.approx(64 / 210, rel=0.5)
+
+
+def test_a_wrong_layer_is_not_timed(bench, monkeypatch):
+    real = bench.vsa_layer
+    monkeypatch.setattr(bench, "vsa_layer", lambda *x, **y: real(*x, **y)._replace(out=real(*x, **y).out * 1.001))
+    with pytest.raises(SystemExit, match="vsa, head 0, block 0, is wrong: off by .*; no time is printed"):
+        bench.main(["--rounds", "1", "--layer", "vsa"])
+
+
+def test_arguments_are_checked(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--layer", "sora"])
+    assert "--layer must be part of one of 'vsa', 'sla'" in capsys.readouterr().err

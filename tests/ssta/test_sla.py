@@ -1,0 +1,83 @@
+"""Sparse-linear attention: its published formulas in float64 forward and backward, ragged ends, laws, refusals."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from vsa_oracle import FEATURES
+from vsa_oracle import sparse_linear_attention as by_definition
+
+from ssta import sparse_linear_attention
+
+
+def inputs(tokens, heads=2, kv_heads=2, dim=8, dtype=torch.float64, device="cpu", batch=1):
+    """q, k, v, weight, bias."""
+    tensors = [torch.randn(batch, tokens, n, dim, device=device, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads, kv_heads)]
+    tensors += [torch.randn(*shape, device=device, dtype=dtype) for shape in ((dim, dim), (dim,))]
+    return [x.requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("feature_map", FEATURES)
+@pytest.mark.parametrize("tokens, density", [(96, 0.34), (107, 0.5), (90, 1.0)])
+def test_forward_and_backward_are_the_published_formulas(tokens, density, feature_map):
+    tensors = inputs(tokens, heads=4, batch=2)
+    expected = by_definition(*tensors, density, feature_map, 32, 16)
+    out = sparse_linear_attention(*tensors, density=density, feature_map=feature_map, q_block=32, kv_block=16)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, tensors, dout)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_that_of_the_dtype(dtype):
+    tensors = inputs(107, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    out, expected = sparse_linear_attention(*tensors, density=0.5, q_block=32, kv_block=16), by_definition(*wide, 0.5, "softmax", 32, 16)
+    eps = torch.finfo(dtype).eps
+    assert (out.double() - expected).abs().max() < 4 * eps * expected.abs().max()
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double())):
+        assert found.dtype == dtype and (found.double() - wanted).abs().max() < 8 * eps * wanted.abs().max()
+
+
+def test_a_projection_of_zero_and_every_block_is_dense_attention():
+    q, k, v, weight, bias = inputs(107)
+    out = sparse_linear_attention(q, k, v, 0 * weight, 0 * bias, density=1.0, kv_block=16)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sparse_linear_attention(q, k, v, 0 * weight, density=1.0), out, rtol=1e-9, atol=1e-9)
+
+
+def test_at_least_one_block_is_kept_and_the_projection_keeps_its_dtype():
+    q, k, v, weight, bias = (x.detach().float() for x in inputs(40))
+    one = sparse_linear_attention(q, k, v, weight, bias, density=0.26, q_block=8, kv_block=10)
+    torch.testing.assert_close(sparse_linear_attention(q, k, v, weight.double(), bias.double(), density=0.01, q_block=8, kv_block=10), one)
+    assert one.dtype == torch.float32
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(weight=torch.zeros(4, 8)), ValueError, r"weight must have shape \(8, 8\) for this head_dim, got \(4, 8\)"),
+    (dict(bias=torch.zeros(4)), ValueError, r"bias must have shape \(8,\) for this head_dim, got \(4,\)"),
+    (dict(weight=[1.0]), TypeError, "weight must be a floating-point tensor, got list"),
+    (dict(density=0.0), ValueError, r"density must lie in \(0, 1\], a share of the key blocks, got 0.0"),
+    (dict(feature_map="hedgehog"), ValueError, "feature_map must be one of 'softmax', 'elu', 'relu', got 'hedgehog'"),
+    (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
+    (dict(query=torch.zeros(2, 12, 8)), ValueError, "query must be .batch, heads, tokens, head_dim., got shape"),
+    (dict(value=torch.zeros(1, 2, 11, 8)), ValueError, "value must have"),
+])
+def test_refuses(change, error, message):
+    x = torch.zeros(1, 2, 12, 8)
+    with pytest.raises(error, match=message):
+        sparse_linear_attention(**dict(query=x, key=x, value=x, weight=torch.zeros(8, 8)) | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(dim):
+    tensors = inputs(1000, heads=3, kv_heads=3, dim=dim, dtype=torch.bfloat16, device="cuda", batch=2)
+    wide = [x.detach().double().cpu().requires_grad_() for x in tensors]
+    out, expected = sparse_linear_attention(*tensors, density=0.3), by_definition(*wide, 0.3, "softmax", 128, 64)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert (out.double().cpu() - expected).abs().max() < 4 * eps * expected.abs().max()
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double().cpu())):
+        assert (found.double().cpu() - wanted).abs().max() < 8 * eps * wanted.abs().max()

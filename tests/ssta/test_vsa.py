@@ -1,0 +1,152 @@
+"""Video sparse attention: its published formulas in float64 forward and backward, ragged canvases, laws, refusals."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from vsa_oracle import video_sparse_attention as by_definition
+
+from ssta import video_sparse_attention
+
+# Whole tiles, partial ones along every axis, fewer tokens than a tile along one.
+CANVASES = [(4, 8, 8), (5, 6, 7), (2, 9, 5), (1, 1, 3)]
+
+
+def inputs(thw, heads=2, kv_heads=2, dim=8, dtype=torch.float64, device="cpu", batch=1):
+    tokens = thw[0] * thw[1] * thw[2]
+    shapes = [(batch, tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    # As projections leave them.
+    return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("thw", CANVASES, ids=str)
+@pytest.mark.parametrize("sparsity", [0.8, 0.5, 0.0])
+def test_forward_and_backward_are_the_published_formulas(thw, sparsity):
+    tensors = inputs(thw, heads=4, batch=2)
+    expected, _ = by_definition(*tensors, thw, sparsity)
+    out = video_sparse_attention(*tensors, thw, sparsity)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, tensors, dout)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        torch.testing.assert_close(video_sparse_attention(*tensors, thw, sparsity), out, rtol=0, atol=0)
+
+
+def test_other_tiles_another_scale_and_no_gate():
+    q, k, v, _ = inputs((5, 6, 7))
+    expected, _ = by_definition(q, k, v, None, (5, 6, 7), 0.6, (2, 3, 4), 0.7)
+    for impl in ("auto", "reference"):
+        out = video_sparse_attention(q, k, v, None, (5, 6, 7), 0.6, tile_thw=(2, 3, 4), scale=0.7, impl=impl)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_that_of_the_dtype(dtype):
+    thw = (5, 6, 7)
+    tensors = inputs(thw, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    out, (expected, _) = video_sparse_attention(*tensors, thw, 0.5), by_definition(*wide, thw, 0.5, rounded=dtype)
+    eps = torch.finfo(dtype).eps
+    assert (out.double() - expected).abs().max() < 4 * eps * expected.abs().max()
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double())):
+        assert found.dtype == dtype and (found.double() - wanted).abs().max() < 6 * eps * wanted.abs().max()
+
+
+def test_a_gate_of_zero_and_every_tile_is_dense_attention():
+    q, k, v, gate = inputs((5, 6, 7))
+    out = video_sparse_attention(q, k, v, torch.zeros_like(gate), (5, 6, 7), 0.0)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v), rtol=1e-9, atol=1e-9)
+
+
+def test_the_selection_does_not_see_the_gate_and_out_is_linear_in_it():
+    q, k, v, gate = inputs((4, 8, 8))
+    at = [video_sparse_attention(q, k, v, gate * factor, (4, 8, 8), 0.7) for factor in (0, 1, 3)]
+    torch.testing.assert_close(at[2] - at[0], 3 * (at[1] - at[0]))
+
+
+@pytest.mark.slow
+def test_it_compiles_whole():
+    thw = (5, 6, 7)
+    tensors = inputs(thw, dtype=torch.float32)
+    compiled = torch.compile(lambda *x: video_sparse_attention(*x, thw, 0.5), fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*tensors), video_sparse_attention(*tensors, thw, 0.5)
+    torch.testing.assert_close(out, expected)
+    for found, wanted in zip(torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), tensors)):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(gate=torch.zeros(1, 2, 12, 4)), ValueError, r"gate must have query's shape \(1, 2, 12, 8\), got \(1, 2, 12, 4\)"),
+    (dict(gate=torch.zeros(1, 2, 12, 8).double()), TypeError, "gate must have query's dtype torch.float32, got torch.float64"),
+    (dict(gate=1.0), TypeError, "gate must be a tensor, got float"),
+    (dict(sparsity=1.0), ValueError, r"sparsity must lie in \[0, 1\), the share of the tiles that is left out, got 1.0"),
+    (dict(sparsity="high"), TypeError, "sparsity must be a number, got 'high'"),
+    (dict(thw=(2, 2, 4)), ValueError, "thw must multiply to the 12 video tokens of query .*, got"),
+    (dict(tile_thw=(4, 4)), ValueError, "tile_thw must have three entries"),
+    (dict(key=torch.zeros(1, 2, 11, 8)), ValueError, "key must have the layout's 12 tokens, got 11"),
+    (dict(impl="fast"), ValueError, "impl must be one of"),
+])
+def test_refuses(change, error, message):
+    x = torch.zeros(1, 2, 12, 8)
+    with pytest.raises(error, match=message):
+        video_sparse_attention(**dict(query=x, key=x, value=x, gate=x, thw=(1, 3, 4), sparsity=0.5) | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("thw", [(5, 9, 14), (8, 8, 12)], ids=str)
+def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(thw, dim):
+    tensors = inputs(thw, heads=3, dim=dim, dtype=torch.bfloat16, device="cuda", batch=2)
+    wide = [x.detach().double().cpu().requires_grad_() for x in tensors]
+    out, (expected, _) = video_sparse_attention(*tensors, thw, 0.6), by_definition(*wide, thw, 0.6, rounded=torch.bfloat16)
+    eps = torch.finfo(torch.bfloat16).eps
+    wrong = (out.double().cpu() - expected).abs().amax(-1) > 4 * eps * expected.abs().max()
+    # A mean that is rounded the other way may choose another tile.
+    assert wrong.double().mean() < 0.02
+    dout = torch.randn_like(out).masked_fill(wrong[..., None].cuda(), 0)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double().cpu())):
+        assert (found.double().cpu() - wanted).abs().max() < 6 * eps * wanted.abs().max()
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_gpu_and_can_be_captured():
+    thw = (5, 9, 14)
+    tensors = inputs(thw, dim=64, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        out = video_sparse_attention(*tensors, thw, 0.6)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the GPU, where the tests above are of it")
+def test_triton_s_kernels_are_the_formulas():
+    thw = (4, 5, 9)
+    tensors = inputs(thw, dim=16, dtype=torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    out, (expected, _) = video_sparse_attention(*tensors, thw, 0.5, impl="triton"), by_definition(*wide, thw, 0.5, rounded=torch.float16)
+    eps = torch.finfo(torch.float16).eps
+    assert (out.double() - expected).abs().max() < 4 * eps * expected.abs().max()
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double())):
+        assert (found.double() - wanted).abs().max() < 6 * eps * wanted.abs().max()
