@@ -216,7 +216,7 @@ def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None
             return
     rows = _kernels("rows")
     rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse, known, CAP)
-    rows.mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, CAP, weights)
+    rows.mean_weights(q, k_mean, bias, half_variance, offsets, longest, lse, scale, CAP, weights)
 
 
 def _new_estimates(

@@ -25,6 +25,7 @@ _TABLE = {
     "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 8, 1)),
     "lse": (LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "weights": (LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 4, 2)),
+    "short weights": (LaunchConfig(128, 128, 8, 1), LaunchConfig(128, 128, 8, 1)),
     "combine": (LaunchConfig(128, 32, 4, 3), LaunchConfig(128, 32, 4, 3)),
 }
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.

@@ -20,6 +20,8 @@ from .tail_statistics import head_at
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
+# Blocks of at most so many rows are compared with the same units so many at a time, because one alone is not worth loading units for.
+SHORT, TOGETHER = 128, 8
 # What the listed units leave of the softmax over all is told by subtraction where it is no smaller: to 2^-14 or so.
 LEAST_LEFT = 2**-6
 
@@ -175,38 +177,48 @@ def _lse_kernel(q, k_mean, bias, offsets, lse, whole, log_count, half_variance, 
 
 
 @triton.jit
+def _weights_of_rows(total, q, row, rows, lse, q_row, keys, more, scale_log2, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """``total``, [M], more by the sum of exp(logit - lse) over up to N rows from ``row`` on, of which there are ``rows``."""
+    lines, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
+    row_lse = tl.load(lse + row + lines, mask=lines < rows, other=float("inf"))
+    # Neither a query that is not finite nor one that estimates nothing has weights: both count as queries of zeros and exp(-inf).
+    counts = tl.abs(row_lse) < float("inf")
+    pointers = q + row.to(tl.int64) * q_row + (lines[:, None] * q_row + dims[None, :])
+    queries = tl.load(pointers, mask=counts[:, None] & (dims < DIM)[None, :], other=0.0)
+    row_lse = tl.where(counts, row_lse * (1 / LN2), float("inf"))
+    return total + tl.sum(tl.exp2(_logits(keys, queries, more[:, None], scale_log2) - row_lse[None, :]), 1)
+
+
+@triton.jit
 def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, q_batch, q_head, q_row, heads, group, blocks, units, tokens,
-                    weights_row, scale_log2,
-                    CAP: tl.constexpr, CHUNKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The mean over a block's rows of exp(logit - lse) of M units; damped where h is given. Products lie with units along their rows, so
-    that the sum over queries is one within rows."""
-    block, start = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS * M
+                    weights_row, scale_log2, CAP: tl.constexpr, CHUNKS: tl.constexpr, TOGETHER: tl.constexpr, SHORT: tl.constexpr,
+                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The mean over a block's rows of exp(logit - lse) of M units, for TOGETHER blocks; damped where h is given. Products lie with units
+    along their rows, so that the sum over queries is one within rows. With SHORT no block has more than N rows."""
+    of_blocks, start = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    first, rows, size = _block_rows(offsets, block, 0)
     at = batch * heads + head
-    unit, lines = start + tl.arange(0, M), tl.arange(0, N)
-    more = tl.load(bias + (at * blocks + block) * units + unit, mask=unit < units, other=float("-inf"))
-    total = tl.zeros([M], tl.float32)
-    # Not one of these units is estimated where a head does without.
-    if tl.max(more, 0) > float("-inf"):
-        k_mean += (batch * (heads // group) + head // group) * units * DIM
-        keys = load_rows(k_mean, start, DIM, units - start, M, DIM, DIM_PAD, True)
-        q = head_at(q, batch, head, q_batch, q_head)
-        lse += at * tokens + first
-        dims = tl.arange(0, DIM_PAD)
-        for row in range(0, size, N):
-            row_lse = tl.load(lse + row + lines, mask=row + lines < size, other=float("inf"))
-            # Neither a query that is not finite nor one that estimates nothing has weights: both count as queries of zeros and exp(-inf).
-            counts = tl.abs(row_lse) < float("inf")
-            pointers = q + (first + row).to(tl.int64) * q_row + (lines[:, None] * q_row + dims[None, :])
-            queries = tl.load(pointers, mask=counts[:, None] & (dims < DIM)[None, :], other=0.0)
-            row_lse = tl.where(counts, row_lse * (1 / LN2), float("inf"))
-            total += tl.sum(tl.exp2(_logits(keys, queries, more[:, None], scale_log2) - row_lse[None, :]), 1)
-        total /= tl.maximum(size, 1)
-        if half_variance is not None:
-            h = tl.load(half_variance + (at * blocks + block) * units + unit, mask=unit < units, other=0.0)
-            total *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-    tl.store(weights + (at * blocks + block) * weights_row + unit, total.to(weights.dtype.element_ty), mask=unit < units)
+    unit = start + tl.arange(0, M)
+    k_mean += (batch * (heads // group) + head // group) * units * DIM
+    keys = load_rows(k_mean, start, DIM, units - start, M, DIM, DIM_PAD, True)
+    q = head_at(q, batch, head, q_batch, q_head)
+    lse += at * tokens
+    for block in range(of_blocks * TOGETHER, tl.minimum(of_blocks * TOGETHER + TOGETHER, blocks)):
+        first, rows, size = _block_rows(offsets, block, 0)
+        more = tl.load(bias + (at * blocks + block) * units + unit, mask=unit < units, other=float("-inf"))
+        total = tl.zeros([M], tl.float32)
+        # Not one of these units is estimated where a head does without.
+        if tl.max(more, 0) > float("-inf"):
+            if SHORT:
+                total = _weights_of_rows(total, q, first, size, lse, q_row, keys, more, scale_log2, N, DIM, DIM_PAD)
+            else:
+                for row in range(0, size, N):
+                    total = _weights_of_rows(total, q, first + row, size - row, lse, q_row, keys, more, scale_log2, N, DIM, DIM_PAD)
+            total /= tl.maximum(size, 1)
+            if half_variance is not None:
+                h = tl.load(half_variance + (at * blocks + block) * units + unit, mask=unit < units, other=0.0)
+                total *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
+        tl.store(weights + (at * blocks + block) * weights_row + unit, total.to(weights.dtype.element_ty), mask=unit < units)
 
 
 @triton.jit
@@ -330,16 +342,17 @@ def tail_lse(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, longest: 
     return out
 
 
-def mean_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, lse: Tensor, scale: float,
-                 cap: float, out: Tensor) -> Tensor:
+def mean_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, lse: Tensor,
+                 scale: float, cap: float, out: Tensor) -> Tensor:
     """``out``, ``[B, H, N, U]`` with dense rows: each block's mean of exp(logit - lse), with ``half_variance`` damped."""
     q = strided(q)
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("weights", q)
-    chunks = triton.cdiv(units, sizes["M"])
-    _launch_weights((blocks * chunks, batch * heads, 1), (q, k_mean, bias, half_variance, offsets, lse, out),
+    short = longest <= SHORT
+    config, sizes = _config("short weights" if short else "weights", q)
+    chunks, together = triton.cdiv(units, sizes["M"]), TOGETHER if short else 1
+    _launch_weights((triton.cdiv(blocks, together) * chunks, batch * heads, 1), (q, k_mean, bias, half_variance, offsets, lse, out),
                     (*strides(q), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], out.stride(2)), (scale * LOG2E,),
-                    dict(CAP=cap, CHUNKS=chunks, **sizes), config)
+                    dict(CAP=cap, CHUNKS=chunks, TOGETHER=together, SHORT=longest <= sizes["N"], **sizes), config)
     return out
 
 

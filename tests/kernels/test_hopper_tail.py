@@ -152,8 +152,9 @@ def compute(*arguments):
 def portable(q, k_mean, bias, half_variance, offsets, scale, cap, lse, weights):
     from ssta.kernels.portable.tail_rows import mean_weights, tail_lse
 
-    tail_lse(q, k_mean, bias, offsets, int(offsets.diff().max()), scale, lse)
-    mean_weights(q, k_mean, bias, half_variance, offsets, lse, scale, cap, weights)
+    longest = int(offsets.diff().max())
+    tail_lse(q, k_mean, bias, offsets, longest, scale, lse)
+    mean_weights(q, k_mean, bias, half_variance, offsets, longest, lse, scale, cap, weights)
 
 
 gpu_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])

@@ -49,6 +49,15 @@ def test_ragged_blocks(dtype, linear, parts, monkeypatch):
     check(case, monkeypatch)
 
 
+@pytest.mark.parametrize("short, dtype", [(0, torch.float16), (128, torch.float32), (128, torch.float16)])
+def test_long_and_short_blocks_are_weighed_alike(short, dtype, monkeypatch):
+    """Of short ones several go to one program; there are more than that here, and units in more than one chunk."""
+    from ssta.kernels.portable import tail_rows
+
+    monkeypatch.setattr(tail_rows, "SHORT", short)
+    check(tail_case([9, 40, 17, 33, 2, 70, 21, 12, 5, 8], 9, parts=2, dtype=dtype, device=DEVICE), monkeypatch)
+
+
 @both_parts
 @pytest.mark.parametrize("dim", [32, 64, 80])
 def test_head_dims(dim, parts, monkeypatch):

@@ -55,7 +55,9 @@ def _kernels(name: str, linear: bool, parts: int) -> dict[str, tuple]:
         "lse": (tail_rows._lse_kernel, "lse", rows | lists | dict(lse=floats, whole=floats, log_count=floats, half_variance=known),
                 dict(CAP=1.0, PARTS=parts, LEAST_LEFT=tail_rows.LEAST_LEFT, TILES=3)),
         "weights": (tail_rows._weights_kernel, "weights", rows | dict(half_variance=known, lse=floats, weights="*bf16"),
-                    dict(CAP=1.0, CHUNKS=3)),
+                    dict(CAP=1.0, CHUNKS=3, TOGETHER=1, SHORT=False)),
+        "short weights": (tail_rows._weights_kernel, "short weights", rows | dict(half_variance=known, lse=floats, weights="*bf16"),
+                          dict(CAP=1.0, CHUNKS=3, TOGETHER=tail_rows.TOGETHER, SHORT=True)),
         "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=mine, matrix=squares, tail_lse=floats, out=mine, lse=floats,
                                                                       share=floats), dict(TILES=3)),
     }
