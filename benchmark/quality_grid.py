@@ -88,7 +88,7 @@ def floors(gpu: bool) -> Iterator[Entry]:
 def ways(tile: Triple, density: float, ending: str = "") -> Iterator[Entry]:
     for way, options in WAYS.items():
         yield Entry("tiles" if ending else way, f"{way} {density:g}{ending}", kept(tile, density, **options),
-                    shown=density == MIDDLE and not ending)
+                    shown=density == MIDDLE and (not ending or way == "linear"))
 
 
 def by_similarity(tile: Triple) -> Iterator[Entry]:
