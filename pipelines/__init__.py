@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from .processor import SSTAProcessor
     from .report import LayerRun, RunReport
     from .schedule import Schedule
+    from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
 
 __all__ = [
-    "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
-    "apply_ssta", "register_family", "remove_ssta", "stack_sites", "supported_models",
+    "Calibration", "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
+    "Velocities", "apply_ssta", "frozen_checkpoint", "register_family", "remove_ssta", "set_density", "stack_sites", "supported_models",
+    "teacher_student",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
@@ -26,6 +28,7 @@ _MODULES = {
     "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
     "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_ssta": "apply",
     "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
+    **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.
 _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.items()}
