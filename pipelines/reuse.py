@@ -70,7 +70,7 @@ def _unpacked(bits: Tensor, length: int) -> Tensor:
 class Holder:
     """Where a layer's processor finds the ``Kept`` of its thread's forward; None = choose, and keep nothing.
 
-    ``kept`` serves generation, ``frozen`` one forward of a training and its recomputation (``training.frozen_checkpoint``), and goes before.
+    ``kept`` serves generation; ``frozen``, which goes before, one forward of a training and its recomputation (``frozen_checkpoint``).
     """
 
     def __init__(self) -> None:

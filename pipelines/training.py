@@ -1,4 +1,4 @@
-"""Hooks for training through SSTA: the dense teacher beside the sparse student, a density that falls, selections that checkpointing keeps."""
+"""Hooks for training through SSTA: the dense teacher beside the sparse student, a falling density, selections that checkpointing keeps."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
     Args:
         model: has SSTA applied, itself or a module in it: a transformer, a model that holds one, or what DistributedDataParallel, FSDP,
             torch.compile or accelerate made of either, which is then what is called.
-        teacher: the frozen dense model, called in ``model``'s place, such as ``copy.deepcopy(model).requires_grad_(False)``; it may have SSTA
-            too, which is then dense. None = ``model`` itself, dense and with its PEFT adapters off: training them leaves its weights alone.
+        teacher: the frozen dense model, called in ``model``'s place, such as ``copy.deepcopy(model).requires_grad_(False)``; it may have
+            SSTA too, which is then dense. None = ``model`` itself, dense and with its PEFT adapters off, whose training leaves its
+            weights alone.
 
     Returns:
         ``f(*args, **kwargs) -> Velocities``.
@@ -72,7 +73,8 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
         target = model if teacher is None else teacher
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            # A weight that autocast has cast without gradients would serve the student too, and get none.
+            # Lest weights that autocast has cast without gradients serve the student too, and get none, as in some versions of torch; and
+            # lest they stay in memory.
             stack.enter_context(_no_autocast_cache())
             for context in _contexts(target):
                 stack.enter_context(context.densely())
@@ -110,7 +112,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
     plans = []
     for name, module, context, processors in applied:
         if context.schedule.levels:
-            raise ValueError(f"handle must have a schedule whose density does not follow the noise, got density = {context.schedule.density}")
+            raise ValueError("handle must have a schedule whose density does not follow the noise, got density = "
+                             f"{context.schedule.density}")
         own = [processor for _, processor in processors if processor.config is context.config]
         if not own:
             raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
@@ -182,8 +185,8 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
         model.enable_gradient_checkpointing(frozen_checkpoint)
 
     ``torch.utils.checkpoint`` alone selects anew in the backward. That gives the same where the same numbers come out of the same
-    operations, and where nothing else ran in between: another forward, a ``set_density``, on a GPU in any thread. This one keeps each layer's
-    selection, a bit for each pair of tiles and head, and saves the recomputation its scoring. A model whose whole forward
+    operations, and where nothing else ran in between: another forward, a ``set_density``, on a GPU in any thread. This one keeps each
+    layer's selection, a bit for each pair of tiles and head, and saves the recomputation its scoring. A model whose whole forward
     torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by themselves keep.
 
     Args:

@@ -174,7 +174,7 @@ def test_bad_densities():
     with pytest.raises(ValueError, match="handle must be one whose SSTA is still applied"):
         set_density(handle, 0.5)
     for config, schedule, message in (
-            (replace(TILES, density=None), Schedule(density=lambda ratio: 0.5), "whose density does not follow the noise, got density = <f"),
+            (replace(TILES, density=None), Schedule(density=lambda ratio: 0.5), "density does not follow the noise, got density = <f"),
             (TILES, Schedule(layer_configs={0: TILES, 1: TILES}), "configuration of their own, got none in WanTransformer3DModel"),
             (SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(3, 1, 1), sparse_type="sta"), Schedule(), "density = 0.5 must fit")):
         with apply_ssta(model, config, schedule=schedule) as handle, pytest.raises(ValueError, match=message):
