@@ -193,7 +193,7 @@ class Training:
         if self.last is not None:
             self._resume(self.last)
         self._sample()
-        total, since = torch.zeros((), device=self.accelerator.device), time.perf_counter()
+        total, since, logged = torch.zeros((), device=self.accelerator.device), time.perf_counter(), self.steps_done
         for step in range(self.steps_done, options.steps):
             density = self.ramp.set(step)
             for group in self.optimizer.param_groups:
@@ -209,10 +209,9 @@ class Training:
                     self.optimizer.zero_grad()
             self.steps_done = done = step + 1
             if done % options.log_every == 0 or done == options.steps:
-                count = done % options.log_every or options.log_every
-                mean, now = float(self.accelerator.reduce(total, "mean")) / count, time.perf_counter()
-                self._log(done, mean, density, (now - since) / count)
-                total, since = torch.zeros_like(total), now
+                mean, now = float(self.accelerator.reduce(total, "mean")) / (done - logged), time.perf_counter()
+                self._log(done, mean, density, (now - since) / (done - logged))
+                total, since, logged = torch.zeros_like(total), now, done
             if done % options.checkpoint_every == 0:
                 self._checkpoint()
             if options.sample_every and (done % options.sample_every == 0 or done == options.steps):
@@ -270,6 +269,12 @@ class Training:
                 raise ValueError(f"--resume must go on with {name} = {there['settings'].get(name)}, as in {folder}, got {value}")
         self.accelerator.load_state(str(folder))
         self.steps_done = there["steps"]
+        log = self.options.output / "log.csv"
+        if self.accelerator.is_main_process and log.is_file():
+            # Without the steps that were lost.
+            head, *rows = log.read_text().splitlines()
+            kept = [row for row in rows if int(row.partition(",")[0]) <= self.steps_done]
+            log.write_text("\n".join([head, *kept, ""]))
         self.say(f"going on from step {self.steps_done}")
 
     def _checkpoint(self) -> None:
@@ -316,7 +321,8 @@ class Training:
             twin.save_pretrained(output / "transformer")
             self.say(f"{output / 'transformer'}: {self.kind.__name__}.from_pretrained reads it")
         config, usual = self.handle.config, SSTAConfig()
-        chosen = [f"{of.name}={value!r}" for of in fields(config) if (value := getattr(config, of.name)) != getattr(usual, of.name)]
+        chosen = [f"{of.name}={value!r}" for of in fields(config)
+                  if of.init and (value := getattr(config, of.name)) != getattr(usual, of.name)]
         self.say(f"trained for apply_ssta(pipe, SSTAConfig({', '.join(chosen)}), schedule=Schedule())")
 
     def _log(self, step: int, loss: float, density: float, seconds: float) -> None:

@@ -110,7 +110,8 @@ def pipeline(made, name: str) -> diffusers.DiffusionPipeline:
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 @pytest.mark.parametrize("loss", ["distill", "diffusion"])
 def test_a_lora_is_trained_and_loads(script, made, tmp_path, name, loss, capsys):
-    rows = tune(script, made, name, tmp_path, "--lora", "2", "--loss", loss, "--accumulate", "2", "--sample-every", "4", "--sample-steps", "2")
+    rows = tune(script, made, name, tmp_path, "--lora", "2", "--loss", loss, "--accumulate", "2", "--sample-every", "4",
+                "--sample-steps", "2")
     assert [float(row["density"]) for row in rows] == pytest.approx([1, 0.3 ** (1 / 3), 0.3, 0.3], rel=1e-4)
     if loss == "distill":
         # Nothing is left out yet, and the adapter begins with nothing.
@@ -145,15 +146,16 @@ def test_all_weights_are_trained_and_load(script, made, tmp_path, name, loss):
 @pytest.mark.parametrize("arguments", [("--lora", "2"), ("--loss", "diffusion", "--accumulate", "2")], ids=["lora", "full"])
 def test_going_on_gives_the_same_bits_as_never_having_stopped(script, made, tmp_path, arguments):
     whole = tune(script, made, "wan", tmp_path / "whole", *arguments, "--sample-every", "3", "--sample-steps", "1")
-    # Stopped after three steps, of which the third was lost; the model's sample in between changes nothing.
-    saved = script.finetune.Training._checkpoint
+    # Stopped in the fourth step, so that the third was lost; the model's sample in between changes nothing.
+    loss = script.finetune.Training._loss
 
-    def stop(training) -> None:
-        saved(training)
-        raise SystemExit
+    def stop(training, step: int, turn: int) -> torch.Tensor:
+        if step == 3:
+            raise SystemExit
+        return loss(training, step, turn)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(script.finetune.Training, "_checkpoint", stop)
+        patch.setattr(script.finetune.Training, "_loss", stop)
         tune(script, made, "wan", tmp_path / "parts", *arguments)
     torch.manual_seed(99)
     parts = tune(script, made, "wan", tmp_path / "parts", *arguments, "--resume")
