@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -11,19 +11,26 @@ from clips import Clips
 from measure import failure
 from measure_quality import Bench
 from quality_grid import Entry
-from train_video import Plan, train
+from train_video import Plan, compiled, train
 from video_model import VideoModel
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Schedule, apply_ssta, teacher_student
 
 # Below the rate that the weights were trained at.
 RATE = 3e-4
+# What is learned through SSTA: the clips' velocities, as in the training before, or those of the frozen dense model.
+LOSSES = {"diffusion": "trained through it", "distill": "distilled"}
 
 
-def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], seconds: float) -> Iterator[dict]:
-    """Rows: the weights as they are, trained densely for ``seconds``, and trained for as many steps through each of ``configs``; each with
-    its held-out loss under the configuration and densely."""
+def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], seconds: float, losses_of: Sequence[str] = ("diffusion",),
+              ) -> Iterator[dict]:
+    """Rows: the weights as they are, trained densely for ``seconds``, and trained for as many steps through each of ``configs``, with each
+    of the losses ``losses_of``; each with its held-out loss under the configuration and densely.
+
+    The gap that may close is what the configuration loses with weights that know nothing of it: for "diffusion" those that were trained
+    densely for as long, for "distill" the teacher's, which are as they were.
+    """
     entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
 
     def row(trained: str, entry: Entry, loss: float, dense: float, **more: object) -> dict:
@@ -37,30 +44,38 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         copy = bench.loaded(copy.to(bench.device))
         return bench.loss_of(copy, bench.all_dense), [bench.loss_of(copy, entry) for entry in of]
 
-    def tuned(plan: Plan, what: str, config: SSTAConfig | None = None) -> tuple[VideoModel, int]:
+    def tuned(plan: Plan, what: str, config: SSTAConfig | None = None, distilled: bool = False) -> tuple[VideoModel, int]:
         """(the model, how many steps it was trained)."""
         model = bench.checkpoint.model(bench.device)
         # Nothing counts steps in training, so no schedule has a meaning there.
         with nullcontext() if config is None else apply_ssta(model.dit, config, schedule=Schedule()):
-            steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}")
+            both = None
+            if distilled:
+                teacher = bench.checkpoint.model(bench.device).requires_grad_(False)
+                if bench.device.type == "cuda":
+                    compiled(teacher)
+                both = teacher_student(model, teacher)
+            steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}", velocities=both)
         return model, steps
 
-    dense, found = losses(bench.checkpoint.model(bench.device), entries)
+    untrained, found = losses(bench.checkpoint.model(bench.device), entries)
     for entry, loss in zip(entries, found):
-        yield row("before", entry, loss, dense)
+        yield row("before", entry, loss, untrained)
     plan = Plan(seconds, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
     model, steps = tuned(plan, "dense")
     best, without = losses(model, entries)
     for entry, loss in zip(entries, without):
         yield row("trained densely", entry, loss, best)
     plan = replace(plan, seconds=math.inf, steps=steps)
-    for entry, start in zip(entries, without):
-        try:
-            model, _ = tuned(plan, entry.name, entry.config)
-            dense, (loss,) = losses(model, [entry])
-        # One that cannot be trained must not take the others' rows with it.
-        except Exception as error:
-            yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, trained through it", note=failure(error))
-            continue
-        gap = start - best
-        yield row("trained through it", entry, loss, dense, gap_closed=100 * (1 - (loss - best) / gap) if gap > 0 else "")
+    for name in losses_of:
+        starts, goal = (found, untrained) if name == "distill" else (without, best)
+        for entry, start in zip(entries, starts):
+            try:
+                model, _ = tuned(plan, f"{entry.name}, {name}", entry.config, name == "distill")
+                dense, (loss,) = losses(model, [entry])
+            # One that cannot be trained must not take the others' rows with it.
+            except Exception as error:
+                yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {LOSSES[name]}", note=failure(error))
+                continue
+            gap = start - goal
+            yield row(LOSSES[name], entry, loss, dense, gap_closed=100 * (1 - (loss - goal) / gap) if gap > 0 else "")

@@ -46,7 +46,8 @@ def rows_of(path):
 def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     out = tmp_path / "out"
     only = ["--only", "dense", "0.156, warm", "linear 0.3", "linear 1"]
-    bench.main([*TINY, *only, "--out", str(out), "--csv", "quality_mine", "--fine-tune", "--fine-tune-seconds", "0.2"])
+    bench.main([*TINY, *only, "--out", str(out), "--csv", "quality_mine", "--fine-tune", "--fine-tune-seconds", "0.2",
+                "--fine-tune-loss", "diffusion", "distill"])
     rows = rows_of(out / "quality.csv")
     assert rows == rows_of(tmp_path / "results" / "quality_mine.csv")
     samples = {row["name"]: row for row in rows if row["what"] == "sample"}
@@ -58,7 +59,7 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     assert float(warm["density"]) == pytest.approx((1 + 2 * 0.1406) / 3, abs=0.01)
     assert float(warm["velocity_0"]) < 1e-5 < float(warm["velocity_100"])
     assert [row["name"] for row in rows if row["what"] == "fine-tune"] == [
-        f"{way} 0.15, {when}" for when in ("before", "trained densely", "trained through it") for way in ("dropped", "linear")]
+        f"{way} 0.15, {when}" for when in ("before", "trained densely", "trained through it", "distilled") for way in ("dropped", "linear")]
     assert (out / "sheet.jpg").stat().st_size > 1000
 
     again = tmp_path / "again"
