@@ -28,8 +28,9 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
     """Rows: the weights as they are, trained densely for ``seconds``, and trained for as many steps through each of ``configs``, with each
     of the losses ``losses_of``; each with its held-out loss under the configuration and densely.
 
-    The gap that may close is what the configuration loses with weights that know nothing of it: for "diffusion" those that were trained
-    densely for as long, for "distill" the teacher's, which are as they were.
+    ``gap_closed`` is a share of what the configuration loses with weights that know nothing of it: for "diffusion" held-out loss, of the
+    weights that were trained densely for as long; for "distill" distance of the velocities to the teacher's, which are the weights as they
+    were.
     """
     entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
 
@@ -37,12 +38,15 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
                     loss_above=100 * (loss / dense - 1), **more)
 
-    def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
-        """Densely, and under each of ``of``; of a copy, because ``model`` is compiled as it was trained."""
+    def ready(model: VideoModel) -> VideoModel:
+        """A copy, because ``model`` is compiled as it was trained."""
         copy = VideoModel(model.size, model.no_clip)
         copy.load_state_dict(model.state_dict())
-        copy = bench.loaded(copy.to(bench.device))
-        return bench.loss_of(copy, bench.all_dense), [bench.loss_of(copy, entry) for entry in of]
+        return bench.loaded(copy.to(bench.device))
+
+    def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
+        """Densely, and under each of ``of``."""
+        return bench.loss_of(model, bench.all_dense), [bench.loss_of(model, entry) for entry in of]
 
     def tuned(plan: Plan, what: str, config: SSTAConfig | None = None, distilled: bool = False) -> tuple[VideoModel, int]:
         """(the model, how many steps it was trained)."""
@@ -56,11 +60,13 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
                     compiled(teacher)
                 both = teacher_student(model, teacher)
             steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}", velocities=both)
-        return model, steps
+        return ready(model), steps
 
-    untrained, found = losses(bench.checkpoint.model(bench.device), entries)
-    for entry, loss in zip(entries, found):
-        yield row("before", entry, loss, untrained)
+    untrained = ready(bench.checkpoint.model(bench.device))
+    dense, found = losses(untrained, entries)
+    errors = [bench.velocity_error_of(untrained, entry) for entry in entries]
+    for entry, loss, error in zip(entries, found, errors):
+        yield row("before", entry, loss, dense, velocity_error=error)
     plan = Plan(seconds, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
     model, steps = tuned(plan, "dense")
     best, without = losses(model, entries)
@@ -68,14 +74,14 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         yield row("trained densely", entry, loss, best)
     plan = replace(plan, seconds=math.inf, steps=steps)
     for name in losses_of:
-        starts, goal = (found, untrained) if name == "distill" else (without, best)
-        for entry, start in zip(entries, starts):
+        for entry, start, error in zip(entries, without, errors):
             try:
                 model, _ = tuned(plan, f"{entry.name}, {name}", entry.config, name == "distill")
                 dense, (loss,) = losses(model, [entry])
+                after = bench.velocity_error_of(model, entry) if name == "distill" else ""
             # One that cannot be trained must not take the others' rows with it.
-            except Exception as error:
-                yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {LOSSES[name]}", note=failure(error))
+            except Exception as reason:
+                yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {LOSSES[name]}", note=failure(reason))
                 continue
-            gap = start - goal
-            yield row(LOSSES[name], entry, loss, dense, gap_closed=100 * (1 - (loss - goal) / gap) if gap > 0 else "")
+            left, gap = (after, error) if name == "distill" else (loss - best, start - best)
+            yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=100 * (1 - left / gap) if gap > 0 else "")

@@ -215,11 +215,11 @@ def samples_table(rows: list[Row]) -> list[list[str]]:
 
 def fine_tune_table(rows: list[Row]) -> list[list[str]]:
     """One line a configuration and way of training, with the share of the gap that it closed."""
-    lines = [["model", "configuration", "held-out loss", "dense", "above dense", "gap closed"]]
+    lines = [["model", "configuration", "held-out loss", "above dense", "velocity error", "gap closed"]]
     for row in rows:
         if row["what"] == "fine-tune" and row["loss"]:
             lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",
-                          f"{float(row['loss_dense']):.4f}", f"{float(row['loss_above']):+.2f} %",
+                          f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
                           f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
     return lines
 

@@ -139,13 +139,14 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", extra_mib="", extra_over_qkvo=""),
                                                  dict(**host, what="ssta_3d_attention", extra_mib=10.0, extra_over_qkvo=0.8)])
     measure.write_rows(tmp_path / "fine_tune_a.csv", [
-        dict(what="fine-tune", clips="film", train_seed=1, name=name, loss=0.12345, loss_dense=0.12, loss_above=2.875, gap_closed=closed)
-        for name, closed in (("linear 0.15, before", ""), ("linear 0.15, distilled", 67.8))])
+        dict(what="fine-tune", clips="film", train_seed=1, name=name, loss=0.12345, loss_above=2.875, velocity_error=error,
+             gap_closed=closed)
+        for name, error, closed in (("linear 0.15, trained densely", "", ""), ("linear 0.15, distilled", 0.0321, 67.8))])
     names = ("layer", "stages", "errors", "tokens", "interfaces", "host", "quality", "samples", "fine_tune")
     filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
-    assert "| film, training 1 | linear 0.15, before | 0.1235 | 0.1200 | +2.88 % | – |\n" in fine_tune
-    assert "| film, training 1 | linear 0.15, distilled | 0.1235 | 0.1200 | +2.88 % | 68 % |\n" in fine_tune
+    assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
+    assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
     assert "| linear 0.3 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "linear 0.2" not in samples
     assert "| procedural, training 1 | linear 0.3 | 30.0% | 34.6 +- 1.2 | 0.988 | 0.0312 | -0.10 % |\n" in quality
     assert "| small | forward | 151 | 2.0% | – |\n| small | ssta_3d_attention | 151 | 2.0% | 10.0 MiB (0.800 x) |\n" in host

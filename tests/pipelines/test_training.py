@@ -305,3 +305,33 @@ def test_functions_that_it_cannot_look_into():
     # What has no SSTA is checkpointed as ever.
     layer = nn.Linear(2, 2)
     assert torch.equal(frozen_checkpoint(layer.__call__, torch.ones(1, 2)), layer(torch.ones(1, 2)))
+
+
+# Sharded
+
+
+def test_sharded_weights_get_the_same_gradients(tmp_path):
+    """FSDP2 in one process: teacher, student and recomputation, whose blocks gather their weights again."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def gradients_of(model) -> dict[str, torch.Tensor]:
+        nn.functional.mse_loss(*teacher_student(model)(**call)).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    model, call = with_lora(TINY["wan"].build()), TINY["wan"].call()
+    with apply_ssta(model, TILES, schedule=Schedule()):
+        expected = gradients_of(model)
+    model = with_lora(TINY["wan"].build())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with apply_ssta(model, TILES, schedule=Schedule()):
+            model.enable_gradient_checkpointing(frozen_checkpoint)
+            mesh = init_device_mesh("cpu", (1,))
+            for block in (*model.blocks, model):
+                fully_shard(block, mesh=mesh)
+            found = {name: grad.full_tensor() for name, grad in gradients_of(model).items()}
+    finally:
+        dist.destroy_process_group()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], grad) for name, grad in expected.items())
