@@ -95,6 +95,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def require_settings(fsdp: Any) -> None:
+    """Raises ValueError where accelerate's FSDP is set up in a way that does not work here; None = no FSDP."""
+    if fsdp is None:
+        return
+    reasons = {"fsdp_version": ("2", fsdp.fsdp_version == 2, "the first was not tried with it"),
+               "fsdp_activation_checkpointing": ("false", not fsdp.activation_checkpointing,
+                                                 "this script does its own, which keeps what was selected"),
+               "fsdp_cpu_ram_efficient_loading": ("false", not fsdp.cpu_ram_efficient_loading,
+                                                  "accelerate asks for what only models of transformers have")}
+    for name, (wanted, fits, why) in reasons.items():
+        if not fits:
+            raise ValueError(f"{name} must be {wanted} in accelerate's settings, for {why}")
+
+
 class Training:
     """One run, from the command line to the files."""
 
@@ -110,10 +124,7 @@ class Training:
                                                      cpu=options.cpu)
         if accelerator.device.type == "cpu" and not options.cpu:
             raise ValueError("a CUDA GPU is needed for a model of this size; --cpu trains on the CPU all the same")
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and (plugin.fsdp_version != 2 or plugin.activation_checkpointing):
-            raise ValueError("FSDP must be version 2, with fsdp_activation_checkpointing off: this script does its own, which keeps what "
-                             f"was selected; got version {plugin.fsdp_version} with {plugin.activation_checkpointing}")
+        require_settings(getattr(accelerator.state, "fsdp_plugin", None))
         set_seed(options.seed)
         self.dtype = torch.bfloat16 if precision == "bf16" and options.lora else torch.float32
         self.pipe = self._pipeline()

@@ -143,6 +143,7 @@ def test_all_weights_are_trained_and_load(script, made, tmp_path, name, loss):
     assert (float(rows[0]["loss"]) < 1e-9) == (loss == "distill")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--lora", "2"), ("--loss", "diffusion", "--accumulate", "2")], ids=["lora", "full"])
 def test_going_on_gives_the_same_bits_as_never_having_stopped(script, made, tmp_path, arguments):
     whole = tune(script, made, "wan", tmp_path / "whole", *arguments, "--sample-every", "3", "--sample-steps", "1")
@@ -372,6 +373,16 @@ def test_arguments_out_of_range(script, made, tmp_path, arguments, message, caps
     with pytest.raises(SystemExit):
         tune(script, made, "wan", tmp_path, *arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(fsdp_version=1), "fsdp_version must be 2"), (dict(activation_checkpointing=True), "fsdp_activation_checkpointing must be false"),
+    (dict(cpu_ram_efficient_loading=True), "fsdp_cpu_ram_efficient_loading must be false in accelerate's settings, for accelerate asks")])
+def test_settings_of_fsdp_that_do_not_work(script, change, message):
+    fits = dict(fsdp_version=2, activation_checkpointing=False, cpu_ram_efficient_loading=False)
+    script.finetune.require_settings(SimpleNamespace(**fits)), script.finetune.require_settings(None)
+    with pytest.raises(ValueError, match=message):
+        script.finetune.require_settings(SimpleNamespace(**fits | change))
 
 
 def test_a_loss_that_is_not_finite_ends_it(script, made, tmp_path):
