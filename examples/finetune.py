@@ -130,10 +130,14 @@ class Training:
         self.pipe = self._pipeline()
         if options.clips:
             share = slice(accelerator.process_index, None, accelerator.num_processes)
-            self.pipe.to(accelerator.device)
+            # All but the transformer, which does not run.
+            encoders = {name: part for name, part in self.pipe.components.items()
+                        if isinstance(part, nn.Module) and name != "transformer"}
+            for part in encoders.values():
+                part.to(accelerator.device)
             files = data.encode(self.pipe, options.model, files, options.cache, size, options.negative_prompt, share, self.say)
             accelerator.wait_for_everyone()
-            self.pipe.to("cpu")
+            self.pipe.register_modules(**{name: None for name in encoders if name != "vae"})
         self.files = files
         negative = data.negative_file(options.cache)
         self.negative = None if negative is None else self._ready(negative)
@@ -150,6 +154,8 @@ class Training:
         pipe = DiffusionPipeline.from_pretrained(
             model, dtype={"transformer": self.dtype, "vae": torch.float32, "default": torch.bfloat16}, **parts)
         data.kind_of(pipe)
+        if hasattr(pipe.vae, "enable_tiling"):
+            pipe.vae.enable_tiling()
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -179,6 +179,23 @@ def test_checkpointing_changes_nothing(script, made, tmp_path):
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 
 
+def test_clips_are_encoded_and_then_learned_from(script, made, tmp_path, monkeypatch):
+    """From the command line, with a text encoder that is gone when training begins."""
+    made("wan")
+    pipe, clips = with_frames("wan"), tmp_path / "clips"
+    encoder = torch.nn.Linear(1, 1)
+    encoder.device, encoder.dtype = torch.device("cpu"), torch.float32
+    pipe.register_modules(text_encoder=encoder)
+    clips.mkdir()
+    (clips / "a.mp4").touch()
+    monkeypatch.setattr(script.clips, "READERS", {"torch": frames})
+    monkeypatch.setattr(script.finetune.DiffusionPipeline, "from_pretrained", lambda model, dtype: pipe)
+    rows = tune(script, made, "wan", tmp_path / "out", "--clips", str(clips), "--cache", str(tmp_path / "cache"), "--size", "9x96x128",
+                "--lora", "2")
+    assert len(rows) == 4 and pipe.text_encoder is None
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["a.mp4.safetensors", "negative_prompt.safetensors"]
+
+
 # Noise
 
 

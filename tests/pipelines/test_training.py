@@ -115,6 +115,21 @@ def test_weights_that_the_teacher_s_autocast_has_cast_still_get_gradients():
     assert model.blocks[0].ffn.net[0].proj.weight.grad.any()
 
 
+def test_schedules_are_the_student_s():
+    """A step that is dense for the student is counted once, and the teacher's is not at all."""
+    model, call = with_lora(TINY["wan"].build()), TINY["wan"].call()
+    with apply_ssta(model, TILES, schedule=Schedule(dense_above=0.3)) as handle:
+        both = teacher_student(model)
+        apart = []
+        for timestep in (500.0, 100.0, 200.0):
+            teacher, student = both(**call | {"timestep": torch.tensor([timestep])})
+            model.disable_adapters()
+            apart.append(not torch.allclose(run(model, call | {"timestep": torch.tensor([timestep])}), teacher, atol=1e-5))
+            model.enable_adapters()
+        assert apart == [False, True, True]
+        assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(6, 2)] * 2
+
+
 def test_bad_models():
     model = TINY["wan"].build()
     with pytest.raises(TypeError, match="model must be a module, got str"):
