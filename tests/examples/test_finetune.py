@@ -281,8 +281,16 @@ def test_latents_are_the_vae_s_and_decode(script, name):
     """In the layout and the norm of the pipeline: it decodes them to what they are decoded to here."""
     pipe, size = with_frames(name), script.clips.Size.parse(SIZES[name])
     stripes = torch.stack(list(frames(Path("a.mp4"))))[:size.frames, :size.height, :size.width].permute(3, 0, 1, 2)[None] / 127.5 - 1
+    statistics = dict(latents_mean=[0.1, -0.2, 0.3, 0.4], latents_std=[0.5, 0.6, 1.7, 1.8])
+    if name == "wan":
+        pipe.vae.register_to_config(**statistics)
+    else:
+        pipe.vae.register_to_config(scaling_factor=0.7)
+        for key, values in statistics.items():
+            pipe.vae.register_buffer(key, torch.tensor(values))
     with torch.no_grad():
         latents = script.clips.to_latents(pipe, stripes)
+        plain = pipe.vae.decode(pipe.vae.encode(stripes).latent_dist.mode(), return_dict=False)[0]
         sample = script.clips.Sample(latents, script.clips.conditions(pipe, "", latents, size))
         ours = script.clips.to_frames(pipe, sample)
     assert ours.shape == (size.frames, 3, size.height, size.width)
@@ -291,6 +299,7 @@ def test_latents_are_the_vae_s_and_decode(script, name):
     theirs = pipe("", height=size.height, width=size.width, num_frames=size.frames, num_inference_steps=1, latents=latents,
                   guidance_scale=1.0, output_type="pt", return_dict=False)[0][0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, (plain[0].transpose(0, 1) / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-5)
 
 
 def test_clips_are_encoded_once_and_when_something_changed(script, tmp_path, monkeypatch):
