@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,20 +12,27 @@ from clips import Clips
 from measure import failure
 from measure_quality import Bench
 from quality_grid import Entry
-from train_video import Plan, train
+from train_video import Plan, compiled, train
 from video_model import VideoModel, pixels
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Schedule, apply_ssta, teacher_student
 
 # Below the rate that the weights were trained at.
 RATE = 3e-4
+# What is learned through SSTA: the clips' velocities, as in the training before, or those of the frozen dense model.
+LOSSES = {"diffusion": "trained through it", "distill": "distilled"}
 
 
-def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], seconds: float) -> Iterator[dict]:
-    """Rows: the weights as they are, trained densely for ``seconds``, and trained for as many steps through each of ``configs``; each with
-    its loss under the configuration and densely, of the clips that it is trained on: a dozen are learnt by heart, and the loss of others
-    rises and falls with that more than with what is dropped."""
+def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], seconds: float, losses_of: Sequence[str] = ("diffusion",),
+              ) -> Iterator[dict]:
+    """Rows: the weights as they are, trained densely for ``seconds``, and trained for as many steps through each of ``configs``, with each
+    of the losses ``losses_of``; each with its loss under the configuration and densely, of the clips that it is trained on: a dozen are
+    learnt by heart, and the loss of others rises and falls with that more than with what is dropped.
+
+    ``gap_closed`` is a share of what the configuration loses with weights that know nothing of it: for "diffusion" loss, of the weights
+    that were trained densely for as long; for "distill" distance of the velocities to the teacher's, which are the weights as they were.
+    """
     latents = torch.cat([bench.autoencoder.encode(pixels(clip.take(*bench.checkpoint.size.pixels)[None])) for clip in clips.train]).float()
     entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
 
@@ -33,37 +40,50 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
                     loss_above=100 * (loss / dense - 1), **more)
 
-    def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
-        """Densely, and under each of ``of``; of a copy, because ``model`` is compiled as it was trained."""
+    def ready(model: VideoModel) -> VideoModel:
+        """A copy, because ``model`` is compiled as it was trained."""
         copy = VideoModel(model.size, model.no_clip)
         copy.load_state_dict(model.state_dict())
-        copy = bench.loaded(copy.to(bench.device))
-        return bench.loss_of(copy, bench.all_dense, latents), [bench.loss_of(copy, entry, latents) for entry in of]
+        return bench.loaded(copy.to(bench.device))
 
-    def tuned(plan: Plan, what: str, config: SSTAConfig | None = None) -> tuple[VideoModel, int]:
+    def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
+        """Densely, and under each of ``of``."""
+        return bench.loss_of(model, bench.all_dense, latents), [bench.loss_of(model, entry, latents) for entry in of]
+
+    def tuned(plan: Plan, what: str, config: SSTAConfig | None = None, distilled: bool = False) -> tuple[VideoModel, int]:
         """(the model, how many steps it was trained)."""
         model = bench.checkpoint.model(bench.device)
         # Nothing counts steps in training, so no schedule has a meaning there.
         with nullcontext() if config is None else apply_ssta(model.dit, config, schedule=Schedule()):
-            steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}")
-        return model, steps
+            both = None
+            if distilled:
+                teacher = bench.checkpoint.model(bench.device).requires_grad_(False)
+                if bench.device.type == "cuda":
+                    compiled(teacher)
+                both = teacher_student(model, teacher)
+            steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}", velocities=both)
+        return ready(model), steps
 
-    dense, found = losses(bench.checkpoint.model(bench.device), entries)
-    for entry, loss in zip(entries, found):
-        yield row("before", entry, loss, dense)
+    untrained = ready(bench.checkpoint.model(bench.device))
+    dense, found = losses(untrained, entries)
+    errors = [bench.velocity_error_of(untrained, entry) for entry in entries]
+    for entry, loss, error in zip(entries, found, errors):
+        yield row("before", entry, loss, dense, velocity_error=error)
     plan = Plan(seconds, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
     model, steps = tuned(plan, "dense")
     best, without = losses(model, entries)
     for entry, loss in zip(entries, without):
         yield row("trained densely", entry, loss, best)
     plan = replace(plan, seconds=math.inf, steps=steps)
-    for entry, start in zip(entries, without):
-        try:
-            model, _ = tuned(plan, entry.name, entry.config)
-            dense, (loss,) = losses(model, [entry])
-        # One that cannot be trained must not take the others' rows with it.
-        except Exception as error:
-            yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, trained through it", note=failure(error))
-            continue
-        gap = start - best
-        yield row("trained through it", entry, loss, dense, gap_closed=100 * (1 - (loss - best) / gap) if gap > 0 else "")
+    for name in losses_of:
+        for entry, start, error in zip(entries, without, errors):
+            try:
+                model, _ = tuned(plan, f"{entry.name}, {name}", entry.config, name == "distill")
+                dense, (loss,) = losses(model, [entry])
+                after = bench.velocity_error_of(model, entry) if name == "distill" else ""
+            # One that cannot be trained must not take the others' rows with it.
+            except Exception as reason:
+                yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {LOSSES[name]}", note=failure(reason))
+                continue
+            left, gap = (after, error) if name == "distill" else (loss - best, start - best)
+            yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=100 * (1 - left / gap) if gap > 0 else "")

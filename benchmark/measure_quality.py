@@ -114,6 +114,12 @@ class Bench:
         with under(entry, sampler):
             return held_out_loss(sampler, latents)
 
+    def velocity_error_of(self, model: VideoModel, entry: Entry) -> float:
+        """How far such a model's velocities under ``entry`` are from the dense ones of the model under measurement, on its trajectory."""
+        sampler = Sampler(model, self._labels, 0, self._samplers[0].steps)
+        with under(entry, sampler):
+            return fmean(self._trajectory.follow(sampler=sampler))
+
     def _add_sample(self, entry: Entry, **found: object) -> None:
         self.add(dict(what="sample", group=entry.group, name=entry.name, **found))
 

@@ -96,9 +96,10 @@ class Trajectory:
         self._steps.append((x[:self._videos].clone(), v[:self._videos].clone()))
 
     @torch.no_grad()
-    def follow(self, after_step: Callable[[], None]) -> list[float]:
-        """The velocities' relative error at each step along it, where the model as it now is would go from the very same place."""
-        sampler, errors = self._sampler, []
+    def follow(self, after_step: Callable[[], None] = lambda: None, sampler: Sampler | None = None) -> list[float]:
+        """The velocities' relative error at each step along it, where the model as it now is would go from the very same place; or another
+        model, of a ``sampler`` of the same videos."""
+        sampler, errors = sampler or self._sampler, []
         for t, (x, dense) in zip(sampler.times(), self._steps):
             v = velocity(sampler.model, x, t, sampler.condition[:self._videos])
             errors.append((v - dense).norm() / dense.norm())

@@ -213,6 +213,17 @@ def samples_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def fine_tune_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration and way of training, with the share of the gap that it closed."""
+    lines = [["model", "configuration", "held-out loss", "above dense", "velocity error", "gap closed"]]
+    for row in rows:
+        if row["what"] == "fine-tune" and row["loss"]:
+            lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",
+                          f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
+                          f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
+    return lines
+
+
 # Lists of single tokens, and other libraries' interfaces
 
 
@@ -299,7 +310,7 @@ TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_tabl
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "host": ("host", host_table),
           "errors": ("errors", errors_table), "quality": ("quality", quality_table),
-          "samples": ("quality", samples_table)}
+          "samples": ("quality", samples_table), "fine_tune": ("fine_tune", fine_tune_table)}
 
 
 if __name__ == "__main__":

@@ -43,8 +43,10 @@ class Plan:
 
 
 def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], plan: Plan, what: str,
-          save: Callable[[int], None] = lambda steps: None) -> int:
+          save: Callable[[int], None] = lambda steps: None, velocities: Callable[..., tuple[Tensor, Tensor]] | None = None) -> int:
     """Trains ``model`` in place, to the moving average of its weights; returns the number of steps.
+
+    By rectified flow or, where ``velocities`` gives a teacher's and the model's velocity, towards the teacher's.
 
     Every minute, and before it is interrupted, ``save(steps)`` is called with the average in place.
 
@@ -70,7 +72,8 @@ def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], p
             sigma = noise_levels(len(latents), SMALL_SHIFT if small else SHIFT, draws).to(device)
             noise = torch.randn(latents.shape, device=device, generator=noises)
             with fast_attention(device):
-                loss = flow_loss(model, latents, sigma, noise, condition)
+                loss = (flow_loss(model, latents, sigma, noise, condition) if velocities is None else
+                        distillation_loss(velocities, latents, sigma, noise, condition))
                 loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             # Up within 60 steps, and down over the last 40 %.
@@ -127,6 +130,16 @@ def flow_loss(model: VideoModel, latents: Tensor, sigma: Tensor, noise: Tensor, 
     with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
         velocity = model((1 - s) * latents + s * noise, sigma, condition)
     return (velocity.float() - (noise - latents)).square().mean()
+
+
+def distillation_loss(velocities: Callable[..., tuple[Tensor, Tensor]], latents: Tensor, sigma: Tensor, noise: Tensor,
+                      condition: Tensor) -> Tensor:
+    """Squared difference of the two velocities at ``(1 - sigma) latents + sigma noise``. A condition is the model's own: the teacher's
+    is the same until it is trained, and no gradient is to move it."""
+    s = sigma.view(-1, 1, 1, 1, 1)
+    with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
+        teacher, student = velocities((1 - s) * latents + s * noise, sigma, condition.detach())
+    return (student.float() - teacher.float()).square().mean()
 
 
 def compiled(model: VideoModel) -> None:

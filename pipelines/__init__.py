@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .report import LayerRun, RunReport
     from .schedule import Schedule
     from .sparse_checkpoints import apply_sla, apply_vsa
+    from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
 
 __all__ = [
-    "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
-    "apply_sla", "apply_ssta", "apply_vsa", "register_family", "remove_ssta", "stack_sites", "supported_models",
+    "Calibration", "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
+    "Velocities", "apply_sla", "apply_ssta", "apply_vsa", "frozen_checkpoint", "register_family", "remove_ssta", "set_density",
+    "stack_sites", "supported_models", "teacher_student",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
@@ -28,6 +30,7 @@ _MODULES = {
     "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_sla": "sparse_checkpoints",
     "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "register_family": "family", "remove_ssta": "apply", "stack_sites": "family",
     "supported_models": "family",
+    **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.
 _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.items()}

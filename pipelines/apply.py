@@ -232,10 +232,10 @@ def _plan(
     if calibration is not None:
         schedule = calibration.scheduled(named, model, sites, schedule)
     by_level: tuple[SSTAConfig, ...] = ()
+    # Itself and not just equal: layers that have none of their own are known by it.
+    config = replace(config)
     if schedule.levels:
         by_level = tuple([with_density(config, level, chosen=chosen) for level in schedule.levels if level < 1])
-        # Itself and not just equal: layers that have none of their own are known by it.
-        config = replace(config)
     elif isinstance(schedule.density, float):
         config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(model, family, config, schedule, progress, impl)

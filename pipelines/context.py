@@ -6,7 +6,8 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class ModelContext:
     other.) They stay until the thread's next forward begins, because gradient checkpointing recomputes attention after the forward has
     returned. On a GPU autograd does that in a thread of its own, which takes those of the last forward that began anywhere. So with
     checkpointing, a forward's backward must come before another forward of another canvas or step: on a GPU in any thread, on a CPU
-    in the same one.
+    in the same one. ``training.frozen_checkpoint`` has no such rule: it gives each recomputation the state of its forward.
     """
 
     def __init__(self, model: nn.Module, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
@@ -79,6 +80,8 @@ class ModelContext:
         self.config = config
         self.schedule = schedule
         self.impl = impl
+        # Set with a density, by training.set_density, that leaves next to nothing out.
+        self.wholly_dense = False
         self.stopwatch = Stopwatch()
         # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
@@ -149,7 +152,8 @@ class ModelContext:
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
         arguments = self._signature.bind(model, *args, **kwargs).arguments
-        state, schedule = CallState(self.family.canvas(model, arguments), False), self.schedule
+        dense = self.wholly_dense or getattr(self._calls, "densely", False)
+        state, schedule = CallState(self.family.canvas(model, arguments), dense), self.schedule
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
                              f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, density = {schedule.density}, "
@@ -157,6 +161,26 @@ class ModelContext:
         if schedule.follows_steps or not torch.compiler.is_compiling():
             state = CallState(state.thw, *self._follow(model, arguments, state.thw))
         self._calls.state = self._latest = state
+
+    @contextmanager
+    def densely(self) -> Iterator[None]:
+        """Within it this thread's forwards are dense whatever the schedule says, and are no steps of the report's."""
+        before = getattr(self._calls, "densely", False)
+        self._calls.densely = True
+        try:
+            yield
+        finally:
+            self._calls.densely = before
+
+    @contextmanager
+    def resumed(self, state: CallState) -> Iterator[None]:
+        """Within it ``state`` is that of this thread's forward, which gradient checkpointing takes up again in whatever thread it likes."""
+        before = getattr(self._calls, "state", None)
+        self._calls.state = state
+        try:
+            yield
+        finally:
+            self._calls.state = before
 
     def finish(self, model: nn.Module, args: tuple, output: object) -> None:
         """Forward hook of the transformer."""
@@ -174,7 +198,10 @@ class ModelContext:
     @torch.compiler.disable
     def _follow(self, model: nn.Module, arguments: dict, thw: tuple[int, int, int]) -> tuple[bool, int | None]:
         """Counts the forward's step, and starts the stopwatch; whether the step is dense, and which density it has."""
-        schedule, dense, level = self.schedule, False, None
+        schedule, dense, level = self.schedule, self.wholly_dense, None
+        if getattr(self._calls, "densely", False):
+            self._calls.last_step = False
+            return True, None
         timestep, noise = arguments.get("timestep"), 0.0
         step = self._progress.step(timestep)
         if step is None:
@@ -185,7 +212,7 @@ class ModelContext:
                     raise ValueError(f"{self.family.model} must be called with a timestep for schedule's {self._reader}, got none")
                 noise = read(self._noise(timestep), self._reader)
         else:
-            dense = schedule.is_dense_step(step.position, step.total)
+            dense = dense or schedule.is_dense_step(step.position, step.total)
             if schedule.reads_noise:
                 noise = float(self.family.noise(self._progress.timestep(step, self._reader)))
         if schedule.dense_above is not None:

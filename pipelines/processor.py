@@ -168,9 +168,10 @@ class SSTAProcessor:
         config = self.config if level is None else self.by_level[level]
         assert config is not None
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-        kept = selection = None
+        selection = None
+        kept = self.holder.frozen
         # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
-        if self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
+        if kept is None and self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
             kept = self.holder.kept
         if kept is not None:
             selection = kept.selection(tuple(q.shape))

@@ -1,4 +1,4 @@
-"""Reuse: selections of tiles that serve several steps, for each of a step's forwards its own."""
+"""Reuse: selections of tiles that serve several steps, for each of a step's forwards its own; where layers find them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def _unpacked(bits: Tensor, length: int) -> Tensor:
 
 
 class Holder:
-    """Where a layer's processor finds the ``Kept`` of its thread's forward; None = choose, and keep nothing."""
+    """Where a layer's processor finds the ``Kept`` of its thread's forward; None = choose, and keep nothing.
+
+    ``kept`` serves generation; ``frozen``, which goes before, one forward of a training and its recomputation (``frozen_checkpoint``).
+    """
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -86,6 +89,14 @@ class Holder:
     @kept.setter
     def kept(self, kept: Kept | None) -> None:
         self._thread.kept = kept
+
+    @property
+    def frozen(self) -> Kept | None:
+        return getattr(self._thread, "frozen", None)
+
+    @frozen.setter
+    def frozen(self, kept: Kept | None) -> None:
+        self._thread.frozen = kept
 
 
 class _Forward:

@@ -46,7 +46,8 @@ def rows_of(path):
 def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     out = tmp_path / "out"
     only = ["--only", "dense", "0.156, warm", "linear 0.3", "linear 1"]
-    bench.main([*TINY, *only, "--out", str(out), "--csv", "quality_mine", "--fine-tune", "--fine-tune-seconds", "0.2"])
+    bench.main([*TINY, *only, "--out", str(out), "--csv", "quality_mine", "--fine-tune", "--fine-tune-seconds", "0.2",
+                "--fine-tune-loss", "diffusion", "distill"])
     rows = rows_of(out / "quality.csv")
     assert rows == rows_of(tmp_path / "results" / "quality_mine.csv")
     samples = {row["name"]: row for row in rows if row["what"] == "sample"}
@@ -58,7 +59,8 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     assert float(warm["density"]) == pytest.approx((1 + 2 * 0.1406) / 3, abs=0.01)
     assert float(warm["velocity_0"]) < 1e-5 < float(warm["velocity_100"])
     assert [row["name"] for row in rows if row["what"] == "fine-tune"] == [
-        f"{way} 0.15, {when}" for when in ("before", "trained densely", "trained through it") for way in ("dropped", "linear")]
+        f"{way} 0.15, {when}" for when in ("before", "trained densely", "trained through it", "distilled") for way in ("dropped", "linear")]
+    assert all(float(row["velocity_error"]) > 0 for row in rows if row["name"].endswith((", before", ", distilled")))
     assert (out / "sheet.jpg").stat().st_size > 1000
 
     again = tmp_path / "again"
@@ -66,6 +68,26 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     same = [name for name in rows[0] if name not in ("sample_s", "date", "commit")]
     assert [[row[name] for name in same] for row in rows_of(again / "quality.csv")] == [
         [row[name] for name in same] for row in rows if row["what"] == "sample"]
+
+
+def test_distillation_brings_velocities_to_the_teacher_s(trained):
+    from quality_grid import TOY_TILES, kept
+    from train_video import Plan, train
+
+    from ssta.pipelines import Schedule, apply_ssta, teacher_student
+
+    checkpoint, clips = trained
+    model, teacher, losses = checkpoint.model("cpu"), checkpoint.model("cpu").requires_grad_(False), []
+    with apply_ssta(model.dit, kept(TOY_TILES.main, 0.15), schedule=Schedule()):
+        both = teacher_student(model, teacher)
+
+        def noted(*args):
+            velocities = both(*args)
+            losses.append(float((velocities.student - velocities.teacher).detach().square().mean()))
+            return velocities
+
+        train(model, checkpoint.patches("cpu"), clips.train, Plan(1000, steps=30, rate=1e-3, small=0.0), "distilling", velocities=noted)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 def test_training_goes_on_where_it_was_stopped(bench, tmp_path, monkeypatch, capsys):

@@ -138,9 +138,15 @@ def test_the_other_tables(tmp_path):
     host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
     measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", extra_mib="", extra_over_qkvo=""),
                                                  dict(**host, what="ssta_3d_attention", extra_mib=10.0, extra_over_qkvo=0.8)])
-    names = ("layer", "stages", "errors", "tokens", "interfaces", "host", "quality", "samples")
+    measure.write_rows(tmp_path / "fine_tune_a.csv", [
+        dict(what="fine-tune", clips="film", train_seed=1, name=name, loss=0.12345, loss_above=2.875, velocity_error=error,
+             gap_closed=closed)
+        for name, error, closed in (("linear 0.15, trained densely", "", ""), ("linear 0.15, distilled", 0.0321, 67.8))])
+    names = ("layer", "stages", "errors", "tokens", "interfaces", "host", "quality", "samples", "fine_tune")
     filled = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in names), tmp_path)
-    layer, stages, errors, tokens, interfaces, host, quality, samples = filled.split("<!-- /table -->\n")[:8]
+    layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
+    assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
+    assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
     assert "| linear 0.3 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "linear 0.2" not in samples
     assert "| procedural, training 1 | linear 0.3 | 30.0% | 34.6 +- 1.2 | 0.988 | 0.0312 | -0.10 % |\n" in quality
     assert "| small | forward | 151 | 2.0% | – |\n| small | ssta_3d_attention | 151 | 2.0% | 10.0 MiB (0.800 x) |\n" in host
@@ -154,7 +160,7 @@ def test_the_other_tables(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, samples, got 'speed'"),
+    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, fine_tune, got 'speed'"),
     ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
     ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
 def test_places_that_cannot_be_filled(tmp_path, text, message):

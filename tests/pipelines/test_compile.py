@@ -13,7 +13,7 @@ from tiny_models import TINY, run
 from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, teacher_student
 
 pytestmark = pytest.mark.slow
 
@@ -164,3 +164,33 @@ def test_a_compiled_call_that_another_thread_s_comes_between():
             call(0)
         for ours, expected in zip(found, [eager[1], eager[0]] * 2, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+# Training
+
+
+def test_a_ramp_compiles_a_block_once_for_each_of_its_values():
+    model, call = TINY["wan"].build(layers=3), TINY["wan"].call()
+
+    def gradients(step: int) -> list[torch.Tensor]:
+        ramp.set(step)
+        model.zero_grad()
+        both(**call).student.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    model.enable_gradient_checkpointing(frozen_checkpoint)
+    with apply_ssta(model, TILES, schedule=NEVER_DENSE) as handle:
+        ramp, both = Ramp(handle, 0.125, 6), teacher_student(model, model)
+        expected = [gradients(step) for step in range(8)]
+        graphs = Graphs()
+        model.compile_repeated_blocks(fullgraph=True, backend=graphs)
+        seen = []
+        for step, grads in enumerate(expected):
+            for ours, eager in zip(gradients(step), grads, strict=True):
+                torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-5)
+            seen.append(graphs.count)
+        # The teacher, the dense start, and each sparse density in forward and recomputation.
+        assert seen[6] == seen[7] <= 2 + 2 * (len(ramp.densities) - 1)
+        for step in (0, 2, 4, 6):
+            gradients(step)
+        assert graphs.count == seen[7]

@@ -1,0 +1,293 @@
+"""Hooks for training through SSTA: the dense teacher beside the sparse student, a falling density, selections that checkpointing keeps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ssta.kernels import require_int, require_number
+
+from .apply import SSTAHandle
+from .context import CallState, ModelContext
+from .density import DENSE_FROM, LEVELS, with_density
+from .processor import SSTAProcessor
+from .reuse import Kept
+
+
+class Velocities(NamedTuple):
+    """What ``teacher_student`` gives: each the model's first output, of one shape.
+
+    Attributes:
+        teacher: the dense model's; no gradient.
+        student: the sparse model's, whose gradient reaches what is trained.
+    """
+
+    teacher: Tensor
+    student: Tensor
+
+
+def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Callable[..., Velocities]:
+    """A function that calls the frozen dense model and the sparse one on the same arguments.
+
+        velocities = teacher_student(transformer)
+        loss = F.mse_loss(*velocities(hidden_states=..., timestep=..., encoder_hidden_states=..., return_dict=False))
+
+    That loss is what training-free sparse models recover by within hundreds of steps (SpargeAttention2, arXiv 2602.13515, which finds it
+    better than the diffusion loss). The teacher runs first, so that under any kind of gradient checkpointing the backward finds the
+    student's forward as the last one.
+
+    Args:
+        model: has SSTA applied, itself or a module in it: a transformer, a model that holds one, or what DistributedDataParallel, FSDP,
+            torch.compile or accelerate made of either, which is then what is called.
+        teacher: the frozen dense model, called in ``model``'s place, such as ``copy.deepcopy(model).requires_grad_(False)``; it may have
+            SSTA too, which is then dense. None = ``model`` itself, dense and with its PEFT adapters off, whose training leaves its
+            weights alone.
+
+    Returns:
+        ``f(*args, **kwargs) -> Velocities``.
+
+    Raises:
+        TypeError: no modules.
+        ValueError: a model without SSTA, or one whose own weights are trained without a ``teacher``: it would move with them.
+    """
+    for name, given in (("model", model), ("teacher", teacher)):
+        if not isinstance(given, nn.Module) and not (name == "teacher" and given is None):
+            raise TypeError(f"{name} must be a module, got {type(given).__name__}")
+    if not _contexts(model):
+        raise ValueError(f"model must have SSTA applied, got {type(model).__name__} without it; call apply_ssta(model) first")
+    if teacher is None:
+        adapted = {id(parameter) for parameter in _adapter_parameters(model)}
+        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in adapted]
+        if own:
+            raise ValueError(f"teacher must be given where model's own weights are trained, got None, and {own[0]} and {len(own) - 1} more "
+                             "that require gradients; copy.deepcopy(model).requires_grad_(False) is one")
+
+    def velocities(*args: Any, **kwargs: Any) -> Velocities:
+        target = model if teacher is None else teacher
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            # Lest weights that autocast has cast without gradients serve the student too, and get none, as in some versions of torch; and
+            # lest they stay in memory.
+            stack.enter_context(_no_autocast_cache())
+            for context in _contexts(target):
+                stack.enter_context(context.densely())
+            if teacher is None:
+                stack.enter_context(_adapters_off(model))
+            dense = _first(target(*args, **kwargs))
+        return Velocities(dense, _first(model(*args, **kwargs)))
+
+    return velocities
+
+
+def set_density(handle: SSTAHandle, density: float) -> None:
+    """Changes the share of the video's tile pairs that is computed exactly, in place of the budget that SSTA was applied with.
+
+    For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. From
+    63/64 on forwards are dense. Dense layers, and layers with a configuration of their own, stay as they are.
+
+    Args:
+        handle: what ``apply_ssta`` returned, still applied.
+        density: in (0, 1].
+
+    Raises:
+        TypeError: no handle, or no number.
+        ValueError: out of range; SSTA was removed; a schedule whose density follows the noise, or no layer without a configuration of its
+            own, as with a calibration; or a configuration in which the window alone selects.
+
+    Nothing has changed after any of them.
+    """
+    if not isinstance(handle, SSTAHandle):
+        raise TypeError(f"handle must be what apply_ssta returned, got {type(handle).__name__}")
+    density = _density("density", density)
+    applied = handle.layers()
+    if not applied:
+        raise ValueError("handle must be one whose SSTA is still applied, got one that was removed")
+    plans = []
+    for name, module, context, processors in applied:
+        if context.schedule.levels:
+            raise ValueError("handle must have a schedule whose density does not follow the noise, got density = "
+                             f"{context.schedule.density}")
+        own = [processor for _, processor in processors if processor.config is context.config]
+        if not own:
+            raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
+                             f"{name or type(module).__name__}")
+        plans.append((context, own, with_density(context.config, density)))
+    for context, own, config in plans:
+        context.config, context.wholly_dense = config, density >= DENSE_FROM
+        if context.schedule.density is not None:
+            context.schedule = replace(context.schedule, density=density)
+        for processor in own:
+            processor.config = config
+
+
+class Ramp:
+    """A density that falls over the first steps of a training, from ``start`` to ``target`` in a few equal factors.
+
+        ramp = Ramp(handle, 0.15, steps=100)
+        for step in range(500):
+            ramp.set(step)
+            ...
+
+    It follows from the step's number alone, so that a training that is resumed has nothing to remember. It takes few values, because a
+    compiled block is compiled once for each of them: twice under ``frozen_checkpoint``, and torch compiles it eight times at most unless
+    ``torch._dynamo.config.recompile_limit`` says otherwise.
+
+    Args:
+        handle: what ``apply_ssta`` returned.
+        target: the density in (0, 1] from step ``steps`` on.
+        steps: how many steps the others share; 0 = ``target`` at once.
+        start: the density of step 0, at least ``target``.
+        levels: how many values there are, ``start`` and ``target`` among them; at least 2.
+
+    Attributes:
+        densities: the values, descending.
+
+    Raises:
+        TypeError, ValueError: values of the wrong kind or out of range, and what ``set_density`` raises, when it is called.
+    """
+
+    def __init__(self, handle: SSTAHandle, target: float, steps: int, *, start: float = 1.0, levels: int = LEVELS) -> None:
+        if not isinstance(handle, SSTAHandle):
+            raise TypeError(f"handle must be what apply_ssta returned, got {type(handle).__name__}")
+        target, start = _density("target", target), _density("start", start)
+        self._handle, self._steps = handle, require_int("steps", steps, 0)
+        levels = require_int("levels", levels, 2)
+        if start < target:
+            raise ValueError(f"start must be at least target = {target}, got {start}")
+        self.densities = ((target,) if start == target or not steps else
+                          (start, *(start * (target / start) ** (i / (levels - 1)) for i in range(1, levels - 1)), target))
+        self._set: float | None = None
+
+    def at(self, step: int) -> float:
+        """The density of step ``step``, which counts from 0."""
+        step, last = require_int("step", step, 0), len(self.densities) - 1
+        return self.densities[last if step >= self._steps else step * last // self._steps]
+
+    def set(self, step: int) -> float:
+        """Gives the handle the density of step ``step``, unless that is what this ramp gave it last; returns it."""
+        density = self.at(step)
+        if density != self._set:
+            set_density(self._handle, density)
+            self._set = density
+        return density
+
+
+def frozen_checkpoint(function: Any, *args: Any) -> Any:
+    """Gradient checkpointing whose recomputation attends to the tiles that the forward selected, and knows its canvas and step.
+
+        model.enable_gradient_checkpointing(frozen_checkpoint)
+
+    ``torch.utils.checkpoint`` alone selects anew in the backward. That gives the same where the same numbers come out of the same
+    operations, and where nothing else ran in between: another forward, a ``set_density``, on a GPU in any thread. This one keeps each
+    layer's selection, a bit for each pair of tiles and head, and saves the recomputation its scoring. A model whose whole forward
+    torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by themselves keep.
+
+    Args:
+        function: a block, or a method of one, such as ``block.__call__``.
+        args: what it is called with.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        TypeError: a function that is no module's, in which no layers would be found.
+    """
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False)
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"function must be a module or a method of one, got {type(function).__name__}")
+    layers = [of for of in (getattr(part, "processor", None) for part in module.modules()) if isinstance(of, SSTAProcessor)]
+
+    def both() -> tuple[AbstractContextManager, AbstractContextManager]:
+        states = {id(layer.context): (layer.context, layer.context.call) for layer in layers}
+        kept = [(layer, Kept()) for layer in layers]
+        return _with_selections(kept), _again(kept, list(states.values()))
+
+    # Lists that were kept are as long as they can be, which are other shapes than the forward's; that they are as many is still checked.
+    return checkpoint(function, *args, use_reentrant=False, context_fn=both, determinism_check="none")
+
+
+@contextmanager
+def _with_selections(kept: list[tuple[SSTAProcessor, Kept]]) -> Iterator[None]:
+    """Within it layers of this thread keep what they select, or attend to what was kept."""
+    before = [layer.holder.frozen for layer, _ in kept]
+    for layer, selection in kept:
+        layer.holder.frozen = selection
+    try:
+        yield
+    finally:
+        for (layer, _), frozen in zip(kept, before):
+            layer.holder.frozen = frozen
+
+
+@contextmanager
+def _again(kept: list[tuple[SSTAProcessor, Kept]], states: list[tuple[ModelContext, CallState]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context, state in states:
+            stack.enter_context(context.resumed(state))
+        stack.enter_context(_with_selections(kept))
+        yield
+
+
+def _contexts(model: nn.Module) -> list[ModelContext]:
+    """Those of the SSTA in ``model``, each once."""
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    return list({id(of.context): of.context for of in processors if isinstance(of, SSTAProcessor)}.values())
+
+
+def _adapter_layers(model: nn.Module) -> list[Any]:
+    # What has no PEFT loaded has no adapters of its.
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return [] if tuners is None else [module for module in model.modules() if isinstance(module, tuners.BaseTunerLayer)]
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for layer in _adapter_layers(model):
+        base = {id(parameter) for parameter in layer.get_base_layer().parameters()}
+        yield from (parameter for parameter in layer.parameters() if id(parameter) not in base)
+
+
+@contextmanager
+def _adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it no adapter has an effect.
+
+    By the flag that PEFT's layers look at: its ``enable_adapters`` also takes the adapters' gradients away and gives them to all that are
+    active, whoever had frozen some.
+    """
+    before = [(layer, layer._disable_adapters) for layer in _adapter_layers(model)]
+    for layer, _ in before:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, off in before:
+            layer._disable_adapters = off
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _first(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def _density(name: str, value: Any) -> float:
+    value = require_number(name, value)
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], a share of the tile pairs, got {value}")
+    return float(value)
