@@ -131,7 +131,8 @@ def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.conste
             # The last key of the chunk that the first row sees.
             last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - place)
             visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
-        weights, alpha, row_max, row_sum = _softmax_step(gl.where(visible, scores, float("-inf")), row_max, row_sum, scale_log2, every, True)
+        scores = gl.where(visible, scores, float("-inf"))
+        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         ring_wait(work.v_full, i, True)
         v = matrix(ring_at(work.v, i, True))
         acc = rescale(acc, alpha)
