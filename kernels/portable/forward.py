@@ -68,16 +68,18 @@ def _attend(state, follows, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_h
 @triton.jit
 def _walk(follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, starts, sizes, n_full, n_partial, width, row, shift,
           scale_log2, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr,
-          FOLLOW: tl.constexpr, PEEL: tl.constexpr):
-    """A program's rows through all chunks: (acc, row_max, row_sum). ``follows`` and FOLLOW, as for ``_attend``, are for the full chunks,
-    with PEEL for those after the first."""
+          FOLLOW: tl.constexpr):
+    """A program's rows through all chunks: (acc, row_max, row_sum). In the full chunks row_max follows as ``_attend`` says, or without
+    FOLLOW stays what it is in the first of them, and so in rows without ``follows``."""
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     row_max = tl.full([M], LOWEST, tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    if PEEL and n_full > 0:
-        acc, row_max, row_sum = _attend((acc, row_max, row_sum), None, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head,
-                                        tl.load(starts), N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL, True)
-    for i in range(1 if PEEL else 0, n_full):
+    if follows is not None or not FOLLOW:
+        # A product more; the step itself, outside of the loop, would make the assembler serialise all of them (C7515).
+        if n_full > 0:
+            keys = load_chunk(k_tiles, k, batch, kv_head, tl.load(starts), k_row, N, DIM, DIM_PAD)
+            row_max = tl.maximum(row_max, tl.max(tl.dot(queries, tl.trans(keys)), 1) * scale_log2)
+    for i in range(n_full):
         start = tl.load(starts + i)
         acc, row_max, row_sum = _attend((acc, row_max, row_sum), follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head,
                                         start, N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL, FOLLOW)
@@ -108,15 +110,14 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, 
     queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
     offsets = tl.arange(0, M)
     acc, row_max, row_sum = _walk(None, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head, starts, sizes,
-                                  n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD, CAUSAL, not OPTIMISTIC,
-                                  OPTIMISTIC)
+                                  n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD, CAUSAL, not OPTIMISTIC)
     if OPTIMISTIC:
-        failed = overflown(acc, row_sum) & (offsets < rows)
-        if tl.max(failed.to(tl.int32), 0) > 0:
+        failed, some = overflown(acc, row_sum)
+        if some:
             # What a row is does not depend on its neighbours: only those that failed follow now.
             acc, row_max, row_sum = _walk(failed, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
                                           starts, sizes, n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD,
-                                          CAUSAL, True, True)
+                                          CAUSAL, True)
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
     store_rows(of_head(out, batch, head), row, out.row, rows, acc, M, DIM, DIM_PAD)
