@@ -40,9 +40,8 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.cons
     """One softmax step in base 2: (weights, alpha, row_max, row_sum), alpha being the factor on what was summed so far.
 
     Weights are measured from row_max. FOLLOW: it is the row's largest score or one that was the largest until lately, see
-    ``lazy_rescale``; but in rows without ``follows``, and without FOLLOW in all, it stays where it is, and alpha is 1.
-    row_max, row_sum, alpha and follows are [ROWS, 4]: the four lanes that share a row agree on row_max, but each has a sum of its own until
-    the end.
+    ``lazy_rescale``; but in rows without ``follows`` [ROWS, 1], and without FOLLOW in all, it stays where it is, and alpha is 1.
+    row_max, row_sum and alpha are [ROWS, 4]: the four lanes that share a row agree on row_max, but each has a sum of its own until the end.
     """
     split = by_lane(scores)
     if FOLLOW:
@@ -57,13 +56,15 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.cons
 
 @gluon.jit
 def _overflown(acc, row_sum, CHUNK: gl.constexpr):
-    """bool [ROWS, 4]: where a lane's weights or weighted values became too large, or are not finite for another reason.
+    """bool [ROWS, 1]: rows in which a weight or a weighted value became too large, or is not finite for another reason.
 
     What is not finite stays so in every sum that it enters.
     """
     split = by_lane(acc) * 0.0
     zero = gl.convert_layout(gl.sum(gl.sum(split, axis=3), axis=1), row_lanes(CHUNK), assert_trivial=True)
-    return ((row_sum <= LARGEST_SUM) & (zero == 0.0)) == 0
+    of_lane = ((row_sum <= LARGEST_SUM) & (zero == 0.0)) == 0
+    # The lane whose sums overflow need not be the one whose score was too large.
+    return gl.max(of_lane.to(gl.int32), axis=1)[:, None] != 0
 
 
 @gluon.jit
@@ -113,7 +114,7 @@ def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.conste
     # Not minus infinity, from which nothing can be measured: a row that has seen nothing yet has weights of 0.
     row_max = gl.full([ROWS, 4], LOWEST, gl.float32, row_lanes(CHUNK))
     row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(CHUNK))
-    every = gl.full([ROWS, 4], True, gl.int1, row_lanes(CHUNK))
+    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
     q = matrix(work.q.index(group))
     # The uses of the rings go on where those of the walk before ended.
     first = WALK * (work.partial + work.full)
@@ -213,7 +214,7 @@ def attend(work, group: gl.constexpr, out, lse, out_desc, out_row, shift, scale_
     q = matrix(work.q.index(group))
     mbarrier.wait(work.q_full.index(group), 0)
     rows = work.rows - group * ROWS
-    every = gl.full([ROWS, 4], True, gl.int1, row_lanes(CHUNK))
+    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
     if OPTIMISTIC:
         acc, row_max, row_sum = _walk(work, group, shift, scale_log2, every, 0, False, D, CAUSAL, OVERLAP)
         own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(CHUNK)))[:, None] < rows

@@ -116,6 +116,17 @@ def test_large_values_overflow_before_their_weights_do(walks):
     assert 1 in walks
 
 
+def test_one_lane_sees_the_scores_and_another_the_values_that_overflow(walks):
+    """Four lanes share a row: the first has keys 0, 1, 8, 9, ..., the last columns 6, 7, 14, 15, ... of the result."""
+    q, k, v, blocks = levels((128, 0), (384, 0))
+    k[:, :, 128::8, 0] = 50.0
+    v[..., 6] *= 1e28
+    out, _ = run("forward", q, k, v, blocks, 0.125, False, late=False)
+    exact, _ = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
+    assert 1 in walks
+    torch.testing.assert_close(out.double() / exact.abs().amax((0, 1, 2)), exact / exact.abs().amax((0, 1, 2)), rtol=2e-2, atol=2e-2)
+
+
 def test_a_first_chunk_that_is_infinitely_far_below():
     assert_right(*levels((128, float("-inf")), (384, 0)), False, False)
 
