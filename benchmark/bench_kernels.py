@@ -1,11 +1,12 @@
 """How fast is the kernel? Lists, forward and backward of block_sparse_attention beside other libraries, on one and the same pattern.
 
-    python benchmark/bench_kernels.py [--full] [--impl hopper triton] [--peers NAME ...] [--shape 46080,48 ...] [--rounds 7]
-                                       [--against DIR] [--csv NAME]
+    python benchmark/bench_kernels.py [--full] [--impl hopper triton] [--peers NAME ...] [--shape 46080,48 ...] [--inputs randn ...]
+                                       [--rounds 7] [--against DIR] [--csv NAME]
 
-Patterns: "full" (all blocks), "window" (the 3 x 3 x 3 neighbours of a video's tile) and "random" (so many blocks of every row). All calls
-of one problem are interleaved. Before any time is taken, out, dq, dk and dv are checked at sampled blocks against float64; column error is
-the largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks.
+Patterns: "full" (all blocks), "window" (the 3 x 3 x 3 neighbours of a video's tile) and "random" (so many blocks of every row). Inputs:
+"randn" (normal numbers), "long" (q and k times 3) and "outlier" (one key in 200 ten times as long). All calls of one problem and kind of
+inputs are interleaved. Before any time is taken, out, dq, dk and dv are checked at sampled blocks against float64; column error is the
+largest error found there, over the largest value. Rows "lists" are the time to make a library's lists from a bool mask of blocks.
 
 A library that is absent, fails or is wrong gets a row that says so, and no time; after one that leaves the GPU unusable the program starts
 again without it. Where ours is wrong, the program ends. With --against ours alone is measured.
@@ -18,6 +19,7 @@ import gc
 import os
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -37,7 +39,7 @@ from measure import (
     write_rows,
 )
 from peers import PEERS, Calls, Inputs, Peer, Tensors, Unsupported, by_autograd
-from shapes import KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, full, pairs
+from shapes import INPUTS, KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, draw, full, pairs
 from truth import Truth, Wrong, truth
 
 from ssta.kernels import BlockLists, block_sparse_attention
@@ -47,9 +49,9 @@ DIRECTIONS = ("lists", "forward", "backward")
 # Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
 CHOICES = {"hopper": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)}
 # What tells one row from another.
-KEYS = ("what", "provider", "pattern", "tokens", "heads", "head_dim", "block", "kept")
-COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "kept", "blocks", *NO_TIMES, "tflops",
-           "extra_mib", "error", "note")
+KEYS = ("what", "provider", "pattern", "tokens", "heads", "head_dim", "block", "inputs", "kept")
+COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "inputs", "kept", "blocks", *NO_TIMES,
+           "tflops", "extra_mib", "error", "note")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -66,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="measure this shape instead of the usual ones; KEPT is a number of blocks of BLOCK tokens for every query "
                              "block, a share such as 0.4, full or window (default 384 tokens, 16 heads, head_dim 128); may be given "
                              "several times")
+    parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=INPUTS if gpu else INPUTS[:1],
+                        help=f"what q and k hold (default {' '.join(INPUTS if gpu else INPUTS[:1])})")
     add_rounds(parser, 7 if gpu else 3)
     add_against(parser)
     parser.add_argument("--lost", nargs=2, action="append", default=[], help=argparse.SUPPRESS)  # NAME REASON, see start_again
@@ -77,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     sweep: dict[Problem, list[Pattern]] = {}
     for problem, pattern in options.shape or usual_shapes(gpu, options.full):
-        sweep.setdefault(problem, []).append(pattern)
+        for kind in options.inputs:
+            sweep.setdefault(replace(problem, inputs=kind), []).append(pattern)
     peers = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     print_machine()
     reasons = {peer.name: peer.absent() for peer in peers} | dict(options.lost)
@@ -126,8 +131,7 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
                     dtype: torch.dtype) -> list[dict]:
     """Rows of every direction, pattern and provider; all calls of one direction are interleaved."""
     torch.manual_seed(0)
-    size = (problem.batch, problem.heads, problem.tokens, problem.head_dim)
-    tensors = Tensors(*(torch.randn(size, device=device, dtype=dtype) for _ in range(4)))
+    tensors = Tensors(*draw(problem, device, dtype))
     dense = full(problem)
     providers: list[tuple[str, str, Pattern]] = []
     calls: dict[str, dict] = {direction: {} for direction in DIRECTIONS}
@@ -174,7 +178,7 @@ def measure_problem(problem: Problem, patterns: list[Pattern], impls: list[str],
             measured = times.get((name, pattern), {**NO_TIMES, "note": fact["note"]})
             rows.append(dict(
                 what=direction, provider=name, version=release, pattern=pattern.name, tokens=problem.tokens, heads=problem.heads,
-                head_dim=problem.head_dim, block=problem.block, kept=pattern.kept, blocks=problem.blocks,
+                head_dim=problem.head_dim, block=problem.block, inputs=problem.inputs, kept=pattern.kept, blocks=problem.blocks,
                 **{column: measured[column] for column in NO_TIMES}, tflops=rate(flops, problem, pattern, measured["median_ms"]),
                 extra_mib=fact["extra_mib"], error=fact["error"], note=measured["note"]))
     calls.clear()

@@ -11,8 +11,9 @@ COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f
 
 
 def plot_kernels(rows: list[Row]) -> Figure:
-    """TFLOP/s of the kept blocks, forward above backward: a group of bars for every problem and pattern, a colour for every library."""
-    rows = [row for row in rows if row["what"] in ("forward", "backward")]
+    """TFLOP/s of the kept blocks, forward above backward: a group of bars for every problem and pattern, a colour for every library. Of
+    other inputs than normal numbers only the table tells."""
+    rows = [row for row in rows if row["what"] in ("forward", "backward") and problem_of(row)[-1] == "randn"]
     providers = with_times(rows)
     places = list(grouped([row for row in rows if not is_dense(row)], lambda row: (problem_of(row), row["pattern"], row["kept"])))
     figure = Figure((max(7, 1.6 * len(places)), 7), layout="constrained")
@@ -34,9 +35,10 @@ def plot_kernels(rows: list[Row]) -> Figure:
 def plot_sweep(rows: list[Row]) -> Figure:
     """TFLOP/s against the number of tokens: a column for every pattern, a row for every direction and number of heads.
 
-    What was measured at one length, where the rest was at more, is left out.
+    What was measured at one length, where the rest was at more, is left out, and other inputs than normal numbers.
     """
-    rows = [row for row in rows if row["what"] in ("forward", "backward") and row["tflops"] and row["head_dim"] == "128"]
+    rows = [row for row in rows if row["what"] in ("forward", "backward") and row["tflops"] and row["head_dim"] == "128"
+            and problem_of(row)[-1] == "randn"]
     providers = with_times(rows)
 
     def share(row: Row) -> str:
@@ -147,7 +149,7 @@ def plot_quality(rows: list[Row]) -> Figure:
 
 def place_label(rows: list[Row], place: tuple) -> str:
     problem, pattern, kept = place
-    tokens, heads, head_dim, _ = problem
+    tokens, heads, head_dim, *_ = problem
     row = next(row for row in rows if (problem_of(row), row["pattern"], row["kept"]) == place)
     return f"{int(tokens):,} tokens\n{heads} heads of {head_dim}\n{kept_cell(row)}"
 

@@ -26,7 +26,8 @@ def grouped(rows: list[Row], key) -> dict:
 
 
 def problem_of(row: Row) -> tuple[str, ...]:
-    return row["tokens"], row["heads"], row["head_dim"], row["block"]
+    # Rows from before there were others have no such column.
+    return row["tokens"], row["heads"], row["head_dim"], row["block"], row.get("inputs") or "randn"
 
 
 def kept_cell(row: Row) -> str:

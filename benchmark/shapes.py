@@ -12,6 +12,8 @@ from ssta import SSTAConfig
 from ssta.window import near
 
 WINDOW = (3, 3, 3)
+# What q and k hold: normal numbers; both times 3; one key in 200 ten times as long, as attention sinks and text are.
+INPUTS = ("randn", "long", "outlier")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Problem:
     head_dim: int = 128
     block: int = 384
     batch: int = 1
+    inputs: str = "randn"  # one of INPUTS
 
     @property
     def blocks(self) -> int:
@@ -48,6 +51,17 @@ class Pattern:
             return near([tile_grid(problem.blocks)], WINDOW, device)[None, None]
         scores = torch.rand(problem.batch, problem.heads, problem.blocks, problem.blocks, device=device)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(self.kept).indices, True)
+
+
+def draw(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the output's gradient, ``[B, H, S, D]``, of the problem's ``inputs``."""
+    size = (problem.batch, problem.heads, problem.tokens, problem.head_dim)
+    q, k, v, dout = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
+    if problem.inputs == "long":
+        q, k = q * 3, k * 3
+    elif problem.inputs == "outlier":
+        k *= torch.where(torch.rand((*size[:3], 1), device=device) < 1 / 200, 10.0, 1.0).to(dtype)
+    return q, k, v, dout
 
 
 def full(problem: Problem) -> Pattern:

@@ -95,7 +95,7 @@ def times_table(rows: list[Row]) -> list[list[str]]:
     providers = with_times(measured)
     others = [name for name in providers if not name.startswith("ssta")]
     compared = [name for name in providers if others and name.split(",")[0] == providers[0]]
-    lines = [["tokens", "heads", "dim", "blocks kept", "direction", f"{title(providers[0])}, TFLOP/s",
+    lines = [["tokens", "heads", "dim", "inputs", "blocks kept", "direction", f"{title(providers[0])}, TFLOP/s",
               *(f"{title(name)}, ms" for name in providers), *(f"fastest other / {title(name)}" for name in compared)]]
     for problem, of_problem in grouped(measured, problem_of).items():
         # What knows no patterns computes everything once for all patterns of the problem.
@@ -117,8 +117,8 @@ def ratio(row: Row | None, others: Iterable[Row | None]) -> str:
 
 def around_table(rows: list[Row]) -> list[list[str]]:
     """What stands around the times: making the lists, spread, extra memory, what the host needs for a call, errors."""
-    lines = [["tokens", "heads", "dim", "blocks kept", "library", "lists, ms", "forward, spread", "backward, spread", "forward, MiB",
-              "backward, MiB", "forward, host ms", "forward, error", "backward, error"]]
+    lines = [["tokens", "heads", "dim", "inputs", "blocks kept", "library", "lists, ms", "forward, spread", "backward, spread",
+              "forward, MiB", "backward, MiB", "forward, host ms", "forward, error", "backward, error"]]
     measured = [row for row in rows if row["what"] != "absent"]
     for (problem, _, _, provider), found in grouped(measured, lambda row: (problem_of(row), row["pattern"], row["kept"],
                                                                            row["provider"])).items():
@@ -140,8 +140,8 @@ def missing_table(rows: list[Row]) -> list[list[str]]:
 
 
 def shape_cells(problem: tuple[str, ...]) -> list[str]:
-    tokens, heads, head_dim, _ = problem
-    return [f"{int(tokens):,}", heads, head_dim]
+    tokens, heads, head_dim, _, inputs = problem
+    return [f"{int(tokens):,}", heads, head_dim, inputs]
 
 
 # The layer

@@ -186,7 +186,7 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     pattern = setting.blocks, setting.scale, False
     if kernel == "hopper":
         dim, block = setting.problem.head_dim, setting.problem.block
-        present = hopper_forward_config(dim, block, block, False, norms=True)
+        present = hopper_forward_config(dim, block, block, False, optimistic=True)
         return [Candidate(str(config), partial(hopper_forward_with, config, *given, *pattern), config == present)
                 for config in dict.fromkeys([present, *hopper_configs(dim)])]
     out, lse = hopper_forward.hopper_forward(*given, *pattern)

@@ -23,15 +23,12 @@ from ..lowering.tma import tma_descriptor, tma_ready
 from .config import HopperForwardConfig, hopper_forward_config
 from .forward_load import Work, load
 from .forward_mainloop import attend
-from .primitives import barrier_ring, ring_init
+from .primitives import barrier_ring, one_word, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 # Registers at entry: the file holds 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1, as warps are counted in fours. Then
 # warp_specialize gives the loading warp 24, and the multiplying ones 240 or 160.
 REGISTERS = {2: 168, 3: 128}
-# Reading all keys for their norms (0.06 ms at head_dim 128, where they then save 0.9) takes as long as the norms save in this many
-# iterations of a query block over a key block.
-NORM_ITERATIONS = 4
 
 
 @gluon.jit
@@ -50,14 +47,13 @@ def _tile_scheduler(place, number, heads):
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
 _NUMBERS = ["out_batch", "out_head", "out_row", "width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group",
-            "q_len", "shift", "norms_at", "norm_heads", "norm_group"]
+            "q_len", "shift"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch, out_head, out_row,
-                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, norms_at, norm_heads, norm_group,
-                    scale_log2,
-                    CAUSAL: gl.constexpr, PARTS: gl.constexpr, NORMS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
+                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, scale_log2,
+                    CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
     # The parts of a block are neighbours: they read the same keys.
     at_head, rank = _tile_scheduler(gl.program_id(0) // PARTS, number, batches * heads)
@@ -68,10 +64,6 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch
     row, rows = gl.load(entry) + part * ROWS * WARPGROUPS, gl.load(entry + 1) - part * ROWS * WARPGROUPS
     if rows <= 0:
         return
-    key_norm = 0.0
-    if NORMS:
-        norms = queue + norms_at + (batch.to(gl.int64) * norm_heads + head // norm_group) * number
-        key_norm = gl.cast(gl.load(norms + rank), gl.float32, bitcast=True)
     starts = queue + HEADER + lists.to(gl.int64) * number * ENTRY
     starts += (first_row + gl.load(entry + 4)) * width
     partial_starts = starts + width
@@ -82,7 +74,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch
     q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], v_desc.layout)
-    q_full, v_zeroed = barrier_ring(WARPGROUPS), barrier_ring(1)
+    again = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.zeros([1], gl.int32, one_word(4)))
+    q_full, v_zeroed, walked = barrier_ring(WARPGROUPS), barrier_ring(1), barrier_ring(1)
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     # What TMA announces, and what all warpgroups do.
     ring_init(q_full, 1)
@@ -90,23 +83,24 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch
     ring_init(v_full, 1)
     ring_init(done, WARPGROUPS)
     ring_init(v_zeroed, WARPGROUPS)
+    ring_init(walked, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
     work = Work(q, k, v, q_full, k_full, v_full, done, v_zeroed,
                 starts, partial_starts, partial_starts + lists.to(gl.int64) * number * width,
-                gl.load(entry + 2), gl.load(entry + 3), batch, head, head // group, row, rows, key_norm)
+                gl.load(entry + 2), gl.load(entry + 3), batch, head, head // group, row, rows, walked, again)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP, NORMS)),
-            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP, NORMS)),
+            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
             (load, (work, q_desc, k_desc, v_desc)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP, NORMS)),
-            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP, NORMS)),
-            (attend, (work, 2, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP, NORMS)),
+            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
+            (attend, (work, 2, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
             (load, (work, q_desc, k_desc, v_desc)),
         ], [4, 4, 1], [160, 160, 24])
 
@@ -120,19 +114,15 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     """
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
+    kv_len = k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
-    iterations = heads // kv_heads * rows.number * blocks.capacity
-    # Weights of up to 2 ** SCORE_BOUND are beyond float16. Under a causal mask not all listed keys are seen, and the others must change
-    # nothing.
-    norms = not causal and q.dtype == bfloat16 and iterations >= NORM_ITERATIONS * items.number
-    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, norms, batch * heads * rows.number,
-                                             multiprocessors(q.device))
+    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
+                                             batch * heads * rows.number, multiprocessors(q.device))
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None, k if norms else None)
+    queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)
     plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
@@ -161,13 +151,13 @@ def _plan(q: Size, k: Size, out_strides: tuple[int, ...], queue: tuple[int, ...]
           config: HopperForwardConfig, causal: bool) -> _Plan:
     batch, heads, q_len, dim = q
     kv_heads, kv_len = k[1:3]
-    list_batch, list_heads, width, norms_at, norm_heads = queue
+    list_batch, list_heads, width = queue
     # One program a tile. As many programs as multiprocessors, which take tile after tile (persistent ones), measured 1 % slower on an H200
     # at 72 chunks a tile and 3 % slower at 144.
     parts = -(-length // (ROWS * config.warpgroups))
     numbers = (*out_strides[:3], width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch,
-               heads, heads // kv_heads, q_len, kv_len - q_len, norms_at, norm_heads, heads // max(norm_heads, 1))
-    fixed = dict(CAUSAL=causal, PARTS=parts, NORMS=norm_heads > 0) | constants(dim, config)
+               heads, heads // kv_heads, q_len, kv_len - q_len)
+    fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
     return _Plan((batch * heads * number * parts, 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()))
 
 

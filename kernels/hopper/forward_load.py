@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import aggregate, copy_in
-from .primitives import ring_at, ring_free
+from .primitives import one_word, ring_at, ring_free
 
 
 @aggregate
@@ -30,7 +30,8 @@ class Work:
     kv_head: gl.tensor
     row: gl.tensor                         # first query row of the program
     rows: gl.tensor                        # rows from there to the end of the block
-    key_norm: gl.tensor                    # largest squared norm of a key that the block attends to
+    walked: gl.shared_memory_descriptor    # one barrier: all warpgroups are through with their first walk over the list
+    again: gl.shared_memory_descriptor     # a word: not 0 if in one of them a row overflowed
 
 
 @gluon.jit
@@ -47,14 +48,32 @@ def _load_chunk(work, i, start, k_desc, v_desc):
 
 
 @gluon.jit
+def walk_again(work, WARPS: gl.constexpr):
+    """Whether the program walks over its list a second time, once all warpgroups know; for a partition of WARPS warps."""
+    mbarrier.wait(work.walked.index(0), 0)
+    return gl.max(work.again.load(one_word(WARPS)), axis=0) != 0
+
+
+@gluon.jit
+def _load_list(work, k_desc, v_desc, WALK: gl.constexpr):
+    """K and V of every chunk for the WALK-th time, partial ones first."""
+    first = WALK * (work.partial + work.full)
+    for i in range(work.partial):
+        _load_chunk(work, first + i, gl.load(work.partial_starts - 1 - i), k_desc, v_desc)
+    for i in range(work.full):
+        _load_chunk(work, first + work.partial + i, gl.load(work.starts + i), k_desc, v_desc)
+
+
+@gluon.jit
 def load(work, q_desc, k_desc, v_desc):
-    """The loading partition: q once, then K and V of every chunk, partial ones first."""
+    """The loading partition: q once, then the list, and again if that is needed."""
     WARPGROUPS: gl.constexpr = work.q.shape[0]
     ROWS: gl.constexpr = work.q.shape[3]
+    OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
     for group in gl.static_range(WARPGROUPS):
         mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
         copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-    for i in range(work.partial):
-        _load_chunk(work, i, gl.load(work.partial_starts - 1 - i), k_desc, v_desc)
-    for i in range(work.full):
-        _load_chunk(work, work.partial + i, gl.load(work.starts + i), k_desc, v_desc)
+    _load_list(work, k_desc, v_desc, 0)
+    if OPTIMISTIC:
+        if walk_again(work, 1):
+            _load_list(work, k_desc, v_desc, 1)

@@ -10,14 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .forward_load import walk_again
 from .gluon_compat import barrier, copy_out
 from .inline_asm import lazy_rescale, scheduling_fence
 from .primitives import (
     by_lane,
     by_row,
-    largest_norm,
     matrix,
     not_finite,
+    one_word,
     product_layout,
     rescale,
     ring_arrive,
@@ -28,30 +29,42 @@ from .primitives import (
     zero_rows,
 )
 
-# Where no score in base 2 is larger, softmax needs no maxima: float32 and bfloat16 hold 2 ** 64 as well as 1, and weights of 2 ** -30 of a
-# row's largest, which is at least 2 ** -64. Sums over 2 ** 18 keys are finite for values of up to 2 ** 45. Errors are up to 1.1 times those
-# with maxima, where the largest weight of many rows would be exactly 1.
-SCORE_BOUND = gl.constexpr(64.0)
+# The largest sum of weights of a row that counts as not overflown. Its inverse must be a normal number, and there are four a row.
+LARGEST_SUM = gl.constexpr(2.0 ** 120)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE: gl.constexpr):
-    """One online-softmax step in base 2: (weights, alpha, row_max, row_sum), alpha being the factor on what was summed so far.
+def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.constexpr):
+    """One softmax step in base 2: (weights, alpha, row_max, row_sum), alpha being the factor on what was summed so far.
 
-    row_max is the row's largest score or one that was the largest until lately, see ``lazy_rescale``; MAX_FREE: 0, and alpha stays 1.
+    Weights are measured from row_max. FOLLOW: it is the row's largest score or one that was the largest until lately, see
+    ``lazy_rescale``; but in rows without ``follows`` [ROWS, 1], and without FOLLOW in all, it stays where it is, and alpha is 1.
     row_max, row_sum and alpha are [ROWS, 4]: the four lanes that share a row agree on row_max, but each has a sum of its own until the end.
     """
     split = by_lane(scores)
-    if MAX_FREE:
-        alpha = 1.0
-        weights = gl.exp2(split * scale_log2)
-    else:
-        row_max, alpha = lazy_rescale(row_max, gl.max(gl.max(split, axis=3), axis=1) * scale_log2)
-        weights = gl.exp2(split * scale_log2 - to_lanes(row_max, scores.shape[1]))
+    if FOLLOW:
+        own = gl.max(gl.max(split, axis=3), axis=1) * scale_log2
+        row_max, alpha = lazy_rescale(row_max, gl.where(follows, own, LOWEST))
         row_sum = row_sum * alpha
+    else:
+        alpha = gl.full(row_max.shape, 1.0, gl.float32, row_lanes(scores.shape[1]))
+    weights = gl.exp2(split * scale_log2 - to_lanes(row_max, scores.shape[1]))
     return by_row(weights), alpha, row_max, row_sum + gl.sum(gl.sum(weights, axis=3), axis=1)
+
+
+@gluon.jit
+def _overflown(acc, row_sum, CHUNK: gl.constexpr):
+    """bool [ROWS, 1]: rows in which a weight or a weighted value became too large, or is not finite for another reason.
+
+    What is not finite stays so in every sum that it enters.
+    """
+    split = by_lane(acc) * 0.0
+    zero = gl.convert_layout(gl.sum(gl.sum(split, axis=3), axis=1), row_lanes(CHUNK), assert_trivial=True)
+    of_lane = ((row_sum <= LARGEST_SUM) & (zero == 0.0)) == 0
+    # The lane whose sums overflow need not be the one whose score was too large.
+    return gl.max(of_lane.to(gl.int32), axis=1)[:, None] != 0
 
 
 @gluon.jit
@@ -80,9 +93,13 @@ def _first_not_finite(buffer, size, column_layout: gl.constexpr):
 
 
 @gluon.jit
-def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr, OVERLAP: gl.constexpr,
-              MAX_FREE: gl.constexpr):
-    """A warpgroup's 64 rows through all chunks: (sums of weighted values, row_max, row_sum); MAX_FREE as for ``_softmax_step``."""
+def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.constexpr, FOLLOW: gl.constexpr, D: gl.constexpr,
+          CAUSAL: gl.constexpr, OVERLAP: gl.constexpr):
+    """A warpgroup's 64 rows through all chunks for the WALK-th time: (sums of weighted values, row_max, row_sum).
+
+    In the partial chunks and the first full one, all of which every row sees, row_max is the row's own. From then on ``follows`` and FOLLOW
+    count, as for ``_softmax_step``.
+    """
     CHUNK: gl.constexpr = work.k.shape[3]
     ROWS: gl.constexpr = work.q.shape[3]
     s_layout: gl.constexpr = product_layout(CHUNK)
@@ -95,27 +112,33 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
     acc = gl.zeros([ROWS, D], gl.float32, o_layout)
     zero = gl.zeros([ROWS, CHUNK], gl.float32, s_layout)
     # Not minus infinity, from which nothing can be measured: a row that has seen nothing yet has weights of 0.
-    row_max = gl.full([ROWS, 4], 0.0 if MAX_FREE else LOWEST, gl.float32, row_lanes(CHUNK))
+    row_max = gl.full([ROWS, 4], LOWEST, gl.float32, row_lanes(CHUNK))
     row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(CHUNK))
+    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
     q = matrix(work.q.index(group))
+    # The uses of the rings go on where those of the walk before ended.
+    first = WALK * (work.partial + work.full)
+    first_step = WALK * work.partial
 
-    for i in range(work.partial):
+    for place in range(work.partial):
+        i = first + place
         keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
-        size = gl.load(work.partial_sizes - 1 - i)
+        size = gl.load(work.partial_sizes - 1 - place)
         ring_wait(work.k_full, i, True)
         token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         visible = (keys < size)[None, :]
         if CAUSAL:
             # The last key of the chunk that the first row sees.
-            last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - i)
+            last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - place)
             visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
-        weights, alpha, row_max, row_sum = _softmax_step(gl.where(visible, scores, float("-inf")), row_max, row_sum, scale_log2, MAX_FREE)
+        scores = gl.where(visible, scores, float("-inf"))
+        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         ring_wait(work.v_full, i, True)
         v = matrix(ring_at(work.v, i, True))
-        acc = acc if MAX_FREE else rescale(acc, alpha)
+        acc = rescale(acc, alpha)
         # Steps in which all warpgroups keep pace: under a causal mask two of a chunk.
-        step = 2 * i if CAUSAL else i
+        step = 2 * (first_step + place) if CAUSAL else first_step + place
         if CAUSAL:
             # What is not finite must reach the rows that see it and no others: so by hand, and not through the tensor core.
             bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
@@ -138,14 +161,15 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
         ring_arrive(work.done, i, True)
 
     if work.full > 0:
-        ring_wait(work.k_full, work.partial, True)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, work.partial, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        first_full, end = first + work.partial, first + work.partial + work.full
+        ring_wait(work.k_full, first_full, True)
+        token = warpgroup_mma(q, matrix(ring_at(work.k, first_full, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, work.partial, True)
-        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
-        acc = acc if MAX_FREE else rescale(acc, alpha)
+        ring_arrive(work.done, first_full, True)
+        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
+        acc = rescale(acc, alpha)
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        for i in range(work.partial + 1, work.partial + work.full):
+        for i in range(first_full + 1, end):
             ring_wait(work.k_full, i, True)
             # An order between the warpgroups (ping-pong) measured 1 to 5 % slower on an H200.
             s_token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -153,7 +177,7 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
             o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
             if OVERLAP:
                 scores = warpgroup_mma_wait(1, deps=[s_token])
-                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
+                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
                 # Or the compiler would wait for both products before the exponentials.
                 row_sum = scheduling_fence(row_sum)
                 acc = warpgroup_mma_wait(0, deps=[o_token])
@@ -161,20 +185,27 @@ def _mainloop(work, group: gl.constexpr, shift, scale_log2, D: gl.constexpr, CAU
             else:
                 scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
                 ring_arrive(work.done, i, True)
-                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MAX_FREE)
-            acc = acc if MAX_FREE else rescale(acc, alpha)
+                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
+            acc = rescale(acc, alpha) if FOLLOW else acc
             p = gl.convert_layout(weights.to(dtype), p_layout)
-        last_chunk = work.partial + work.full - 1
-        ring_wait(work.v_full, last_chunk, True)
-        token = warpgroup_mma(p, matrix(ring_at(work.v, last_chunk, True)), acc, is_async=True)
+        ring_wait(work.v_full, end - 1, True)
+        token = warpgroup_mma(p, matrix(ring_at(work.v, end - 1, True)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
     return acc, row_max, row_sum
 
 
 @gluon.jit
 def attend(work, group: gl.constexpr, out, lse, out_desc, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr,
-           OVERLAP: gl.constexpr, NORMS: gl.constexpr):
-    """A multiplying partition: 64 query rows from the first chunk to the stored result."""
+           OVERLAP: gl.constexpr):
+    """A multiplying partition: 64 query rows from the first chunk to the stored result.
+
+    In bfloat16 optimistically: a row's weights are measured from its largest score in the first full chunk and those before. As one of the
+    scores is 0 then, the weights that count do not underflow; bfloat16 and float32 hold those of up to 2 ** 127, so that only scores of far
+    more than a hundred above it, in base 2, overflow. That is seen at the end, and then the program walks its list again and the rows
+    where it happened follow their maxima. Without maxima and rescaling a forward takes 0.88 to 0.94 of the time on an H200. float16 holds
+    weights of up to 2 ** 16, and queries and keys of three times the usual length would make nearly every program walk twice.
+    """
+    OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
     CHUNK: gl.constexpr = work.k.shape[3]
     ROWS: gl.constexpr = work.q.shape[3]
     s_rows: gl.constexpr = gl.SliceLayout(1, product_layout(CHUNK))
@@ -183,15 +214,20 @@ def attend(work, group: gl.constexpr, out, lse, out_desc, out_row, shift, scale_
     q = matrix(work.q.index(group))
     mbarrier.wait(work.q_full.index(group), 0)
     rows = work.rows - group * ROWS
-    if NORMS:
-        # A product of two vectors is no larger than that of their norms, and NaN is not known to be small. Without maxima and rescaling a
-        # forward takes 0.91 to 0.94 of the time on an H200.
-        if largest_norm(q, rows) * work.key_norm * (scale_log2 * scale_log2) <= SCORE_BOUND * SCORE_BOUND:
-            acc, row_max, row_sum = _mainloop(work, group, shift, scale_log2, D, CAUSAL, OVERLAP, True)
-        else:
-            acc, row_max, row_sum = _mainloop(work, group, shift, scale_log2, D, CAUSAL, OVERLAP, False)
+    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
+    if OPTIMISTIC:
+        acc, row_max, row_sum = _walk(work, group, shift, scale_log2, every, 0, False, D, CAUSAL, OVERLAP)
+        own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(CHUNK)))[:, None] < rows
+        failed = _overflown(acc, row_sum, CHUNK) & own
+        if gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0:
+            work.again.store(gl.full([1], 1, gl.int32, one_word(4)))
+        barrier()
+        mbarrier.arrive(work.walked.index(0), count=1)
+        if walk_again(work, 4):
+            # Rows that did not fail get the same bits again: what a row is does not depend on its neighbours.
+            acc, row_max, row_sum = _walk(work, group, shift, scale_log2, failed, 1, True, D, CAUSAL, OVERLAP)
     else:
-        acc, row_max, row_sum = _mainloop(work, group, shift, scale_log2, D, CAUSAL, OVERLAP, False)
+        acc, row_max, row_sum = _walk(work, group, shift, scale_log2, every, 0, True, D, CAUSAL, OVERLAP)
 
     result, row_lse = _finish_softmax(acc, row_max, row_sum, s_rows, o_rows)
     result = result.to(work.q.dtype)

@@ -104,21 +104,16 @@ def rescale(x, alpha):
     return by_row(rescale_lanes(by_lane(x), to_lanes(alpha, x.shape[1])))
 
 
+@gluon.constexpr_function
+def one_word(warps):
+    """A single number that all threads of a partition hold."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
 @gluon.jit
 def matrix(buffer):
     """A [1, 1, rows, D] tile as the matrix it is."""
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
-
-
-@gluon.jit
-def largest_norm(buffer, size):
-    """The largest squared norm of the first ``size`` rows of a [64, D] matrix, float32; NaN where one is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = buffer.load(layout).to(gl.float32)
-    rows = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, layout))
-    # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN above them; a maximum of numbers drops NaN.
-    squares = gl.cast(gl.sum(values * values, axis=1), gl.int32, bitcast=True)
-    return gl.cast(gl.max(gl.where(rows < size, squares, 0), axis=0), gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from .arguments import Bounds, ChunkLists, Lists
-from .primitives import block_bounds, load_rows, row_of_lists
+from .primitives import block_bounds, row_of_lists
 from .quick_launch import QuickLaunch, fit
 
 # List entries read at once by one program.
 SEGMENT = 256
-# Keys whose norms one program takes at once.
-NORM_ROWS = 64
 # Parts of a ``Queue``, in numbers of 4 bytes.
 HEADER = tl.constexpr(8)
 ENTRY = tl.constexpr(8)
@@ -46,17 +44,13 @@ class Queue(NamedTuple):
 
     ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
     are used: first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all
-    sizes, but where no chunk can be partial. From ``norms_at`` on, if keys were given, for every (batch, norm head, rank) the largest
-    squared norm of the keys that the row attends to, as the bits of a float32, where norm heads are the list heads or the key heads,
-    whichever are more; then that of every (batch, key head, block).
+    sizes, but where no chunk can be partial.
     """
 
     data: Tensor
     batch: int
     heads: int
     width: int        # of a row of starts or sizes
-    norms_at: int
-    norm_heads: int   # 0 without norms
 
 
 class Partition(NamedTuple):
@@ -124,7 +118,6 @@ def _longest(bound: int, uniform: bool, tokens: int) -> int:
 # out (see arguments.py), so the numbers of these kernels come one by one and get their names inside.
 _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
             "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift"]
-_QUEUE_NUMBERS = [*_NUMBERS, "norms_at", "norm_batches", "norm_heads", "norm_group"]
 
 
 @triton.jit
@@ -183,12 +176,11 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
     tl.store(partial + out_row, n_partial)
 
 
-@triton.jit(do_not_specialize=_QUEUE_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                  norms_at, norm_batches, norm_heads, norm_group,
-                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, NORMS: tl.constexpr):
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
     """The same as a ``Queue``."""
     lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
     bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
@@ -210,23 +202,6 @@ def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
     tl.store(entry + 4, row)
     if first_row + row == 0:
         tl.store(queue, 0)
-    if NORMS:
-        list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
-        count = tl.minimum(tl.load(counts + list_row), capacity)
-        norms = queue + norms_at
-        blocks = norms + tl.cast(norm_batches, tl.int64) * norm_heads * rows
-        # For each (batch, norm head) that reads this list.
-        shared = norm_heads // heads
-        for reader in range(0, norm_batches // tl.num_programs(2) * shared):
-            at_batch, at_head = batch + reader // shared, head * shared + reader % shared
-            at_block = (at_batch.to(tl.int64) * (norm_heads // norm_group) + at_head // norm_group) * items
-            largest = tl.zeros([SEGMENT], tl.int32)
-            for first in range(0, count, SEGMENT):
-                slot = first + tl.arange(0, SEGMENT)
-                item = tl.load(indices + list_row * capacity + slot, mask=slot < count, other=-1)
-                known = (item >= 0) & (item < items)
-                largest = tl.maximum(largest, tl.load(blocks + at_block + item, mask=known, other=0))
-            tl.store(norms + (at_batch.to(tl.int64) * norm_heads + at_head) * rows + rank, tl.max(largest, 0))
 
 
 @triton.jit
@@ -242,30 +217,6 @@ def _rank(lists, first_list, row, rows, SEGMENT: tl.constexpr):
     return rank
 
 
-# Not specialised on any number, as above.
-_NORM_NUMBERS = ["at", "k_batch", "k_head", "k_row", "item_batch", "item_head", "item_group", "item_length", "item_tokens"]
-
-
-@triton.jit(do_not_specialize=_NORM_NUMBERS)
-def _norms_kernel(queue, k, item_starts, item_sizes, at, k_batch, k_head, k_row, item_batch, item_head, item_group, item_length,
-                  item_tokens, ROWS: tl.constexpr, DIM: tl.constexpr):
-    item, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    item_at = batch * item_batch + (head // item_group) * item_head
-    start, size = block_bounds(item_starts, item_sizes, item_at, item, item_length, item_tokens, item_starts is None)
-    # Rows begin at multiples of 16 bytes. Without these words, as numbers are not specialised on, they would be read entry by entry, in
-    # four times the time.
-    k += (batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head) // 8 * 8
-    k_row = k_row // 8 * 8
-    largest = tl.zeros([ROWS], tl.int32)
-    for first in range(0, size, ROWS):
-        keys = load_rows(k, start + first, k_row, size - first, ROWS, DIM, DIM, True).to(tl.float32)
-        # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN, without its sign, above them; a maximum
-        # of numbers would drop NaN.
-        largest = tl.maximum(largest, tl.sum(keys * keys, 1).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    place = (batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + item
-    tl.store(queue + at + place, tl.max(largest, 0))
-
-
 def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
                 rows_are_queries: bool = True) -> Chunks:
     """Cuts every listed block into chunks of ``chunk`` tokens.
@@ -277,7 +228,7 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries, None)
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries)
     batch, heads, width = plan.extent
     starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
     full, partial = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
@@ -285,22 +236,12 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
     return Chunks(starts, sizes, full, partial)
 
 
-def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
-               keys: Tensor | None = None) -> Queue:
-    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them.
-
-    ``keys`` bfloat16 or float16 [B, Hkv, Skv, D], D a power of two, ``tma_ok``: their norms are wanted too.
-    """
-    heads = (0, 0) if keys is None else keys.shape[:2]
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, True, heads)
+def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> Queue:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
     data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
-    if keys is not None:
-        dim, strides = keys.shape[3], keys.stride()
-        numbers = (plan.size - heads[0] * heads[1] * items.number, *strides[:3], *plan.item_strides, items.length, items.tokens)
-        _launch_norms((data.get_device(), keys.dtype, dim, items.uniform, fit(numbers)), (items.number, heads[1], heads[0]), (),
-                      (data, keys, *items.tensors), numbers, dict(ROWS=NORM_ROWS, DIM=dim), {})
     _launch(_launch_queue, plan, blocks, rows, items, data)
-    return Queue(data, *plan.extent, plan.norms_at, plan.norm_heads)
+    return Queue(data, *plan.extent)
 
 
 class _Plan(NamedTuple):
@@ -308,9 +249,6 @@ class _Plan(NamedTuple):
 
     extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
     size: int                      # of a queue's data
-    norms_at: int
-    norm_heads: int
-    item_strides: tuple[int, int, int]
     numbers: tuple[int, ...]
     constants: dict
     key: tuple
@@ -318,34 +256,27 @@ class _Plan(NamedTuple):
 
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
-def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None, rows_are_queries: bool,
-          keys: tuple[int, int] | None) -> _Plan:
-    """``keys``: None for lists of chunks; for a queue the batch and heads of keys whose norms are wanted, (0, 0) if none are."""
+def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
+          rows_are_queries: bool | None) -> _Plan:
+    """``rows_are_queries``: None for a queue."""
     batch, heads = counts[:2]
     for axis in (rows, items):
         if axis.shape is not None:
             batch, heads = max(batch, axis.shape[0]), max(heads, axis.shape[1])
-    key_batch, key_heads = keys or (0, 0)
-    norm_heads = max(heads, key_heads) if key_heads else 0
     parts = -(-items.length // chunk)
     width = max(capacity * parts, 1)
     partial = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    norms_at = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
-    size = norms_at + key_batch * (norm_heads * rows.number + key_heads * items.number)
-    numbers: tuple[int, ...] = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number,
-                                items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts,
-                                causal_shift or 0)
+    size = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
+    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number,
+               items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
-    if keys is None:
+    if rows_are_queries is not None:
         constants["ROWS_ARE_QUERIES"] = rows_are_queries
-    else:
-        numbers = (*numbers, norms_at, key_batch, norm_heads, norm_heads // max(key_heads, 1))
-        constants["NORMS"] = key_heads > 0
-    return _Plan((batch, heads, width), size, norms_at, norm_heads, items.strides(key_heads), numbers, constants,
+    return _Plan((batch, heads, width), size, numbers, constants,
                  (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
 
 
-_launch_chunks, _launch_queue, _launch_norms = map(QuickLaunch, (_chunks_kernel, _queue_kernel, _norms_kernel))
+_launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
 
 
 def _launch(kernel: QuickLaunch, plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:

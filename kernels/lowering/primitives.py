@@ -7,6 +7,10 @@ import triton.language as tl
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 LN2 = tl.constexpr(0.6931471805599453)
+# What stands for the largest score of a row that has seen nothing: no minus infinity, from which nothing can be measured.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# The largest sum of weights that counts as not overflown: its inverse is a normal number.
+LARGEST_SUM = tl.constexpr(2.0 ** 120)
 
 
 @triton.jit
@@ -94,15 +98,35 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def softmax_step(scores, row_max, row_sum, scale_log2):
+def softmax_step(scores, row_max, row_sum, scale_log2, follows=None):
     """One step of the online softmax (Milakov and Gimelshein 2018) in base 2: (weights, alpha, row_max, row_sum), where alpha rescales
-    what was summed so far."""
+    what was summed so far. Rows without ``follows`` keep their row_max."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    if follows is not None:
+        new_max = tl.where(follows, new_max, row_max)
     # A row that has seen nothing yet has row_max = -inf; measuring from 0 keeps its weights at 0 instead of NaN.
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - safe_max[:, None])
     alpha = tl.exp2(row_max - safe_max)
     return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def optimistic_step(scores, origin, row_sum, scale_log2):
+    """(weights, row_sum) with weights measured from an origin that stays where it is. Where one of a row's scores is not below it, those
+    that count do not underflow; ``overflown`` says afterwards whether one did the contrary."""
+    weights = tl.exp2(scores * scale_log2 - origin[:, None])
+    return weights, row_sum + tl.sum(weights, 1)
+
+
+@triton.jit
+def overflown(acc, row_sum):
+    """(bool [M], whether there is one): rows in which a weight or a weighted value became too large, or is not finite for another reason.
+    What is not finite stays so in sums."""
+    heavy = (row_sum <= LARGEST_SUM) == 0
+    # Once more over all of acc: reducing what was reduced does not compile for sm_100 (Triton 3.6).
+    some = (tl.max(heavy.to(tl.int32), 0) > 0) | (tl.sum(tl.ravel(acc, can_reorder=True) * 0.0, 0) != 0)
+    return heavy | (tl.sum(acc * 0.0, 1) != 0), some
 
 
 @triton.jit

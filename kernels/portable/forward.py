@@ -14,11 +14,14 @@ from ..lowering.inputs import descriptor, strided
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import (
     LOG2E,
+    LOWEST,
     finish_softmax,
     finite_or_zero,
     load_chunk,
     load_rows,
     of_head,
+    optimistic_step,
+    overflown,
     own_rows,
     row_of_lists,
     softmax_step,
@@ -29,9 +32,11 @@ from .config import LaunchConfig, forward_config
 
 
 @triton.jit
-def _attend(state, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, start, size, query, shift, scale_log2,
-            M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
-    """Attends to one chunk of keys; returns the new (acc, row_max, row_sum)."""
+def _attend(state, follows, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, start, size, query, shift, scale_log2,
+            M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
+            FOLLOW: tl.constexpr):
+    """Attends to one chunk of keys; returns the new (acc, row_max, row_sum). row_max follows the rows' largest scores under FOLLOW, and
+    then in all rows or in those of ``follows``."""
     acc, row_max, row_sum = state
     if PARTIAL:
         keys = load_rows(k, start, k_row, size, N, DIM, DIM_PAD, True)
@@ -41,8 +46,11 @@ def _attend(state, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, star
     if PARTIAL:
         visible = visible_keys(query, start, size, shift, M, N, CAUSAL)
         scores = tl.where(visible, scores, float("-inf"))
-    weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-    acc = acc * alpha[:, None]
+    if FOLLOW:
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, follows)
+        acc = acc * alpha[:, None]
+    else:
+        weights, row_sum = optimistic_step(scores, row_max, row_sum, scale_log2)
     if PARTIAL:
         values = load_rows(v, start, v_row, size, N, DIM, DIM_PAD, True)
     else:
@@ -58,8 +66,36 @@ def _attend(state, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, star
 
 
 @triton.jit
+def _walk(follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, starts, sizes, n_full, n_partial, width, row, shift,
+          scale_log2, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr,
+          FOLLOW: tl.constexpr):
+    """A program's rows through all chunks: (acc, row_max, row_sum). In the full chunks row_max follows as ``_attend`` says, or without
+    FOLLOW stays what it is in the first of them, and so in rows without ``follows``."""
+    acc = tl.zeros([M, DIM_PAD], tl.float32)
+    row_max = tl.full([M], LOWEST, tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    if follows is not None or not FOLLOW:
+        # A product more; the step itself, outside of the loop, would make the assembler serialise all of them (C7515).
+        if n_full > 0:
+            keys = load_chunk(k_tiles, k, batch, kv_head, tl.load(starts), k_row, N, DIM, DIM_PAD)
+            row_max = tl.maximum(row_max, tl.max(tl.dot(queries, tl.trans(keys)), 1) * scale_log2)
+    for i in range(n_full):
+        start = tl.load(starts + i)
+        acc, row_max, row_sum = _attend((acc, row_max, row_sum), follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head,
+                                        start, N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL, FOLLOW)
+    for i in range(width - n_partial, width):
+        start, size = tl.load(starts + i), tl.load(sizes + i)
+        acc, row_max, row_sum = _attend((acc, row_max, row_sum), None, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head,
+                                        start, size, row, shift, scale_log2, M, N, DIM, DIM_PAD, True, CAUSAL, True)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, group, shift, scale_log2,
                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+    """Optimistic where the weights' dtype allows: row_max follows through the first full chunk and the partial ones alone, and where that
+    was too low for a row, which is seen at the end, the program walks its list again. float16 holds weights of no more than 2 ** 16."""
+    OPTIMISTIC: tl.constexpr = q.ptr.dtype.element_ty != tl.float16
     # From the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head, block, row, rows = own_rows(place, bounds, heads, M, PARTS)
@@ -72,23 +108,19 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, 
     starts, sizes = chunks.starts + chunk_row * chunks.width, chunks.sizes + chunk_row * chunks.width
 
     queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
-    acc = tl.zeros([M, DIM_PAD], tl.float32)
-    row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    for i in range(n_full):
-        start = tl.load(starts + i)
-        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles,
-                                        batch.to(tl.int32), kv_head, start, N, row, shift, scale_log2,
-                                        M, N, DIM, DIM_PAD, False, CAUSAL)
-    for i in range(chunks.width - n_partial, chunks.width):
-        start, size = tl.load(starts + i), tl.load(sizes + i)
-        acc, row_max, row_sum = _attend((acc, row_max, row_sum), queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles,
-                                        batch.to(tl.int32), kv_head, start, size, row, shift, scale_log2,
-                                        M, N, DIM, DIM_PAD, True, CAUSAL)
+    offsets = tl.arange(0, M)
+    acc, row_max, row_sum = _walk(None, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head, starts, sizes,
+                                  n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD, CAUSAL, not OPTIMISTIC)
+    if OPTIMISTIC:
+        failed, some = overflown(acc, row_sum)
+        if some:
+            # What a row is does not depend on its neighbours: only those that failed follow now.
+            acc, row_max, row_sum = _walk(failed, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
+                                          starts, sizes, n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD,
+                                          CAUSAL, True)
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
     store_rows(of_head(out, batch, head), row, out.row, rows, acc, M, DIM, DIM_PAD)
-    offsets = tl.arange(0, M)
     tl.store(lse + (batch * heads + head) * bounds.tokens + row + offsets, row_lse, mask=offsets < rows)
 
 

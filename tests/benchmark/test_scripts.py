@@ -151,6 +151,20 @@ def test_patterns_keep_the_same_number_in_every_row():
     assert not torch.equal(heads[0], heads[1])
 
 
+def test_what_queries_and_keys_hold():
+    from shapes import INPUTS, Problem, draw
+
+    drawn = {}
+    for kind in INPUTS:
+        torch.manual_seed(0)
+        drawn[kind] = draw(Problem(2_000, heads=2, head_dim=16, inputs=kind), "cpu", torch.float32)
+    randn, long, outlier = drawn.values()
+    assert [torch.equal(x, y * factor) for x, y, factor in zip(long, randn, (3, 3, 1, 1))] == [True] * 4
+    longer = (outlier[1] == 10 * randn[1]).all(-1)
+    assert 5 <= longer.sum() <= 40 and torch.equal(outlier[1][~longer], randn[1][~longer])
+    assert all(torch.equal(outlier[i], randn[i]) for i in (0, 2, 3))
+
+
 # The scripts from their arguments to their CSVs
 
 
@@ -175,6 +189,14 @@ def test_kernels_end_to_end(script, capsys, tmp_path):
     if not torch.cuda.is_available():
         absent = [row for row in rows if row["what"] == "absent"]
         assert len(absent) == 8 and {row["note"] for row in absent} == {"needs an NVIDIA GPU"}
+
+
+def test_kernels_on_other_inputs(script, tmp_path):
+    script("bench_kernels").main(["--shape", TINY, "--inputs", "long", "outlier", "--rounds", "1", "--impl", "torch", "--peers",
+                                  "--csv", "mine"])
+    rows = read(tmp_path / "mine.csv")
+    assert [(row["inputs"], row["what"]) for row in rows] == [
+        (kind, what) for kind in ("long", "outlier") for what in ("lists", "forward", "backward")]
 
 
 def test_only_the_libraries_that_were_asked_for(script, tmp_path):
@@ -304,6 +326,7 @@ def test_the_yardstick_of_errors_is_attention():
     ("bench_kernels", ["--shape", "64"], "must be TOKENS,KEPT[,BLOCK[,HEADS[,HEAD_DIM]]], got '64'"),
     ("bench_kernels", ["--shape", "1,2,3,4,5,6"], "must be TOKENS,KEPT"),
     ("bench_kernels", ["--shape", "768,0.0"], "KEPT must be a whole number, got '0.0'"),
+    ("bench_kernels", ["--inputs", "short"], "--inputs: invalid choice: 'short'"),
     ("bench_kernels", ["--peers", "flash"], "--peers: invalid choice: 'flash'"),
     ("tune", ["--kernel", "softmax"], "--kernel: invalid choice: 'softmax'"),
     ("bench_layer", ["--layer", "sora"], "--layer must be part of one of"),

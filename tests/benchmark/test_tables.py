@@ -52,12 +52,12 @@ def test_a_table_from_a_made_up_csv(made_up, capsys):
     table.main([])
     assert readme.read_text() == """before
 <!-- table:kernels -->
-| tokens | heads | dim | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, non-deterministic dQ, ms \
+| tokens | heads | dim | inputs | blocks kept | direction | SSTA triton, TFLOP/s | SSTA triton, ms | SSTA triton, non-deterministic dQ, ms \
 | FlexAttention, ms | fast, ms | SDPA cuDNN, ms | fastest other / SSTA triton | fastest other / SSTA triton, non-deterministic dQ |
-|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|
-| 46,080 | 16 | 128 | 48 of 120 | forward | 400 | 8.00 | – | 10.0 | – | 1,230 | 1.25 | – |
-| 46,080 | 16 | 128 | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
-| 46,080 | 16 | 128 | 48 of 120 | backward | 400 | 21.0 | 16.0 | – | – | 100 | 4.76 | 6.25 |
+|---:|---:|---:|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| 46,080 | 16 | 128 | randn | 48 of 120 | forward | 400 | 8.00 | – | 10.0 | – | 1,230 | 1.25 | – |
+| 46,080 | 16 | 128 | randn | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
+| 46,080 | 16 | 128 | randn | 48 of 120 | backward | 400 | 21.0 | 16.0 | – | – | 100 | 4.76 | 6.25 |
 
 Card, driver 1, torch 2.9, triton 3.5, fast 4.0; commit abc, 2026-01-02
 <!-- /table -->
@@ -67,12 +67,26 @@ kept
 <!-- /table -->
 """
     around, missing = other.read_text().split("<!-- /table -->\n")[:2]
-    assert "| 46,080 | 16 | 128 | 48 of 120 | SSTA triton | 0.0500 | 2.0% | 2.0% | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
+    assert "| 48 of 120 | SSTA triton | 0.0500 | 2.0% | 2.0% | 180 | 180 | 0.500 | 0.00300 | 0.00300 |\n" in around
     assert "Other" not in around and around.count("\n| 46,080") == 6
     assert "| flashinfer |  | not installed |\n| Other | forward | failed / badly |\n" in missing
     table.main(["--check"])
     table.main([])
     assert "every table shows" in capsys.readouterr().out
+
+
+def test_other_inputs_have_lines_of_their_own_and_are_left_out_of_plots(made_up):
+    table, *_ = made_up
+    columns = "what provider pattern tokens heads head_dim block kept blocks median_ms tflops".split()
+    rows = [dict(zip(columns, ["forward", "ssta hopper", "random", "46080", "16", "128", "384", "48", "120", ms, "400"]), inputs=kind)
+            for kind, ms in (("randn", "9.0"), ("long", "9.25"), ("outlier", "9.5"))]
+    assert [(line[3], line[7]) for line in table.times_table(rows)] == [
+        ("inputs", "SSTA hopper, ms"), ("randn", "9.00"), ("long", "9.25"), ("outlier", "9.50")]
+    pytest.importorskip("matplotlib")
+    import plots
+
+    where = dict(device="Card", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
+    assert len(plots.plot_kernels([row | where for row in rows]).axes[0].patches) == 1
 
 
 def test_plots_are_drawn_or_named_as_missing(made_up, tmp_path, monkeypatch, capsys):

@@ -82,7 +82,8 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
     from ssta.kernels.lowering import dq_schedule
 
     for dim in (64, 128):
-        present = {hopper_forward_config(dim, block, block, False, norms) for block in (64, 128, 384) for norms in (False, True)}
+        present = {hopper_forward_config(dim, block, block, False, optimistic) for block in (64, 128, 384)
+                   for optimistic in (False, True)}
         assert present <= set(tune.hopper_configs(dim))
     assert all(hopper_backward.constants(dim, True)["DQ_STAGES"] in tune.DQ_STAGES for dim in (64, 128))
     assert dq_schedule.STAGGER in tune.STAGGERS

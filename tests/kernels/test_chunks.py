@@ -40,28 +40,3 @@ def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, c
     entries = queue.data[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.data.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
-
-
-@pytest.mark.parametrize("lists", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=["shared", "per batch element", "per key head", "per head"])
-@pytest.mark.parametrize("kind", ["uniform", "ragged"])
-def test_the_queue_has_the_largest_norm_among_the_keys_of_each_row(kind, lists):
-    """Of real tokens alone; of a NaN nothing is known."""
-    batch, kv_heads, kv_len, rows, dim = 2, 2, 116, 5, 64
-    lengths = [20] * 5 + [16] if kind == "uniform" else [40, 7, 0, 33, 16, 20]
-    kv_offsets = 20 if kind == "uniform" else ragged(lengths, "cpu")
-    valid = torch.tensor(lengths, dtype=torch.int32).sub(3).clamp(min=0)
-    mask = torch.rand(*lists, rows, 6) < 0.5
-    blocks = BlockLists.from_mask(mask, 16, kv_offsets, kv_lengths=valid)
-    keys = torch.randn(batch, kv_heads, kv_len, dim, dtype=torch.bfloat16)
-    keys[0, 1, 1] = float("nan")
-    queue = work_queue(blocks, q_partition(blocks, 70), kv_partition(blocks, kv_len), 16, None, keys)
-    heads = max(kv_heads, lists[1])
-    found = queue.data[queue.norms_at:][:batch * heads * rows].view(torch.float32).view(batch, heads, rows)
-    row = queue.data[HEADER.value:][:queue.batch * queue.heads * rows * ENTRY.value].view(queue.batch, queue.heads, rows, -1)[..., 4].long()
-    norms = keys.float().pow(2).sum(-1).split(lengths, -1)
-    norms = torch.stack([x[..., :n].sort().values[..., -1] if n else x.new_zeros(batch, kv_heads) for x, n in zip(norms, valid)], -1)
-    seen = mask.expand(batch, -1, -1, -1).repeat_interleave(heads // lists[1], 1)
-    expected = torch.where(seen, norms.repeat_interleave(heads // kv_heads, 1)[:, :, None], 0.0).sort(-1).values[..., -1]
-    order = row.expand(batch, -1, -1).repeat_interleave(heads // queue.heads, 1)
-    assert queue.norm_heads == heads and expected.isnan().any()
-    torch.testing.assert_close(found, expected.gather(-1, order), equal_nan=True)

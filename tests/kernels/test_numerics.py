@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import INTERPRETED, everywhere, inputs
+from cases import INTERPRETED, LEVELS, OVERFLOW, everywhere, inputs, levels
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ssta import SSTAConfig, TokenLayout, ssta_attention
@@ -134,3 +134,62 @@ def test_the_interpreter_refuses_bfloat16():
     q, k, v = inputs(1, 1, 1, 32, 32, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="impl='triton' requires float16 in Triton's interpreter, got torch.bfloat16"):
         block_sparse_attention(q, k, v, BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 16, 16), impl="triton")
+
+
+# In the interpreter float32 stands for bfloat16, which it refuses, where the public call would refuse float32.
+portable = pytest.mark.parametrize("device, dtype", ([pytest.param("cpu", torch.float32, id="interpreter")] if INTERPRETED else []) + [
+    pytest.param("cuda", torch.bfloat16, id="gpu", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """Of each program of the portable forward that walked over its list, in the interpreter, whether it was for the second time."""
+    forward, found = pytest.importorskip("ssta.kernels.portable.forward"), []
+    if INTERPRETED:
+        monkeypatch.setattr(forward, "_walk", lambda *args, walk=forward._walk: (found.append(args[0] is not None), walk(*args))[1])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@portable
+@pytest.mark.parametrize("name", LEVELS)
+def test_scores_far_above_those_of_the_first_chunk(device, dtype, name, walks):
+    """Only where weights overflow is a list walked twice, and nothing is lost then; nor in rows of low scores."""
+    from ssta.kernels.portable.forward import triton_forward
+
+    q, k, v, blocks = levels(*LEVELS[name], device=device, dtype=dtype)
+    found = triton_forward(q, k, v, blocks, 0.125, False)
+    exact = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
+    for got, right, tolerance in zip(found, exact, (2e-2 if dtype == torch.bfloat16 else 5e-3, 1e-4)):
+        torch.testing.assert_close(got.double(), right, rtol=tolerance, atol=tolerance)
+    # Partial chunks come last, and there every row follows its scores.
+    assert device != "cpu" or any(walks) == (name in OVERFLOW and name != "three at the end")
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@portable
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("factor", [1e4, float("nan"), float("inf")])
+def test_a_row_that_overflows_changes_no_bits_of_its_neighbours(device, dtype, factor, causal, walks):
+    from ssta.kernels.portable.forward import triton_forward
+
+    q, k, v, blocks = levels(*((64, i % 4 * 20) for i in range(8)), device=device, dtype=dtype)
+    before, _ = triton_forward(q, k, v, blocks, 0.125, causal)
+    assert not any(walks)
+    q[:, :, 70] *= factor
+    after, _ = triton_forward(q, k, v, blocks, 0.125, causal)
+    others = torch.arange(200, device=device) != 70
+    assert torch.equal(after[:, :, others], before[:, :, others]) and after[:, :, 70].isnan().any() == (factor != 1e4)
+    assert device != "cpu" or any(walks)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@portable
+def test_large_values_overflow_before_their_weights_do(device, dtype):
+    from ssta.kernels.portable.forward import triton_forward
+
+    q, k, v, blocks = levels((128, 0), (384, 50), device=device, dtype=dtype)
+    out, lse = triton_forward(q, k, v * 1e28, blocks, 0.125, False)
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
+    torch.testing.assert_close(out.double() / 1e28, exact, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)

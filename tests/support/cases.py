@@ -7,6 +7,8 @@ import torch
 
 from ssta.kernels import BlockLists
 
+LOG2E = 1.4426950408889634
+
 # Slow: with gradients, each takes seconds.
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", "triton", id="interpreter", marks=pytest.mark.slow)]
 EVERYWHERE = [pytest.param("cpu", "torch", id="torch"), *INTERPRETED,
@@ -51,6 +53,22 @@ def patterns(device):
                                                   kv_lengths=lengths([5, 0, 4, 9, 1, 0])), 4, 2, 61, 31),
         "offsets per key head": (BlockLists.from_mask(mask(1, 2, 2, 3), 24, two_cuts), 4, 2, 48, 40),
     }
+
+
+# Keys of a list, in its order, as (so many, where their scores lie in base 2): what a weight that is measured from the first chunk's
+# largest score must survive.
+LEVELS = {"all low": [(512, -3000)], "falling": [(128, 500), (384, -500)], "rising a little": [(128, i * 20) for i in range(6)],
+          "rising": [(128, i * 40) for i in range(5)], "rising to where sums have no inverse": [(128, 0), (384, 118)],
+          "one at the end": [(511, 0), (1, 3000)], "three at the end": [(512, 0), (3, 3000)]}
+OVERFLOW = ("rising", "rising to where sums have no inverse", "one at the end", "three at the end")
+
+
+def levels(*sizes, device="cpu", dtype=torch.bfloat16):
+    """(q, k, v, blocks) of one head and one block of 200 queries, with scores as ``LEVELS`` has them at a scale of 0.125."""
+    q, k, v = inputs(1, 1, 1, 200, sum(size for size, _ in sizes), 64, device, dtype)
+    q[..., 0] = 8.0
+    k[..., 0] = torch.cat([torch.full((size,), level / LOG2E) for size, level in sizes])
+    return q, k, v, BlockLists.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), 200, k.shape[2])
 
 
 # Where the kernels around the Hopper backward run.

@@ -196,7 +196,7 @@ def together(calls):
 def allocate(dtype, shape, layout, value=None):
     if layout == "barriers":
         return Barriers(Barrier() for _ in range(shape[0]))
-    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype) if value is None else value.clone())
 
 
 def _pair(function):
@@ -279,7 +279,7 @@ def _modules():
     anything = lambda *args, **options: None  # noqa: E731
     language = SimpleNamespace(
         constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None, to_tensor=torch.tensor,
-        float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int1=torch.bool, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
         DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
         cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program,

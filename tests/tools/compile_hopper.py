@@ -48,9 +48,9 @@ def descriptor_type(rows: int, dim: int, name: str) -> str:
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
 
 
-def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool, norms: bool) -> tuple[int, str, int]:
+def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
-    constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3, NORMS=norms)
+    constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
     rows, chunk = (descriptor_type(size, dim, name) for size in (hopper_forward.ROWS, config.chunk))
     types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
@@ -134,10 +134,10 @@ def configurations() -> dict[str, tuple]:
     """Every configuration that the package launches: label -> (function that compiles it, its arguments, words that may be reloaded)."""
     found = {}
     for dim, rows, keys in product((64, 128), (128, 384), (64, 384)):
-        for name, causal, norms in (("fp16", False, False), ("bf16", False, True), *product(DTYPES, (True,), (False,))):
-            config = hopper_forward_config(dim, rows, keys, causal, norms)
-            label = f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal} norms={norms}"
-            found[label] = compile_forward, (dim, config, name, causal, norms), RELOADS_OF_THREE * (config.warpgroups == 3)
+        for name, causal in product(DTYPES, (False, True)):
+            config = hopper_forward_config(dim, rows, keys, causal, name == "bf16")
+            label = f"forward D={dim} warpgroups={config.warpgroups} chunk={config.chunk} {name} causal={causal}"
+            found[label] = compile_forward, (dim, config, name, causal), RELOADS_OF_THREE * (config.warpgroups == 3)
     for dim, name, deterministic, partial in product((64, 128), DTYPES, (True, False), (True, False)):
         label = f"backward D={dim} {name} deterministic={deterministic} partial={partial}"
         allowed = (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
