@@ -12,19 +12,21 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .context import ModelContext
     from .family import Family, Site, register_family, stack_sites, supported_models
+    from .parallel import cp_plan
     from .processor import SSTAProcessor
     from .report import LayerRun, RunReport
     from .schedule import Schedule
+    from .split import Split
 
 __all__ = [
     "Calibration", "Family", "LayerRun", "ModelContext", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
-    "apply_ssta", "register_family", "remove_ssta", "stack_sites", "supported_models",
+    "Split", "apply_ssta", "cp_plan", "register_family", "remove_ssta", "stack_sites", "supported_models",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
     "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
-    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_ssta": "apply",
+    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split", "apply_ssta": "apply", "cp_plan": "parallel",
     "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.

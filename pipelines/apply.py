@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ssta import SSTAConfig
-from ssta.kernels import require_impl
+from ssta.kernels import require_bool, require_impl
 
 from .calibration import Calibration
 from .context import ModelContext
@@ -34,7 +34,7 @@ _WARM_UP_NOISE = 0.95
 
 def apply_ssta(
     model: Any, config: SSTAConfig | Calibration | str | PathLike[str] | None = None, *, schedule: Schedule | None = None,
-    preset: str | None = None, scheduler: Any = None, impl: str = "auto",
+    preset: str | None = None, scheduler: Any = None, impl: str = "auto", check_ranks: bool = False,
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
@@ -62,14 +62,17 @@ def apply_ssta(
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
             for a model may still move to another device; so a model on the meta device is taken too.
 
+        check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
+            raise where they differ: other prompts, noise or settings give a wrong video without an error. It waits for the device.
+
     Returns:
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
         TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
             of timesteps, or a family whose functions return something else than they should.
-        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
-            parallelism, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
+        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
+            that was made parallel in another way than ``cp_plan`` says or by tensors, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
             scheduler, or whose density meets a configuration with a budget of its own, an unknown impl
             or preset, a family whose sites are not the model's, or a calibration of another model or version, or no file of one.
         ImportError: the model's family does not fit the installed diffusers.
@@ -90,6 +93,7 @@ def apply_ssta(
         if config is not None or schedule is not None:
             raise ValueError(f"preset must stand alone, for it is a config and a schedule, got {preset!r} with one of them")
     require_impl(impl)
+    require_bool("check_ranks", check_ranks)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
@@ -99,6 +103,7 @@ def apply_ssta(
     installed: list[tuple[str, nn.Module, _Installation]] = []
     try:
         for name, module, context, replacements in plans:
+            context.check_ranks = check_ranks
             installed.append((name, module, _install(module, context, replacements)))
     except BaseException:
         for _, module, _ in installed:
@@ -300,9 +305,6 @@ def _sites(family: Family, model: nn.Module) -> list[Site]:
         if type(processor) not in site.classes:
             raise ValueError(f"{site.name} must have its original processor {' or '.join(kind.__name__ for kind in site.classes)}, "
                              f"got {'none' if processor is None else type(processor).__name__}; put the original processor back first")
-        parallel = getattr(processor, "_parallel_config", None)
-        if parallel is not None:
-            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {parallel}")
     return sites
 
 
@@ -340,6 +342,9 @@ def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[S
         hooks = installation.hooks
         hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
         hooks.append(model.register_forward_hook(context.finish))
+        if context.family.split is not None:
+            hooks.extend(context.family.split.hooks(model, context.state))
+        context.parallel.give_plan(model)
         for block in _first_blocks(model, list(installation.originals)):
             hooks.append(block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)
@@ -387,11 +392,11 @@ def _undo(model: nn.Module, installation: _Installation) -> None:
         model.get_submodule(name).processor = original
     for hook in installation.hooks:
         hook.remove()
+    installation.context.parallel.undo(model, list(installation.originals.values()))
     installation.context.forget_selections()
 
 
 def _copy_settings(source: Any, target: Any) -> None:
-    """Carries over what diffusers' set_attention_backend and enable_parallelism leave on a processor."""
-    for name in ("_attention_backend", "_parallel_config"):
-        if hasattr(source, name) and hasattr(target, name):
-            setattr(target, name, getattr(source, name))
+    """Carries over what diffusers' set_attention_backend leaves on a processor."""
+    if hasattr(source, "_attention_backend") and hasattr(target, "_attention_backend"):
+        target._attention_backend = source._attention_backend

@@ -15,6 +15,7 @@ from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
+from ssta.parallel import Shards
 
 from .backends import default_is_sdpa
 from .context import ModelContext
@@ -39,6 +40,7 @@ class _Run(NamedTuple):
     tiles: int | None
     counts: Tensor | None
     exact_mass: Tensor | None  # as in a LayerResult
+    part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
 
 
 class SSTAProcessor:
@@ -49,9 +51,8 @@ class SSTAProcessor:
     and saved models do not change.
     """
 
-    # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
+    # Set by diffusers' set_attention_backend on processors that have it.
     _attention_backend = None
-    _parallel_config = None
     # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
     norms: Norms = TORCH_NORMS
 
@@ -63,6 +64,8 @@ class SSTAProcessor:
         self.by_level: tuple[SSTAConfig, ...] = ()
         self.holder = Holder()
         self._stopwatch = Stopwatch()
+        # On several ranks: of the exchange before attention and the one after it.
+        self._exchanges = Stopwatch(), Stopwatch()
         self._last: _Run | None = None
         # Counts of the last lists at each level.
         self._level_counts: dict[int, Tensor] = {}
@@ -71,31 +74,46 @@ class SSTAProcessor:
         """The canvas (t, h, w) of the forward in progress.
 
         Raises:
-            ValueError: it does not have ``video_tokens`` tokens, or there was no forward of the whole model.
+            ValueError: it does not have ``video_tokens`` tokens, or this rank's share of it has not; or there was no forward of the whole
+                model.
         """
-        thw = self.context.thw
-        if math.prod(thw) != video_tokens:
-            raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
+        thw, ranks, own = self.context.thw, self.context.call.ranks, self._own_tokens
+        if own != video_tokens:
+            whose = "" if ranks is None or ranks.tokens is not None else f"rank {ranks.rank} of {ranks.size}'s {own} of "
+            raise ValueError(f"hidden_states must have {whose}the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video "
+                             "tokens")
         return thw
+
+    @property
+    def _own_tokens(self) -> int:
+        """How many of the canvas' tokens hidden_states hold, where they do not hold just a rank's share of the whole sequence."""
+        tokens, ranks = math.prod(self.context.thw), self.context.call.ranks
+        return tokens if ranks is None or ranks.tokens is not None else ranks.share(tokens)
 
     def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
         """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
 
         Args:
-            tokens: of the whole sequence.
+            tokens: of the whole sequence; on several ranks, of this rank's part of it.
             before: how many of them stand before the video and are dense; None = all that are not video.
             after: the same after the video.
 
         Raises:
             ValueError: the rest is not the canvas, or there was no forward of the whole model.
         """
-        thw, layouts, compiling = self.context.thw, self.context.layouts, torch.compiler.is_compiling()
-        key = thw, tokens, before, after
+        thw, ranks = self.context.thw, self.context.call.ranks
+        layouts, compiling = self.context.layouts, torch.compiler.is_compiling()
+        key = thw, ranks, tokens, before, after
         if not compiling and key in layouts:
             return layouts[key]
+        if ranks is not None and ranks.tokens is not None:
+            if tokens != ranks.share(ranks.tokens):
+                raise ValueError(f"hidden_states must have rank {ranks.rank} of {ranks.size}'s {ranks.share(ranks.tokens)} of "
+                                 f"{ranks.tokens} tokens, got {tokens}")
+            tokens = ranks.tokens
         others = (before or 0) + (after or 0)
         if before is None or after is None:
-            others = max(tokens - math.prod(thw), others)
+            others = max(tokens - self._own_tokens, others)
             # At most one of them is None.
             before, after = (others - after, after) if before is None else (before, others - before)  # type: ignore[operator]
         grid = VideoGrid(*self.canvas(tokens - others))
@@ -115,14 +133,15 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
                across_heads: bool = False) -> tuple[Input, Input, Input]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
+        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
+                      tiles=not self.dense and self.context.call.ranks is None)
 
     def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
-            query: ``[B, S, H, D]``, with S = ``layout.length``; memory order as diffusers' processors have it. Or what ``joined`` returned,
-                and so are then key and value.
+            query: ``[B, S, H, D]``, with S = ``layout.length``, or on several ranks this rank's part of it; memory order as diffusers'
+                processors have it. Or what ``joined`` returned, and so are then key and value.
             key: ``[B, S, Hkv, D]``.
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.
@@ -132,28 +151,56 @@ class SSTAProcessor:
             ``[B, S, H, D]`` in query's dtype.
 
         Raises:
-            TypeError, ValueError: what ``ssta_attention`` raises, or context parallelism.
+            TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        if self._parallel_config is not None:
-            raise ValueError(f"SSTA must run without context parallelism, got _parallel_config = {self._parallel_config}")
-        timed = not torch.compiler.is_compiling()
+        timed, ranks, heads = not torch.compiler.is_compiling(), self.context.call.ranks, query.shape[2]
         if timed:
             self._stopwatch.start(query.device)
+        shards = None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
+        if shards is not None:
+            # Before anything that ranks might disagree about.
+            query, key, value = self._to_heads(shards, query, key, value)
         dense = self.dense
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
         result, backend = attended(query, key, value, layout, text_mask)
+        out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
+        part = None
+        if shards is not None:
+            part = shards.rank, shards.ranks, out.shape[1], heads
+            out = self._to_tokens(shards, out, heads)
         if timed:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
-        out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_q_blocks, blocks.counts)
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass)
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
         if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
             self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
+
+    def _to_heads(self, shards: Shards, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's tokens of all heads ``[B, S_r, H, D]`` -> all tokens of its heads ``[B, S, H_r, D]``."""
+        timed = not torch.compiler.is_compiling()
+        if timed:
+            self._exchanges[0].start(query.device)
+        # Each is packed while the one before is on its way.
+        sent = [shards.start(x.transpose(1, 2), key_heads=key.shape[2]) for x in (value, key, query)]
+        value, key, query = (x.wait().transpose(1, 2) for x in sent)
+        if timed:
+            self._exchanges[0].stop()
+        return query, key, value
+
+    def _to_tokens(self, shards: Shards, out: Tensor, heads: int) -> Tensor:
+        """All tokens of this rank's heads ``[B, H_r, S, D]`` -> its tokens of all ``heads`` ``[B, H, S_r, D]``."""
+        timed = not torch.compiler.is_compiling()
+        if timed:
+            self._exchanges[1].start(out.device)
+        out = shards.to_tokens(out, heads)
+        if timed:
+            self._exchanges[1].stop()
+        return out
 
     def _attend_sparsely(
         self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
@@ -216,6 +263,8 @@ class SSTAProcessor:
         share = None if seconds is None or not whole else seconds / whole
         levels = {} if always_dense or not self.by_level else self._densities(run.tiles)
         weights = self.context.level_steps
+        rank, ranks, own, heads = run.part or (0, 1, None, None)
+        exchanges = [None if run.part is None else stopwatch.seconds() for stopwatch in self._exchanges]
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
@@ -223,7 +272,8 @@ class SSTAProcessor:
             chosen_steps=None if always_dense else self.context.chosen_steps,
             densities=(min(levels.values()), max(levels.values())) if levels else None,
             sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)
-            if levels else None)
+            if levels else None, rank=rank, ranks=ranks, own_heads=own, heads=heads,
+            exchange_seconds=None if None in exchanges else sum(filter(None, exchanges)))
 
     def _densities(self, tiles: int | None) -> dict[int, float]:
         """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a

@@ -51,7 +51,8 @@ class JointSSTAProcessor(SSTAProcessor):
         del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[:, 0, 0, video_len:]
+            # Over the whole sequence, of which `hidden_states` may be a rank's share.
+            attention_mask = attention_mask[:, 0, 0, layout.segments[0].length:]
         out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:

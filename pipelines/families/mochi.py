@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Plan, Split, gathered, split, split_outputs
 from ..streams import Stream
 
 
@@ -52,4 +53,8 @@ def _noise(timestep: Tensor | float) -> Tensor | float:
     return 1 - timestep / 1000
 
 
-MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise)
+def _plan(model: nn.Module) -> Plan:
+    return {"rope": split_outputs(3, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise, split=Split(_plan))

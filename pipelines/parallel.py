@@ -1,0 +1,209 @@
+"""Several ranks: what diffusers' context parallelism leaves on a model, made to fit SSTA's processors, checked, and taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook, remove_context_parallel
+from torch import Tensor, nn
+
+from ssta.parallel import check_ranks
+
+from .family import Family, family_of
+from .split import Plan, Ranks, Split
+
+_HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
+
+
+def cp_plan(transformer: nn.Module) -> Plan:
+    """How a transformer's tokens are split over ranks under SSTA: for ``transformer.enable_parallelism(config=..., cp_plan=...)``.
+
+    Needed only where ``enable_parallelism`` comes before ``apply_ssta``, which otherwise leaves the plan on the model.
+
+    Raises:
+        ValueError: an unsupported model, or one whose family says nothing of several ranks.
+    """
+    return _split(family_of(transformer)).plan(transformer)
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether diffusers' ``enable_parallelism`` was called on it."""
+    return getattr(model, "_parallel_config", None) is not None
+
+
+def _split(family: Family) -> Split:
+    if family.split is None:
+        raise ValueError(f"model must have a family that says how it is split over ranks, got {family.model}, whose Family.split is None")
+    return family.split
+
+
+class Parallelism:
+    """One model's part in context parallelism.
+
+    Args:
+        model: the transformer.
+        family: its.
+
+    Raises:
+        ValueError: it is parallel already, in another way than its family's plan, or by tensors.
+    """
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        self._family = family
+        self._config: Any = None
+        self._group: Any = None
+        self._rank, self._size = 0, 1
+        # Processors beside the sites' whose setting was changed, and what it was.
+        self._changed: list[tuple[Any, Any]] = []
+        self._gave_plan = False
+        _checked(model, family)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model settles anew.
+        return {**vars(self), "_config": None, "_group": None, "_changed": []}
+
+    def give_plan(self, model: nn.Module) -> None:
+        """Leaves the family's plan where ``enable_parallelism`` looks for it."""
+        split = self._family.split
+        if split is None or is_parallel(model) or not hasattr(model, "_cp_plan"):
+            return
+        try:
+            plan = split.plan(model)
+        except ValueError:
+            # Too small to be split, which is said when it is to be.
+            return
+        if plan != type(model)._cp_plan:
+            vars(model)["_cp_plan"] = plan
+            self._gave_plan = True
+
+    def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> Ranks | None:
+        """Who shares the forward with these arguments; None on one rank.
+
+        Raises:
+            ValueError: they cannot; the same on all ranks, which have not communicated yet.
+        """
+        config = getattr(model, "_parallel_config", None)
+        if config is not self._config:
+            self._settle(model, config)
+        if self._group is None:
+            return None
+        split = _split(self._family)
+        tokens = None if split.tokens is None else split.tokens(arguments)
+        self._check_length(math.prod(thw) if tokens is None else tokens, thw)
+        if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
+                             "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
+        return Ranks(self._group, self._rank, self._size, tokens)
+
+    def _check_length(self, tokens: int, thw: tuple[int, int, int]) -> None:
+        context = self._config.context_parallel_config
+        if context.ulysses_anything or context.ring_anything:
+            if tokens < self._size:
+                raise ValueError(f"hidden_states must have at least a token for each of {self._size} ranks, got {tokens}")
+        elif tokens % self._size:
+            raise ValueError(f"hidden_states must have tokens that {self._size} ranks divide, got {tokens} with a canvas of "
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig(ulysses_degree={self._size}, "
+                             "ulysses_anything=True)")
+
+    @torch.compiler.disable
+    def _settle(self, model: nn.Module, config: Any) -> None:
+        """Takes in that the model has become parallel, or is no longer."""
+        _checked(model, self._family)
+        self._restore()
+        self._config, self._group, self._rank, self._size = config, None, 0, 1
+        if config is None:
+            return
+        context = config.context_parallel_config
+        group = context._flattened_mesh.get_group()
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        for name, module in model.named_modules():
+            processor = getattr(module, "processor", None)
+            if getattr(processor, "_parallel_config", None) is None:
+                continue
+            self._changed.append((processor, processor._parallel_config))
+            whole = any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole)
+            processor._parallel_config = None if whole else _flat(config)
+
+    def _restore(self) -> None:
+        for processor, config in self._changed:
+            processor._parallel_config = config
+        self._changed = []
+
+    def undo(self, model: nn.Module, originals: list[Any]) -> None:
+        """Leaves the model as diffusers would have it, with its ``originals`` back in place; whole, where these cannot attend to a share."""
+        self._restore()
+        if self._gave_plan:
+            vars(model).pop("_cp_plan", None)
+        config = getattr(model, "_parallel_config", None)
+        if config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+            remove_context_parallel(model, _hooked(model))
+            for module in model.modules():
+                if getattr(getattr(module, "processor", None), "_parallel_config", None) is not None:
+                    module.processor._parallel_config = None  # type: ignore[union-attr]
+            model._parallel_config = config = None  # type: ignore[assignment]
+        for processor in originals:
+            if hasattr(processor, "_parallel_config"):
+                processor._parallel_config = config
+
+
+def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
+    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other noise
+    shows. A collective that waits for all of them and for the device.
+
+    Raises:
+        ValueError: on all ranks, what differs.
+    """
+    sums = {name: f"a tensor {tuple(value.shape)} whose sum is {float(value.double().sum())!r}" for name, value in arguments.items()
+            if isinstance(value, Tensor)}
+    check_ranks(ranks.group, **facts, **sums)
+
+
+def _checked(model: nn.Module, family: Family) -> None:
+    config = getattr(model, "_parallel_config", None)
+    if config is None:
+        return
+    if config.context_parallel_config is None:
+        degree = getattr(config.tensor_parallel_config, "tp_degree", None)
+        raise ValueError(f"model must run without tensor parallelism under SSTA, got {family.model} with tp_degree = {degree}; "
+                         "take a ContextParallelConfig")
+    split = _split(family)
+    found, wanted = _hooked(model), split.plan(model)
+    if found != {name: _listed(part) for name, part in wanted.items()}:
+        raise ValueError(f"model must be split over ranks by SSTA's plan, got {family.model} with another, of {', '.join(map(repr, found))}"
+                         f"; {_HOW}")
+
+
+def _hooked(model: nn.Module) -> Plan:
+    """The plan that diffusers' hooks in the model carry out."""
+    plan: Plan = {}
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for name, hook in ({} if registry is None else registry.hooks).items():
+            if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
+                plan[name.partition("---")[2]] = hook.metadata
+    return plan
+
+
+def _listed(part: Any) -> Any:
+    """As diffusers keeps it: outputs in a list."""
+    return part if isinstance(part, (dict, list, tuple)) else [part]
+
+
+def _flat(config: Any) -> Any:
+    """The same for attention that is left to diffusers, all ranks exchanging heads: its ring would need what torch's SDPA does not give."""
+    context = config.context_parallel_config
+    if context.ring_degree == 1:
+        return config
+    flat, config = copy(context), copy(config)
+    flat.ring_degree, flat.ulysses_degree = 1, context.ring_degree * context.ulysses_degree
+    flat.ring_anything, flat.ulysses_anything = False, context.ring_anything
+    flat._ulysses_mesh, flat._ulysses_local_rank = context._flattened_mesh, context._flattened_mesh.get_local_rank()
+    config.context_parallel_config = flat
+    return config

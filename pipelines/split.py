@@ -1,0 +1,96 @@
+"""Split: how a family's model is divided over several ranks, in the terms of diffusers' context parallelism, and what is right about it then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ssta.parallel import deal
+
+if TYPE_CHECKING:
+    from .context import CallState
+
+# As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
+Plan = dict[str, Any]
+
+
+class Ranks(NamedTuple):
+    """The ranks that share one forward.
+
+    Attributes:
+        group: their process group.
+        rank: this one's number in it.
+        size: how many they are.
+        tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    tokens: int | None
+
+    def share(self, tokens: int) -> int:
+        """How many of ``tokens`` are this rank's."""
+        return deal(tokens, self.size)[self.rank]
+
+    def start(self, tokens: int) -> int:
+        """The first of this rank's."""
+        return sum(deal(tokens, self.size)[:self.rank])
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
+
+    Attributes:
+        plan: ``plan(model)``, as diffusers' ``enable_parallelism`` takes it.
+        whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
+            alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
+        tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
+        stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
+        trains: True, or why gradients would be wrong.
+        hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState of
+            the forward in progress, whose ``ranks`` are None on one rank.
+    """
+
+    plan: Callable[[nn.Module], Plan]
+    whole: tuple[str, ...] = ()
+    tokens: Callable[[Mapping[str, Any]], int] | None = None
+    stock: bool = False
+    trains: bool | str = True
+    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = lambda model, call: ()
+
+    def __post_init__(self) -> None:
+        for name in ("plan", "hooks"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"Split.{name} must be a function, got {getattr(self, name)!r} ({type(getattr(self, name)).__name__})")
+        if self.tokens is not None and not callable(self.tokens):
+            raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
+        if self.trains is not True and not (isinstance(self.trains, str) and self.trains):
+            raise TypeError(f"Split.trains must be True, or a sentence that says why not, got {self.trains!r}")
+
+
+def split(dims: int = 3, dim: int = 1) -> ContextParallelInput:
+    """An argument with ``dims`` dimensions, split along ``dim``: by default tokens ``[B, S, C]``."""
+    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=False)
+
+
+def split_outputs(dims: int, dim: int, count: int = 2) -> dict[int, ContextParallelInput]:
+    """The first ``count`` outputs of a module, by default the cosines and sines of RoPE."""
+    return {index: ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True) for index in range(count)}
+
+
+def gathered() -> ContextParallelOutput:
+    """An output ``[B, S, C]``, made whole."""
+    return ContextParallelOutput(gather_dim=1, expected_dims=3)
+
+
+def stock_plan(model: nn.Module) -> Plan:
+    """The plan that the model's own class has."""
+    plan: Plan = type(model)._cp_plan  # type: ignore[assignment]
+    return plan
