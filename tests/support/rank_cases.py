@@ -148,7 +148,8 @@ def same_gradients(got, want, bound):
     # A bias before a softmax has a gradient of rounding errors alone.
     largest = max(float(grad.abs().max()) for grad in want.values())
     for name, grad in want.items():
-        assert float((got[name] - grad).abs().max()) < bound * max(float(grad.abs().max()), 1e-2 * largest), name
+        error = float((got[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
+        assert error < bound, (name, error)
 
 
 def gradients(name, rank, ranks):
@@ -167,7 +168,8 @@ def gradients(name, rank, ranks):
         for of in want:
             got.setdefault(of, torch.zeros_like(want[of]))
             dist.all_reduce(got[of])
-        same_gradients(got, want, 1e-11 if out.dtype == torch.float64 else 1e-3)
+        # Norms and modulations are float32 in most models.
+        same_gradients(got, want, 1e-5 if out.dtype == torch.float64 else 1e-3)
 
 
 def sharded(name, rank, ranks):
@@ -191,7 +193,7 @@ def sharded(name, rank, ranks):
     model.register_forward_hook(lambda module, args, output: (_times(output[0], ranks), *output[1:]))
     got_out, got = backward(model, call)
     assert torch.equal(got_out, out)
-    same_gradients({of: grad.full_tensor() for of, grad in got.items()}, want, 1e-11)
+    same_gradients({of: grad.full_tensor() for of, grad in got.items()}, want, 1e-5)
 
 
 class _Times(torch.autograd.Function):
