@@ -7,7 +7,6 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,7 +26,8 @@ def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
                          "torch.distributed")
     if group is None:
         group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
         raise ValueError("group must hold this process, got a group of other processes")
     if not isinstance(group, dist.ProcessGroup):
         from torch.distributed.device_mesh import DeviceMesh
