@@ -276,6 +276,7 @@ def _plan(
         # A layer's own configuration keeps its own budget.
         processor.by_level = by_level if own is config else ()
         replacements.append((site, processor))
+    context.parallel.configs = tuple([processor.config for _, processor in replacements])
     return context, replacements
 
 

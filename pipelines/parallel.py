@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook, remove_context_parallel
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.hooks.sea_cache import SeaCacheConfig
 from torch import Tensor, nn
 
+from ssta import SSTAConfig
 from ssta.parallel import check_ranks
 
 from .family import Family, family_of
 from .split import Plan, Ranks, Split
 
+# They compare activations, of which a rank has its own tokens.
+_LOOKING = FirstBlockCacheConfig, SeaCacheConfig
 _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
 
 
@@ -35,6 +40,19 @@ def cp_plan(transformer: nn.Module) -> Plan:
 def is_parallel(model: nn.Module) -> bool:
     """Whether diffusers' ``enable_parallelism`` was called on it."""
     return getattr(model, "_parallel_config", None) is not None
+
+
+def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
+    """That none of the models is parallel.
+
+    Raises:
+        ValueError: one is.
+    """
+    for _, model in models:
+        config = getattr(model, "_parallel_config", None)
+        if config is not None:
+            raise ValueError(f"{what} must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what it finds holds on any "
+                             "number of them")
 
 
 def _split(family: Family) -> Split:
@@ -62,6 +80,8 @@ class Parallelism:
         # Processors beside the sites' whose setting was changed, and what it was.
         self._changed: list[tuple[Any, Any]] = []
         self._gave_plan = False
+        # Of the layers.
+        self.configs: tuple[SSTAConfig | None, ...] = ()
         _checked(model, family)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,6 +113,11 @@ class Parallelism:
             self._settle(model, config)
         if self._group is None:
             return None
+        cache = getattr(model, "_cache_config", None)
+        if isinstance(cache, _LOOKING):
+            raise ValueError(f"model must run without {type(cache).__name__} on {self._size} ranks, because each would skip what it finds "
+                             "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
+                             "enable_parallelism")
         split = _split(self._family)
         tokens = None if split.tokens is None else split.tokens(arguments)
         self._check_length(math.prod(thw) if tokens is None else tokens, thw)
@@ -119,6 +144,10 @@ class Parallelism:
         self._config, self._group, self._rank, self._size = config, None, 0, 1
         if config is None:
             return
+        for own in self.configs:
+            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
+                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
+                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)

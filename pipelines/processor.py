@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
@@ -15,14 +15,14 @@ from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
-from ssta.parallel import Shards
+from ssta.parallel import Sent, Shards
 
 from .backends import default_is_sdpa
 from .context import ModelContext
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
-from .streams import TORCH_NORMS, Norms, Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -41,6 +41,27 @@ class _Run(NamedTuple):
     counts: Tensor | None
     exact_mass: Tensor | None  # as in a LayerResult
     part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
+
+
+class OnItsWay(NamedTuple):
+    """q, k or v of this rank's tokens, sent for those of its heads.
+
+    Attributes:
+        sent: what arrives.
+        heads: H, of all ranks.
+        shape: ``[B, H_r, S, D]``, of what arrives.
+        dtype, device: its.
+    """
+
+    sent: Sent
+    heads: int
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
+Given = Union[Input, OnItsWay]
 
 
 class SSTAProcessor:
@@ -130,13 +151,32 @@ class SSTAProcessor:
         """Whether the forward in progress attends densely here."""
         return self.config is None or self.context.dense_step
 
-    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
-               across_heads: bool = False) -> tuple[Input, Input, Input]:
-        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
-                      tiles=not self.dense and self.context.call.ranks is None)
+    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
+               across_heads: bool = False) -> tuple[Given, Given, Given]:
+        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
+        to them while k is made, and k while q is."""
+        shards = self._shards(layout)
+        if shards is None:
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
+        value, key, query = (self._send(shards, finished(streams, heads=heads, across_heads=across_heads, norms=self.norms))
+                             for streams in (values, keys, queries))
+        return query, key, value
 
-    def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+    def _shards(self, layout: TokenLayout) -> Shards | None:
+        """How the ranks share ``layout`` out; None on one rank."""
+        ranks = self.context.call.ranks
+        return None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
+
+    def _send(self, shards: Shards, x: Tensor) -> OnItsWay:
+        """This rank's tokens of all heads ``[B, S_r, H, D]``, sent to the ranks whose heads they are."""
+        if not torch.compiler.is_compiling():
+            # That of the last one counts, which is q; under it and attention the others are hidden.
+            self._exchanges[0].start(x.device)
+        batch, _, heads, dim = x.shape
+        own = shards.deal_heads(heads)[shards.rank]
+        return OnItsWay(shards.start(x.transpose(1, 2)), heads, (batch, own, shards.length, dim), x.dtype, x.device)
+
+    def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
@@ -153,22 +193,21 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        timed, ranks, heads = not torch.compiler.is_compiling(), self.context.call.ranks, query.shape[2]
+        timed = not torch.compiler.is_compiling()
         if timed:
             self._stopwatch.start(query.device)
-        shards = None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
+        shards, part = self._shards(layout), None
         if shards is not None:
             # Before anything that ranks might disagree about.
-            query, key, value = self._to_heads(shards, query, key, value)
+            value, key, query = (x if isinstance(x, OnItsWay) else self._send(shards, x) for x in (value, key, query))
+            part = shards.rank, shards.ranks, query.shape[1], query.heads
         dense = self.dense
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        result, backend = attended(query, key, value, layout, text_mask)
+        result, backend = attended(query, key, value, layout, text_mask, shards)
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
-        part = None
-        if shards is not None:
-            part = shards.rank, shards.ranks, out.shape[1], heads
-            out = self._to_tokens(shards, out, heads)
         if timed:
+            if shards is not None:
+                self._exchanges[1].stop()
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
         blocks = None if selection is None else selection.blocks
@@ -180,55 +219,59 @@ class SSTAProcessor:
             self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
 
-    def _to_heads(self, shards: Shards, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens of all heads ``[B, S_r, H, D]`` -> all tokens of its heads ``[B, S, H_r, D]``."""
-        timed = not torch.compiler.is_compiling()
-        if timed:
-            self._exchanges[0].start(query.device)
-        # Each is packed while the one before is on its way.
-        sent = [shards.start(x.transpose(1, 2), key_heads=key.shape[2]) for x in (value, key, query)]
-        value, key, query = (x.wait().transpose(1, 2) for x in sent)
-        if timed:
+    def _note(self, step: str) -> None:
+        """Of the exchanges around attention."""
+        if torch.compiler.is_compiling():
+            return
+        if step == "arrived":
             self._exchanges[0].stop()
-        return query, key, value
-
-    def _to_tokens(self, shards: Shards, out: Tensor, heads: int) -> Tensor:
-        """All tokens of this rank's heads ``[B, H_r, S, D]`` -> its tokens of all ``heads`` ``[B, H, S_r, D]``."""
-        timed = not torch.compiler.is_compiling()
-        if timed:
-            self._exchanges[1].start(out.device)
-        out = shards.to_tokens(out, heads)
-        if timed:
-            self._exchanges[1].stop()
-        return out
+        else:
+            self._exchanges[1].start(self._exchanges[0].device)
 
     def _attend_sparsely(
-        self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
+        self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None,
     ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended."""
         level = self.context.call.level if self.by_level else None
         config = self.config if level is None else self.by_level[level]
         assert config is not None
-        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+        shape = tuple(query.shape if isinstance(query, OnItsWay) else query.transpose(1, 2).shape if isinstance(query, Tensor) else query.shape)
+        q, k, v = (x.sent if isinstance(x, OnItsWay) else x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+        del query, key, value
         kept = selection = None
         # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
         if self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
             kept = self.holder.kept
         if kept is not None:
-            selection = kept.selection(tuple(q.shape))
-        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection)
+            selection = kept.selection(shape)
+        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
+                            note=self._note)
         if kept is not None and selection is None:
-            kept.keep(result.selection, tuple(q.shape))
+            kept.keep(result.selection, shape)
         return result, None
 
     def _attend_densely(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+        self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None,
     ) -> tuple[LayerResult | Tensor, str | None]:
         """The same, exactly; diffusers' backend gives the output alone.
 
         With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for it;
         without one through whichever is faster.
         """
+        if shards is None:
+            return self._densely(query, key, value, layout, text_mask)
+        heads = query.heads
+        value, key, query = (x.sent.wait().transpose(1, 2) for x in (value, key, query))
+        self._note("arrived")
+        result, name = self._densely(query, key, value, layout, text_mask)
+        self._note("attended")
+        if isinstance(result, Tensor):
+            return shards.to_tokens(result, heads), name
+        return result._replace(out=shards.to_tokens(result.out, heads)), name
+
+    def _densely(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+    ) -> tuple[LayerResult | Tensor, str | None]:
         if text_mask is None and not self._blocks_are_faster(query):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
