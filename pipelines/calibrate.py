@@ -75,8 +75,8 @@ def calibrate(
     Raises:
         TypeError: prompts, call or run of another kind, or what ``apply_ssta`` refuses.
         ValueError: both or neither of target and density, or of prompts and run; a number out of range; a configuration of windows alone; a
-            configuration or schedule that no file can hold, or a schedule with densities or configurations of layers; a model with a cache, or on
-            several ranks; nothing to measure; outputs that are not finite; what ``apply_ssta`` refuses.
+            configuration or schedule that no file can hold, or a schedule with densities or configurations of layers; a model with a
+            cache, or on several ranks; nothing to measure; outputs that are not finite; what ``apply_ssta`` refuses.
     """
     target, density = checked_aim(target, density)
     steps, extra = require_int("steps", steps, 1), require_int("extra", extra, 0)

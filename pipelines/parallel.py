@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -98,7 +98,7 @@ class Parallelism:
         except ValueError:
             # Too small to be split, which is said when it is to be.
             return
-        if plan != type(model)._cp_plan:
+        if plan != getattr(type(model), "_cp_plan", None):
             vars(model)["_cp_plan"] = plan
             self._gave_plan = True
 
@@ -152,10 +152,7 @@ class Parallelism:
         group = context._flattened_mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
-        for name, module in model.named_modules():
-            processor = getattr(module, "processor", None)
-            if getattr(processor, "_parallel_config", None) is None:
-                continue
+        for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
             whole = any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole)
             processor._parallel_config = None if whole else _flat(config)
@@ -165,26 +162,34 @@ class Parallelism:
             processor._parallel_config = config
         self._changed = []
 
-    def undo(self, model: nn.Module, originals: list[Any]) -> None:
-        """Leaves the model as diffusers would have it, with its ``originals`` back in place; whole, where these cannot attend to a share."""
+    def undo(self, model: nn.Module, originals: list[Any], applied: bool) -> None:
+        """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, if SSTA was ``applied`` and these cannot
+        attend to a share, whole."""
         self._restore()
         if self._gave_plan:
             vars(model).pop("_cp_plan", None)
         config = getattr(model, "_parallel_config", None)
-        if config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+        if applied and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
             remove_context_parallel(model, _hooked(model))
-            for module in model.modules():
-                if getattr(getattr(module, "processor", None), "_parallel_config", None) is not None:
-                    module.processor._parallel_config = None  # type: ignore[union-attr]
+            for _, processor in _configured(model):
+                processor._parallel_config = None
             model._parallel_config = config = None  # type: ignore[assignment]
         for processor in originals:
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config
 
 
+def _configured(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(module's name, processor) of those that diffusers has told of several ranks."""
+    for name, module in model.named_modules():
+        processor: Any = getattr(module, "processor", None)
+        if getattr(processor, "_parallel_config", None) is not None:
+            yield name, processor
+
+
 def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
-    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other noise
-    shows. A collective that waits for all of them and for the device.
+    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
+    noise shows. A collective that waits for all of them and for the device.
 
     Raises:
         ValueError: on all ranks, what differs.
