@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.parallel import check_ranks
 
+from .call import Ranks
 from .family import Family, family_of
-from .split import Plan, Ranks, Split
+from .split import Plan, Split
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig

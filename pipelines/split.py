@@ -4,43 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ssta.parallel import deal
-
-if TYPE_CHECKING:
-    from .context import CallState
+from .call import CallState
 
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 Plan = dict[str, Any]
-
-
-class Ranks(NamedTuple):
-    """The ranks that share one forward.
-
-    Attributes:
-        group: their process group.
-        rank: this one's number in it.
-        size: how many they are.
-        tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
-    """
-
-    group: Any
-    rank: int
-    size: int
-    tokens: int | None
-
-    def share(self, tokens: int) -> int:
-        """How many of ``tokens`` are this rank's."""
-        return deal(tokens, self.size)[self.rank]
-
-    def start(self, tokens: int) -> int:
-        """The first of this rank's."""
-        return sum(deal(tokens, self.size)[:self.rank])
 
 
 @dataclass(frozen=True)
