@@ -19,7 +19,7 @@ from ssta.parallel import Exchanged, Sent, Shards
 
 from .backends import default_is_sdpa
 from .context import ModelContext
-from .exchange import Exchange, Given
+from .exchange import Exchange, Given, OnItsWay
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
@@ -137,9 +137,15 @@ class SSTAProcessor:
         shards = self._shards(layout)
         if shards is None:
             return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
-        value, key, query = (
-            self._exchange.send(shards, finished(streams, heads=heads, across_heads=across_heads, norms=self.norms), heads)
-            for streams in (values, keys, queries))
+        sent = []
+        for streams in (values, keys, queries):
+            x = finished(streams, heads=heads, across_heads=across_heads, norms=self.norms)
+            if not torch.compiler.is_compiling():
+                # q's start is the last, and the one that counts.
+                self._stopwatch.start(x.device)
+            sent.append(self._exchange.send(shards, x, heads))
+            del x
+        value, key, query = sent
         return query, key, value
 
     def _shards(self, layout: TokenLayout) -> Shards | None:
@@ -165,7 +171,7 @@ class SSTAProcessor:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
         timed = not torch.compiler.is_compiling()
-        if timed:
+        if timed and not isinstance(query, OnItsWay):
             self._stopwatch.start(query.device)
         shards, part = self._shards(layout), None
         q: Any

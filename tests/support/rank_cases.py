@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
 import re
+import sys
 import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import diffusers.hooks.context_parallel as hooks
@@ -15,7 +20,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_models import TINY, cast
-from tiny_pipelines import PIPELINES, latents
+from tiny_pipelines import PIPELINES, latents, wan_with_frames
 from torch import nn
 
 from ssta import SSTAConfig
@@ -332,6 +337,33 @@ def reported(rank, ranks):
         assert f"torch, 1 of 2 heads, rank 0 of {ranks}" in shown and "exchange, ms" in shown.splitlines()[0]
 
 
+def example(rank, ranks):
+    """A script under torchrun: one video, which the first rank writes and reports."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import generate
+    import wan
+
+    written, printed = [], io.StringIO()
+    generate.require_video_writer = lambda: None
+    generate.write_video = lambda video, path, fps: written.append(video)
+    pipe = wan_with_frames()
+    pipe.to = lambda device: pipe
+    diffusers.WanPipeline.from_pretrained = staticmethod(lambda model, **_: pipe)
+    arguments = ["--cpu", "--height", "96", "--width", "128", "--num-frames", "9", "--num-inference-steps", "2", "--topk", "1",
+                 "--dense-steps", "0", "--side-by-side"]
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        generate.main(wan.WAN, "about", arguments)
+    assert len(written) == (rank == 0) and bool(printed.getvalue()) == (rank == 0)
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0"}
+    pipe = wan_with_frames()
+    pipe.to = lambda device: pipe
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
+        generate.main(wan.WAN, "about", arguments)
+    if rank == 0:
+        assert "1 of 2 heads, rank 0 of 2" in printed.getvalue()
+        assert torch.equal(*written)
+
+
 # Mistakes: every rank raises the same, nobody waits for another
 
 
@@ -472,7 +504,7 @@ TWO = {
     **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in TINY},
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
-    **{case.__name__: case for case in (settings, masks, pipelines, cached, compiled, reported, mistakes, refused_programs,
+    **{case.__name__: case for case in (settings, masks, pipelines, cached, compiled, reported, example, mistakes, refused_programs,
                                         caches_that_look, shared_patterns, ranks_that_differ)},
 }
 FOUR = {
