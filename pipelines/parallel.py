@@ -38,11 +38,6 @@ def cp_plan(transformer: nn.Module) -> Plan:
     return _split(family_of(transformer)).plan(transformer)
 
 
-def is_parallel(model: nn.Module) -> bool:
-    """Whether diffusers' ``enable_parallelism`` was called on it."""
-    return getattr(model, "_parallel_config", None) is not None
-
-
 def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
     """That none of the models is parallel.
 
@@ -89,10 +84,16 @@ class Parallelism:
         # A copy of the model settles anew.
         return {**vars(self), "_config": None, "_group": None, "_changed": []}
 
-    def give_plan(self, model: nn.Module) -> None:
-        """Leaves the family's plan where ``enable_parallelism`` looks for it."""
-        split = self._family.split
-        if split is None or is_parallel(model) or not hasattr(model, "_cp_plan"):
+    def prepare(self, model: nn.Module) -> None:
+        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come.
+
+        Raises:
+            ValueError: it has come, and the settings are none for several ranks.
+        """
+        config, split = getattr(model, "_parallel_config", None), self._family.split
+        if config is not None:
+            self._settle(model, config)
+        if config is not None or split is None or not hasattr(model, "_cp_plan"):
             return
         try:
             plan = split.plan(model)

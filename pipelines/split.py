@@ -29,6 +29,9 @@ class Split:
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
             of the forward in progress, whose ``ranks`` are None on one rank.
+
+    Raises:
+        TypeError: a field of the wrong kind.
     """
 
     plan: Callable[[nn.Module], Plan]
@@ -42,6 +45,8 @@ class Split:
         for name in ("plan", "hooks"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"Split.{name} must be a function, got {getattr(self, name)!r} ({type(getattr(self, name)).__name__})")
+        if not isinstance(self.whole, tuple) or not all(isinstance(name, str) for name in self.whole):
+            raise TypeError(f"Split.whole must be a tuple of names, got {self.whole!r}")
         if self.tokens is not None and not callable(self.tokens):
             raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
         if self.trains is not True and not (isinstance(self.trains, str) and self.trains):
