@@ -226,8 +226,7 @@ def ssta_layer(
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
-    out = tiles.untile(out)
-    return LayerResult(out if exchanged is None else exchanged.to_tokens(out), selection, route, exact_mass)
+    return LayerResult(tiles.untile(out) if exchanged is None else exchanged.from_tiles(out, tiles), selection, route, exact_mass)
 
 
 class _Checked(NamedTuple):
