@@ -230,12 +230,11 @@ def ssta_layer(
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
-    out = tiles.untile(out)
-    if exchanged is not None:
-        if note is not None:
-            note("attended")
-        out = exchanged.to_tokens(out)
-    return LayerResult(out, selection, route, exact_mass)
+    if exchanged is None:
+        return LayerResult(tiles.untile(out), selection, route, exact_mass)
+    if note is not None:
+        note("attended")
+    return LayerResult(exchanged.from_tiles(out, tiles), selection, route, exact_mass)
 
 
 class _Checked(NamedTuple):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import require_choice
-from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tokens, wants_gradient
+from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
 from .kernels import Deferred
 from .memo import captured, remember_plain
 from .ranks import agree, check_ranks, resolve_group
@@ -20,6 +20,8 @@ from .sequence import TokenLayout, VideoGrid
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+    from .layout import TileLayout
 
 __all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
 
@@ -286,9 +288,11 @@ class Exchanged:
                              f"{key.deals[0]} and {value.deals[0]} on the ranks")
         return cls(shards, heads, key_heads)
 
-    def to_tokens(self, out: Tensor) -> Tensor:
-        """``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``."""
-        return self.shards.to_tokens(out, self.heads, key_heads=self.key_heads)
+    def from_tiles(self, out: Tensor, tiles: TileLayout) -> Tensor:
+        """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``."""
+        if torch.compiler.is_compiling() or wants_gradient(out):
+            return self.shards.to_tokens(tiles.untile(out), self.heads, key_heads=self.key_heads)
+        return send_tiles(self.shards, out, self.shards.deal_heads(self.heads, self.key_heads), tiles)
 
     def all_heads(self, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
         """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
