@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -233,9 +234,8 @@ class SSTAProcessor:
         self._exchange.note("arrived")
         result, name = self._densely(q, k, v, layout, text_mask)
         self._exchange.note("attended")
-        if isinstance(result, Tensor):
-            return exchanged.to_tokens(result), name
-        return result._replace(out=exchanged.to_tokens(result.out)), name
+        back = partial(shards.to_tokens, heads=exchanged.heads, key_heads=exchanged.key_heads)
+        return (back(result) if isinstance(result, Tensor) else result._replace(out=back(result.out))), name
 
     def _densely(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,

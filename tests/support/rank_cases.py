@@ -440,11 +440,15 @@ def caches_that_look(rank, ranks):
 
 
 def shared_patterns(rank, ranks):
+    """A scorer of the user's own sees a rank's heads, and the pattern is for all."""
     model, call = tiny("wan")
-    model.enable_parallelism(config=parallel(ranks))
+    processor = model.blocks[0].attn1.processor
     shared = replace(SPARSE, mask_share_within_head=True, sampling_type=similarity)
     with apply_ssta(model, shared, schedule=Schedule()), torch.no_grad():
-        refused(ValueError, "mask_share_within_head", lambda: forward(model, call))
+        model.enable_parallelism(config=parallel(ranks))
+        refused(ValueError, "on several ranks with mask_share_within_head", lambda: forward(model, call))
+    refused(ValueError, "on several ranks with mask_share_within_head", lambda: apply_ssta(model, shared, schedule=Schedule()))
+    assert model.blocks[0].attn1.processor is processor and processor._parallel_config is model._parallel_config
 
 
 def similarity(q, k):
