@@ -15,6 +15,8 @@ from .kernels import take_tokens
 from .memo import remember
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .layout import TileLayout
     from .parallel import Shards
 
@@ -65,7 +67,7 @@ class Arrival:
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
         self._buffer = None if torch.compiler.is_compiling() else xs[0].new_empty(shards.length, *self._width)
-        self._parts: list[_Exchange | Tensor] = []
+        self._parts: list[Exchange | Tensor] = []
         with torch.no_grad():
             for place in shards.places:
                 into = None if self._buffer is None else self._buffer.narrow(0, place.start, place.length)
@@ -73,14 +75,14 @@ class Arrival:
                     held = place.held[shards.rank]
                     comes = [count * prod(self._width) for count in place.held]
                     goes = [held * batch * total * dim for total in _totals(deals)]
-                    self._parts.append(_Exchange(shards, _packets(xs, deals, place.local, held), comes, goes, into))
+                    self._parts.append(Exchange(shards.group, _packets(xs, deals, place.local, held), comes, goes, into))
                 else:
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
                            for x, counts in zip(xs, deals)]
                     self._parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=into))
 
     def wait(self) -> tuple[Tensor, ...]:
-        parts = [part.wait().view(-1, *self._width) if isinstance(part, _Exchange) else part for part in self._parts]
+        parts = [part.wait().view(-1, *self._width) if isinstance(part, Exchange) else part for part in self._parts]
         buffer = self._buffer
         if buffer is None:
             buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -126,7 +128,7 @@ def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Seque
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received = _Exchange(shards, packets.reshape(-1), comes, goes).wait().split(comes)
+    received = Exchange(shards.group, packets.reshape(-1), comes, goes).wait().split(comes)
     parts = [_in_words(part.view(counts[rank], batch, total, dim)).split([own[of] for own in deals], 2)
              for of, (part, total) in enumerate(zip(received, totals))]
     return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
@@ -159,7 +161,7 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
-    received = _Exchange(shards, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
+    received = Exchange(shards.group, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
     packets = [packet.split([place.held[of] for place in shards.places]) for of, packet in enumerate(received)]
     parts: list[Tensor] = []
     for number, place in enumerate(shards.places):
@@ -191,18 +193,19 @@ def _totals(deals: Deals) -> list[int]:
     return [sum(counts) for counts in zip(*deals)]
 
 
-class _Exchange:
-    """One collective: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it, ``into`` a tensor of so many."""
+class Exchange:
+    """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
+    ``into`` a tensor of so many."""
 
-    def __init__(self, shards: Shards, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
+    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
         if torch.compiler.is_compiling():
             self._work = None
-            self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, shards.group.group_name)
+            self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
         self._received = send.new_empty(sum(comes)) if into is None else into.view(-1)
         # The library has a faster way for equal sizes.
         even = len({*comes}) == len({*goes}) == 1
-        self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=shards.group,
+        self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
                                             async_op=True)
         # Its memory is the collective's until then.
         self._send: Tensor | None = send
