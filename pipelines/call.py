@@ -14,6 +14,7 @@ class Ranks(NamedTuple):
         group: their process group.
         rank: this one's number in it.
         size: how many they are.
+        mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
         tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
     """
 
@@ -21,6 +22,7 @@ class Ranks(NamedTuple):
     rank: int
     size: int
     tokens: int | None
+    mesh: Any = None
 
     def share(self, tokens: int) -> int:
         """How many of ``tokens`` are this rank's."""

@@ -237,6 +237,8 @@ def ssta_layer(
         if estimates is not None:
             out, lse = rows.spread(out, lse)
             out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
+        if note is not None:
+            note("attended")
         return LayerResult(exchanged.to_tokens(take_tokens(out, rows.of_token)), selection, route)
     out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:

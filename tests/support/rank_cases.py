@@ -161,7 +161,7 @@ def same_gradients(got, want, bound):
         assert error < bound, (name, error)
 
 
-def gradients(name, rank, ranks):
+def gradients(name, rank, ranks, ring=1):
     """Ranks' gradients are parts that add up to one process', with checkpointing too."""
     model, call = tiny(name)
     apply_ssta(model, SPARSE, schedule=Schedule())
@@ -169,7 +169,7 @@ def gradients(name, rank, ranks):
     for checkpointing in (False, True):
         model, _ = tiny(name)
         apply_ssta(model, SPARSE, schedule=Schedule())
-        model.enable_parallelism(config=parallel(ranks))
+        model.enable_parallelism(config=parallel(ranks, ring))
         if checkpointing:
             model.enable_gradient_checkpointing()
             model.train()
@@ -471,11 +471,12 @@ def ranks_that_differ(rank, ranks):
 
 
 def more_ranks_than_heads(rank, ranks):
-    for name in ("wan", "hunyuan_video_15", "ltx2", "minimax_h3"):
+    for name, ring in (("wan", 1), ("hunyuan_video_15", 1), ("ltx2", 1), ("ltx2", 2), ("minimax_h3", 1)):
         model, call = tiny(name)
+        message = "must have heads that 4 ranks divide, .*, got 2 heads" if name == "ltx2" else "4 ranks and 2 heads"
         with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
-            model.enable_parallelism(config=parallel(ranks))
-            refused(ValueError, "4 ranks and 2 heads", lambda model=model, call=call: forward(model, call))
+            model.enable_parallelism(config=parallel(ranks, ring))
+            refused(ValueError, message, lambda model=model, call=call: forward(model, call))
 
 
 # Four ranks
@@ -489,6 +490,21 @@ def four(name, ring, rank, ranks):
     model.enable_parallelism(config=parallel(ranks, ring))
     with torch.no_grad():
         close(name, forward(model, call), want, even=name != "minimax_h3")
+
+
+def beyond_the_heads(name, rank, ranks):
+    """2 heads on 2 x 2 ranks: along the ring each has rows of its own."""
+    model, call = tiny(name, prompts=(4, 2))
+    linear = replace(SPARSE, compensation="linear")
+    for config, schedule in ((SPARSE, Schedule()), (linear, Schedule()), (SPARSE, Schedule(dense_above=0.0))):
+        want = alone(model, call, config, schedule)
+        again, _ = tiny(name)
+        handle = apply_ssta(again, config, schedule=schedule)
+        again.enable_parallelism(config=parallel(ranks, ring=2))
+        with torch.no_grad():
+            close(name, forward(again, call), want, even=False)
+        run = handle.report()[0]
+        assert (run.rank, run.ranks, run.own_heads, run.heads) == (rank, 4, 1, 2) and run.exchange_seconds > 0
 
 
 def uneven_heads(rank, ranks):
@@ -515,5 +531,8 @@ FOUR = {
     **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)
        for name, ring in (("wan", 2), ("hunyuan_video_i2v", 1), ("motif_video", 2), ("ltx", 4), ("ltx2", 2), ("cogvideox", 1), ("mochi", 2),
                           ("kandinsky5", 1), ("minimax_h3", 2), ("skyreels_v2", 4))},
+    **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
+       for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
+    "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
     "uneven heads": uneven_heads, "more ranks than heads": more_ranks_than_heads,
 }
