@@ -32,14 +32,13 @@ def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: st
     Gradients are parts that add up over W ranks, but every rank has the whole gradient of what follows the gather: there it counts 1 / W,
     and where it meets the gather, whose backward takes a rank's own tokens out of it, W times that.
     """
-    def weighted(module: nn.Module, args: tuple, output: Any, *, before: bool) -> Any:
-        found = call().ranks
-        if found is None or not torch.is_grad_enabled():
-            return None
-        return _map(output, 1 / found.size if before else found.size)
+    yield model.get_submodule(gather).register_forward_hook(partial(_times_ranks, call, 1))
+    yield model.register_forward_hook(partial(_times_ranks, call, -1))
 
-    yield model.get_submodule(gather).register_forward_hook(partial(weighted, before=False))
-    yield model.register_forward_hook(partial(weighted, before=True))
+
+def _times_ranks(call: Callable[[], CallState], power: int, module: nn.Module, args: tuple, output: Any) -> Any:
+    ranks = call().ranks
+    return None if ranks is None or not torch.is_grad_enabled() else _map(output, float(ranks.size) ** power)
 
 
 def _map(output: Any, factor: float) -> Any:

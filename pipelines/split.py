@@ -16,6 +16,10 @@ from .call import CallState
 Plan = dict[str, Any]
 
 
+def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Split:
     """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
@@ -28,7 +32,7 @@ class Split:
         stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
-            of the forward in progress, whose ``ranks`` are None on one rank.
+            of the forward in progress, whose ``ranks`` are None on one rank; held by a ``partial``, it is a copied model's own.
 
     Raises:
         TypeError: a field of the wrong kind.
@@ -39,7 +43,7 @@ class Split:
     tokens: Callable[[Mapping[str, Any]], int] | None = None
     stock: bool = False
     trains: bool | str = True
-    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = lambda model, call: ()
+    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
 
     def __post_init__(self) -> None:
         for name in ("plan", "hooks"):

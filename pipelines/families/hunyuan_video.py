@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
@@ -28,18 +29,19 @@ def _plan(model: nn.Module) -> Plan:
 
 def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
     """The weights for images modulate the first frame's tokens by themselves, and count them from the first token that a block is given."""
-    def counted(block: nn.Module, args: tuple) -> tuple | None:
-        state = call()
-        if state.ranks is None:
-            return None
-        *others, frame = args
-        video = math.prod(state.thw)
-        return *others, min(max(frame - state.ranks.start(video), 0), state.ranks.share(video))
-
     found: Any = model
     if found.config.image_condition_type == "token_replace":
         for block in (*found.transformer_blocks, *found.single_transformer_blocks):
-            yield block.register_forward_pre_hook(counted)
+            yield block.register_forward_pre_hook(partial(_counted, call))
+
+
+def _counted(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+    state = call()
+    if state.ranks is None:
+        return None
+    *others, frame = args
+    video = math.prod(state.thw)
+    return *others, min(max(frame - state.ranks.start(video), 0), state.ranks.share(video))
 
 
 HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", _sites, from_bcfhw,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from fnmatch import fnmatchcase
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers.hooks.context_parallel import _get_submodule_by_name
 from tiny_hunyuan import SPARSE, apply_ssta, tiny_transformer
-from tiny_models import TINY
+from tiny_models import TINY, run
 
 from ssta.pipelines import Family, Split, cp_plan
 from ssta.pipelines.call import Ranks
@@ -62,6 +65,18 @@ def test_the_plan_is_left_on_the_model_while_ssta_is(name):
             apply_ssta(model, SPARSE)
         assert model._cp_plan == cp_plan(model)
     assert model._cp_plan is before and "_cp_plan" not in vars(model)
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video_i2v", "skyreels_v2", "kandinsky5", "wan"])
+def test_a_copy_asks_for_its_own_ranks(name):
+    model = TINY[name].build()
+    with apply_ssta(model, SPARSE):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            context = twin._ssta_installation.context
+            held = [hook.args[0].__self__ for module in twin.modules()
+                    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()) if isinstance(hook, partial)]
+            assert all(found is context for found in held) and bool(held) == (name != "wan")
+            run(twin, TINY[name].call())
 
 
 def test_shares_are_dealt_out_in_order():
