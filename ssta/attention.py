@@ -47,7 +47,7 @@ class LayerResult(NamedTuple):
         selection: what was attended to, over the layout's tiles in tiled order.
         route: which kernels ran, and why no faster ones; None while torch.compile traces, because the graph chooses when it runs.
         exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
-            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows.
+            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows. None where ranks share rows out too.
     """
 
     out: Tensor
@@ -233,7 +233,7 @@ def ssta_layer(
         if estimates is not None:
             out, lse = rows.spread(out, lse)
             out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
-        return LayerResult(exchanged.to_tokens(take_tokens(out, rows.of_token)), selection, route)
+        return LayerResult(exchanged.to_tokens(exchanged.rings.join(take_tokens(out, rows.of_token))), selection, route)
     out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
