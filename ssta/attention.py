@@ -169,8 +169,9 @@ def ssta_attention(
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
         group: the ranks that share the sequence out, a ProcessGroup or a DeviceMesh of one dimension. query, key, value and the result are
             then ``[B, H, S_r, D]``, this rank's tokens of all heads; layout and text_mask are the whole sequence's. Heads are exchanged for
-            tokens and back, so ranks may not be more than the key's heads. The first call of a group with a layout compares what ranks were
-            given, and raises on all of them what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
+            tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
+            along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
+            what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
         split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
             one run. Shares are ``torch.tensor_split``'s.
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
