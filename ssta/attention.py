@@ -47,7 +47,7 @@ class LayerResult(NamedTuple):
         selection: what was attended to, over the layout's tiles in tiled order.
         route: which kernels ran, and why no faster ones; None while torch.compile traces, because the graph chooses when it runs.
         exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
-            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows.
+            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows. None where ranks share rows out too.
     """
 
     out: Tensor
@@ -169,8 +169,9 @@ def ssta_attention(
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
         group: the ranks that share the sequence out, a ProcessGroup or a DeviceMesh of one dimension. query, key, value and the result are
             then ``[B, H, S_r, D]``, this rank's tokens of all heads; layout and text_mask are the whole sequence's. Heads are exchanged for
-            tokens and back, so ranks may not be more than the key's heads. The first call of a group with a layout compares what ranks were
-            given, and raises on all of them what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
+            tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
+            along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
+            what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
         split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
             one run. Shares are ``torch.tensor_split``'s.
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
@@ -239,7 +240,7 @@ def ssta_layer(
             out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
         if note is not None:
             note("attended")
-        return LayerResult(exchanged.to_tokens(take_tokens(out, rows.of_token)), selection, route)
+        return LayerResult(exchanged.to_tokens(exchanged.rings.join(take_tokens(out, rows.of_token))), selection, route)
     out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)

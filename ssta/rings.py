@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, Place, Run, wants_gradient
+from .exchange import Exchange, Place, Run, deal, wants_gradient
 from .kernels import BlockLists, take_tokens
 from .memo import remember, remember_plain
 from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class Rings:
     """How the ranks of a mesh (ring, heads) share one sequence out. All of them hold shares of it, in the order of the mesh. Ranks along
     the second dimension exchange heads for tokens, which gives each its ring position's piece of the sequence; ranks along the first,
-    which then have the same heads, gather the pieces of q, k and v, and each attends for the rows of its own piece and of what is whole.
+    which then have the same heads, gather the pieces of q, k and v. Each attends for the rows of its own piece and of a share of what is
+    whole, which the ring gathers again.
 
     Args:
         group: the ring.
@@ -65,19 +67,28 @@ class Rings:
         """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``."""
         heads = q.shape[1], k.shape[1]
         pieces = self.inner.to_heads(q, k, v, key_heads=heads[1])
-        q, k, v = _Gather.apply(self, *pieces) if wants_gradient(*pieces) else _gathered(self, pieces)
+        # What is whole is whole already.
+        q, k, v = _gather(self, pieces, [self._pieces(place) if place.shared else (place.length,) for place in self.outer.places])
         return q, k, v, Exchanged(self.inner, *heads, self)
 
-    def pieces(self, place: Place) -> list[int]:
-        """The tokens of a shared run that each place of the ring holds."""
-        width = self.inner.ranks
-        return [sum(place.held[width * at:width * (at + 1)]) for at in range(self.ranks)]
-
     def rows(self, tiles: TileLayout) -> Rows:
-        """This rank's rows of the layer."""
-        spans = tuple([(place.start + sum(self.pieces(place)[:self.rank]), self.pieces(place)[self.rank]) if place.shared
-                       else (place.start, place.length) for place in self.outer.places])
-        return _rows(tiles, spans)
+        """This rank's rows of the layer: its piece of each shared run, and a share of each whole one."""
+        spans = []
+        for place in self.outer.places:
+            counts = self._pieces(place)
+            spans.append((place.start + sum(counts[:self.rank]), counts[self.rank]))
+        return _rows(tiles, tuple(spans))
+
+    def join(self, out: Tensor) -> Tensor:
+        """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> of the tokens that ``inner`` shares out."""
+        counts = [self._pieces(place) for place in self.outer.places]
+        return _gather(self, (out,), [(of[self.rank],) if place.shared else of for place, of in zip(self.outer.places, counts)])[0]
+
+    def _pieces(self, place: Place) -> tuple[int, ...]:
+        """The tokens of a run whose rows each place of the ring has."""
+        width = self.inner.ranks
+        return tuple([sum(place.held[width * at:width * (at + 1)]) for at in range(self.ranks)]) if place.shared \
+            else deal(place.length, self.ranks)
 
 
 @remember_plain
@@ -95,12 +106,14 @@ class Rows(NamedTuple):
     Args:
         slots: int64 ``[n]``, ascending.
         offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
+        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
         of_token: int64 ``[n]``, the row of each of the tokens, in the sequence's order.
         of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
     """
 
     slots: Tensor
     offsets: Tensor
+    before: Tensor
     of_token: Tensor
     of_slot: Tensor
 
@@ -108,7 +121,8 @@ class Rows(NamedTuple):
         """A layer's lists for these rows alone; every tile stays a block, of as many rows as it has here."""
         # Without rows, a list is nothing to walk.
         counts = blocks.counts.masked_fill(self.offsets.diff() == 0, 0)
-        return replace(blocks, counts=counts, q_offsets=self.offsets)
+        lengths = None if blocks.q_lengths is None else (blocks.q_lengths - self.before).clamp(min=0)
+        return replace(blocks, counts=counts, q_offsets=self.offsets, q_lengths=lengths)
 
     def spread(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, n, D]`` and ``[B, H, n]`` of the rows, of all slots; others attended to nothing."""
@@ -124,34 +138,45 @@ def _rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> Rows:
     counts = torch.zeros_like(tiles.lengths).scatter_add(0, tile, torch.ones_like(tile, dtype=tiles.lengths.dtype))
     places = torch.arange(len(slots), device=tiles.device)
     of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
-    return Rows(slots, torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), places.scatter(0, of_token, places), of_slot)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    # A tile without rows has no first one, whatever is found here.
+    before = torch.nn.functional.pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
+    before[:tiles.num_video_tiles] = 0
+    return Rows(slots, offsets, before, places.scatter(0, of_token, places), of_slot)
 
 
-def _gathered(rings: Rings, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The ring's pieces ``[B, H_r, piece, D]`` of each tensor -> ``[B, H_r, S, D]``; what is whole is whole already."""
+def _gather(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable.
+
+    Args:
+        counts: of each run the tokens that each place of the ring has, or just its tokens where it stays as it is.
+    """
+    return _Gather.apply(rings, tuple(counts), *xs) if wants_gradient(*xs) else _gathered(rings, xs, counts)
+
+
+def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
     joined, parts = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2), []
-    for place, own in zip(rings.outer.places, rings.inner.places):
-        part = joined.narrow(0, own.start, own.length)
-        if place.shared:
-            width = joined[:1].numel()
+    width = prod(joined.shape[1:])
+    own = [of[rings.rank] if len(of) > 1 else of[0] for of in counts]
+    for part, of in zip(joined.split(own), counts):
+        if len(of) > 1:
             # To each the same.
-            sent = Exchange(rings.group, part.reshape(-1).repeat(rings.ranks), [count * width for count in rings.pieces(place)],
-                            [own.length * width] * rings.ranks)
-            part = sent.wait().view(place.length, *joined.shape[1:])
+            sent = Exchange(rings.group, part.reshape(-1).repeat(rings.ranks), [count * width for count in of],
+                            [part.numel()] * rings.ranks)
+            part = sent.wait().view(sum(of), *joined.shape[1:])
         parts.append(part)
     return _apart(torch.cat(parts), xs)
 
 
-def _scattered(rings: Rings, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The adjoint: of each ``[B, H_r, S, D]`` what the ring's ranks have of this one's piece, summed in their order."""
+def _scattered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """The adjoint: of each ``[B, H_r, all parts, D]`` what the ring's ranks have of this one's parts, summed in their order."""
     joined, parts = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2), []
-    for place, own in zip(rings.outer.places, rings.inner.places):
-        part = joined.narrow(0, place.start, place.length)
-        if place.shared:
-            width = joined[:1].numel()
-            sent = Exchange(rings.group, part.reshape(-1), [own.length * width] * rings.ranks,
-                            [count * width for count in rings.pieces(place)])
-            part = sent.wait().view(rings.ranks, own.length, *joined.shape[1:]).sum(0)
+    width = prod(joined.shape[1:])
+    for part, of in zip(joined.split([sum(of) for of in counts]), counts):
+        if len(of) > 1:
+            own = of[rings.rank]
+            sent = Exchange(rings.group, part.reshape(-1), [own * width] * rings.ranks, [count * width for count in of])
+            part = sent.wait().view(rings.ranks, own, *joined.shape[1:]).sum(0)
         parts.append(part)
     return _apart(torch.cat(parts), xs)
 
@@ -162,10 +187,10 @@ def _apart(joined: Tensor, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rings: Rings, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.rings = rings
-        return _gathered(rings, xs)
+    def forward(ctx, rings: Rings, counts: tuple[tuple[int, ...], ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.rings, ctx.counts = rings, counts
+        return _gathered(rings, xs, counts)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_scattered(ctx.rings, grads)
+        return None, None, *_scattered(ctx.rings, grads, ctx.counts)

@@ -28,6 +28,12 @@ def test_on_ranks(ranks, name):
     assert not any(error for error, _ in found), "\n".join(f"rank {rank}: {error}" for rank, (error, _) in enumerate(found))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
+def test_on_gpus():
+    values_of(on_ranks(parallel_cases.on_gpus, 2, backend="nccl", seconds=300, collective_seconds=120))
+
+
 @pytest.mark.parametrize("total", [0, 1, 5, 16, 111])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_shares_are_those_of_tensor_split(total, ranks):

@@ -370,13 +370,51 @@ RINGS = {
     "rings, zeros": partial(rings, pad_type="zero", sampling_type="importance", masked=True),
     "rings, one pattern": partial(rings, MIXED, pad_type="repeat", mask_share_within_head=True, masked=True),
     "rings, estimates": partial(rings, topk=None, density=0.3, allocation="head", compensation="linear", batch=1),
+    "rings, a text that is shorter than a tile": partial(rings, TokenLayout.video_text((5, 9, 7), 21), masked=True),
     "rings of one head": partial(rings, SHORT, heads=2),
+    "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
 }
 CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
          "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
+
+
+def on_gpus(rank, ranks):
+    """On GPUs: forward, backward and rings are one GPU's to the dtype's rounding, no call but the first waits for the device, and what was
+    sent ahead arrives."""
+    layout, settings = TokenLayout.video_text((7, 18, 20), 77), config(tile_thw=(4, 4, 8), topk=6)
+    shards, text_mask = Shards.of(None, layout), mask(layout, 2).cuda()
+    qkv = [x.cuda().requires_grad_() for x in inputs(layout, 2 * ranks, batch=2, dtype=torch.bfloat16, dim=64)]
+    weight = inputs(layout, 2 * ranks, batch=2, dtype=torch.bfloat16, dim=64, seed=1)[0].cuda()
+    own = [local(x.detach(), shards).requires_grad_() for x in qkv]
+
+    def attend(group=None):
+        given, loss = (qkv, weight) if group is None else (own, local(weight, shards))
+        out = ssta_attention(*given, layout, settings, text_mask=text_mask, group=group)
+        return out.detach(), *torch.autograd.grad((out[:, :, :-77] * loss[:, :, :-77]).sum(), given)
+
+    expected = [local(x, shards) for x in attend()]
+    attend(dist.group.WORLD)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = attend(dist.group.WORLD)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Of the text's gradients each rank has its part.
+    for x in found[1:]:
+        text = x[:, :, -77:].contiguous()
+        dist.all_reduce(text)
+        x[:, :, -77:] = text
+    with torch.no_grad():
+        sent = [shards.start(x) for x in own]
+        ahead = ssta_layer(*sent, layout, settings, text_mask=text_mask, shards=shards).out
+        ring = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.device_mesh.init_device_mesh("cuda", (ranks, 1)))
+    pairs = zip((*found, ahead, ring), (*expected, expected[0], expected[0]))
+    errors = [float((x - y).double().norm() / y.double().norm()) for x, y in pairs]
+    assert max(errors) < 5e-3, errors
 
 
 def run(rank, ranks, names):

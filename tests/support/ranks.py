@@ -1,4 +1,4 @@
-"""on_ranks: a function on several gloo processes of this machine, under a time limit, with what each of them returned or raised."""
+"""on_ranks: a function on several processes, gloo's or with a GPU each NCCL's, under a time limit; what each returned or raised."""
 
 import datetime
 import os
@@ -28,14 +28,16 @@ class Outcome:
     trace: str = ""
 
 
-def _rank(function, rank, ranks, folder, seconds, args, results):
+def _rank(function, rank, ranks, backend, folder, seconds, args, results):
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     # As tests/conftest.py has it, which is not loaded here.
     for owner, name, replacement in poisoned():
         setattr(owner, name, replacement)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
                                 timeout=datetime.timedelta(seconds=seconds))
         outcome = Outcome(function(rank, ranks, *args))
     except BaseException as error:
@@ -48,20 +50,21 @@ def _rank(function, rank, ranks, folder, seconds, args, results):
         dist.destroy_process_group()
 
 
-def on_ranks(function, ranks, *args, seconds=60, collective_seconds=20):
-    """``function(rank, ranks, *args)`` on ``ranks`` gloo processes -> the ``Outcome`` of each, by rank.
+def on_ranks(function, ranks, *args, seconds=60, collective_seconds=20, backend="gloo"):
+    """``function(rank, ranks, *args)`` on ``ranks`` processes -> the ``Outcome`` of each, by rank.
 
     Args:
         function: found by name in a new process; it returns what can be pickled.
         seconds: what has not answered then is ended, and its outcome is the error "TimeoutError".
+        backend: "gloo", or "nccl", where rank r has the r-th GPU.
         collective_seconds: the process group's own limit, after which a collective whose other ranks do not come raises.
     """
     context = mp.get_context("spawn")
     results, found = context.Queue(), {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "store").touch()
-        processes = [context.Process(target=_rank, args=(function, rank, ranks, folder, collective_seconds, args, results), daemon=True)
-                     for rank in range(ranks)]
+        processes = [context.Process(target=_rank, daemon=True, args=(
+            function, rank, ranks, backend, folder, collective_seconds, args, results)) for rank in range(ranks)]
         try:
             for process in processes:
                 process.start()
