@@ -14,8 +14,8 @@ class Ranks(NamedTuple):
         group: their process group.
         rank: this one's number in it.
         size: how many they are.
-        mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
         tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
+        mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
     """
 
     group: Any

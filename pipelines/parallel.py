@@ -75,7 +75,8 @@ class Parallelism:
         self._rank, self._size, self._mesh = 0, 1, None
         # Processors beside the sites' whose setting was changed, and what it was.
         self._changed: list[tuple[Any, Any]] = []
-        self._gave_plan = False
+        # Whether the model has the family's plan for SSTA's sake, and what it had itself.
+        self._gave_plan, self._own_plan = False, None
         # Of the layers.
         self.configs: tuple[SSTAConfig | None, ...] = ()
         _checked(model, family)
@@ -100,9 +101,9 @@ class Parallelism:
         except ValueError:
             # Too small to be split, which is said when it is to be.
             return
-        if plan != getattr(type(model), "_cp_plan", None):
+        if plan != model._cp_plan:
+            self._gave_plan, self._own_plan = True, vars(model).get("_cp_plan")
             vars(model)["_cp_plan"] = plan
-            self._gave_plan = True
 
     def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> Ranks | None:
         """Who shares the forward with these arguments; None on one rank.
@@ -165,7 +166,7 @@ class Parallelism:
 
     def _check_heads(self, name: str, module: Any) -> None:
         """That diffusers' own exchange can deal out the heads of attention that is left to it."""
-        context, heads = self._config.context_parallel_config, module.heads
+        context, heads = self._config.context_parallel_config, getattr(module, "heads", 0)
         missing = -heads % self._size
         uneven = context.ulysses_anything or context.ring_anything
         if missing and (not uneven or missing >= (heads + missing) // self._size):
@@ -183,6 +184,8 @@ class Parallelism:
         self._restore()
         if self._gave_plan:
             vars(model).pop("_cp_plan", None)
+            if self._own_plan is not None:
+                vars(model)["_cp_plan"] = self._own_plan
         config = getattr(model, "_parallel_config", None)
         if applied and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
             remove_context_parallel(model, _hooked(model))

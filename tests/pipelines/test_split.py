@@ -18,6 +18,7 @@ from tiny_models import TINY, run
 from ssta.pipelines import Family, Split, cp_plan
 from ssta.pipelines.call import Ranks
 from ssta.pipelines.family import family_of
+from ssta.pipelines.split import gathered
 
 # Audio's queries are whole and look at the video's keys, which are split: diffusers' own exchange.
 LEFT_TO_DIFFUSERS = "transformer_blocks.*.video_to_audio_attn"
@@ -65,6 +66,10 @@ def test_the_plan_is_left_on_the_model_while_ssta_is(name):
             apply_ssta(model, SPARSE)
         assert model._cp_plan == cp_plan(model)
     assert model._cp_plan is before and "_cp_plan" not in vars(model)
+    model._cp_plan = own = {"proj_out": gathered()}
+    with apply_ssta(model, SPARSE):
+        assert model._cp_plan == cp_plan(model)
+    assert model._cp_plan is own
 
 
 @pytest.mark.parametrize("name", ["hunyuan_video_i2v", "skyreels_v2", "kandinsky5", "wan"])
