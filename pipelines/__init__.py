@@ -12,24 +12,26 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .context import ModelContext
     from .family import Family, Site, register_family, stack_sites, supported_models
+    from .parallel import cp_plan
     from .processor import SSTAProcessor
     from .report import LayerRun, RunReport
     from .schedule import Schedule
     from .sparse_checkpoints import apply_sla, apply_vsa
+    from .split import Split
     from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
 
 __all__ = [
-    "Calibration", "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site",
-    "Velocities", "apply_sla", "apply_ssta", "apply_vsa", "frozen_checkpoint", "register_family", "remove_ssta", "set_density",
+    "Calibration", "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site", "Split",
+    "Velocities", "apply_sla", "apply_ssta", "apply_vsa", "cp_plan", "frozen_checkpoint", "register_family", "remove_ssta", "set_density",
     "stack_sites", "supported_models", "teacher_student",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
     "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
-    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "apply_sla": "sparse_checkpoints",
-    "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "register_family": "family", "remove_ssta": "apply", "stack_sites": "family",
-    "supported_models": "family",
+    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split",
+    "apply_sla": "sparse_checkpoints", "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "cp_plan": "parallel",
+    "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
     **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.

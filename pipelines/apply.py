@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.kernels import require_impl
+from ssta.kernels import require_bool, require_impl
 
 from .calibration import Calibration
 from .context import ModelContext
@@ -31,7 +31,7 @@ _WARM_UP_NOISE = 0.95
 
 def apply_ssta(
     model: Any, config: SSTAConfig | Calibration | str | PathLike[str] | None = None, *, schedule: Schedule | None = None,
-    preset: str | None = None, scheduler: Any = None, impl: str = "auto",
+    preset: str | None = None, scheduler: Any = None, impl: str = "auto", check_ranks: bool = False,
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
@@ -59,16 +59,20 @@ def apply_ssta(
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
             for a model may still move to another device; so a model on the meta device is taken too.
 
+        check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
+            raise where they differ: other prompts, noise or settings give a wrong video without an error. It waits for the device.
+
     Returns:
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
         TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
             of timesteps, or a family whose functions return something else than they should.
-        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, context
-            parallelism, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
-            scheduler, or whose density meets a configuration with a budget of its own, an unknown impl
-            or preset, a family whose sites are not the model's, or a calibration of another model or version, or no file of one.
+        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
+            that runs on several ranks by another plan than ``cp_plan`` or by tensors, a schedule that names layers that the model does not
+            have, that keeps a share of the steps dense without a scheduler, or whose density meets a configuration with a budget of its
+            own, an unknown impl or preset, a family whose sites are not the model's, or a calibration of another model or version, or no
+            file of one.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
@@ -87,12 +91,13 @@ def apply_ssta(
         if config is not None or schedule is not None:
             raise ValueError(f"preset must stand alone, for it is a config and a schedule, got {preset!r} with one of them")
     require_impl(impl)
+    require_bool("check_ranks", check_ranks)
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
     found = transformers_of(model)
     names = [name for name, _ in found]
-    return install_all([(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl), {})
+    return install_all([(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl, check_ranks), {})
                         for name, module in found])
 
 
@@ -106,7 +111,7 @@ def install_all(
             installed.append((name, module, install(module, context, replacements, added)))
     except BaseException:
         for _, module, _ in installed:
-            uninstall(module)
+            uninstall(module, applied=False)
         raise
     return SSTAHandle(installed)
 
@@ -217,7 +222,7 @@ def _calibration_in(file: str | PathLike[str]) -> Calibration:
 
 def _plan(
     model: nn.Module, named: tuple[str, list[str]], config: SSTAConfig | Calibration | None, schedule: Schedule | None, preset: str | None,
-    progress: Progress, impl: str,
+    progress: Progress, impl: str, check_ranks: bool,
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
     """The context and, for each site, the processor to install; changes nothing yet. ``named``: the model's name, and all of them."""
     family = family_of(model)
@@ -239,7 +244,10 @@ def _plan(
     elif isinstance(schedule.density, float):
         config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(model, family, config, schedule, progress, impl)
-    return context, processors_for(context, sites, by_level)
+    context.check_ranks = check_ranks
+    replacements = processors_for(context, sites, by_level)
+    context.parallel.configs = tuple([processor.config for _, processor in replacements])
+    return context, replacements
 
 
 def _settings(

@@ -1,4 +1,4 @@
-"""ModelContext: what the processors of one model share; CallState: what belongs to one forward of it."""
+"""ModelContext: what the processors of one model share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,13 @@ from torch import Tensor, nn
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels import warn_once
 
+from .call import CallState
 from .family import Family
+from .parallel import Parallelism, agree
 from .progress import Generation, Progress, Step, read
 from .report import Stopwatch
 from .reuse import Reuse, capturing, choose_anew, signature_of
 from .schedule import Schedule
-
-
-class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, and which of the schedule's densities it has, if these follow the
-    noise and it is not."""
-
-    thw: tuple[int, int, int]
-    dense_step: bool
-    level: int | None = None
 
 
 @dataclass
@@ -83,6 +76,9 @@ class ModelContext:
         # Set with a density, by training.set_density, that leaves next to nothing out.
         self.wholly_dense = False
         self.stopwatch = Stopwatch()
+        self.parallel = Parallelism(model, family)
+        # Whether all ranks are asked, once a generation, if they do the same.
+        self.check_ranks = False
         # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
         # The attentions' names, by which the processors in place are found in every forward that may reuse a selection.
@@ -118,6 +114,10 @@ class ModelContext:
                 raise ValueError("SSTA learns the canvas from a forward of the whole model, got a call of the attention without one before")
         return state
 
+    def state(self) -> CallState:
+        """``call``, as a function."""
+        return self.call
+
     @property
     def thw(self) -> tuple[int, int, int]:
         """The canvas (t, h, w), in tokens, of this thread's forward; raises as ``call`` does."""
@@ -152,14 +152,16 @@ class ModelContext:
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
         arguments = self._signature.bind(model, *args, **kwargs).arguments
-        dense = self.wholly_dense or getattr(self._calls, "densely", False)
-        state, schedule = CallState(self.family.canvas(model, arguments), dense), self.schedule
+        schedule, thw = self.schedule, self.family.canvas(model, arguments)
+        ranks = self.parallel.ranks(model, arguments, thw)
+        state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), None, ranks)
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
                              f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, density = {schedule.density}, "
                              f"refresh = {schedule.refresh}; apply SSTA with Schedule()")
         if schedule.follows_steps or not torch.compiler.is_compiling():
-            state = CallState(state.thw, *self._follow(model, arguments, state.thw))
+            dense, level = self._follow(model, arguments, state)
+            state = CallState(thw, dense, level, ranks)
         self._calls.state = self._latest = state
 
     @contextmanager
@@ -196,7 +198,7 @@ class ModelContext:
 
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
-    def _follow(self, model: nn.Module, arguments: dict, thw: tuple[int, int, int]) -> tuple[bool, int | None]:
+    def _follow(self, model: nn.Module, arguments: dict, state: CallState) -> tuple[bool, int | None]:
         """Counts the forward's step, and starts the stopwatch; whether the step is dense, and which density it has."""
         schedule, dense, level = self.schedule, self.wholly_dense, None
         if getattr(self._calls, "densely", False):
@@ -204,6 +206,9 @@ class ModelContext:
             return True, None
         timestep, noise = arguments.get("timestep"), 0.0
         step = self._progress.step(timestep)
+        if self.check_ranks and state.ranks is not None and (step is None or step.generation is not self._steps.generation):
+            at = "unknown" if step is None else f"{step.position} of {step.total}"
+            agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
         if step is None:
             if schedule.counts_steps:
                 self._warn()
@@ -221,11 +226,11 @@ class ModelContext:
             level = schedule.level_at(noise)
             if schedule.levels[level] == 1:
                 dense, level = True, None
-        chosen = not dense
+        chosen, found = not dense, state._replace(dense_step=dense, level=level)
         if schedule.refresh > 1:
-            chosen = self._reuse(model, step, CallState(thw, dense, level), arguments) and not dense
+            chosen = self._reuse(model, step, found, arguments) and not dense
         with self._counting:
-            self._steps.add(CallState(thw, dense, level), chosen, *((None, -1) if step is None else (step.generation, step.position)))
+            self._steps.add(found, chosen, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense, level
 

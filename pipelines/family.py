@@ -15,6 +15,7 @@ from ssta import SSTAConfig
 from .defaults import small_tiles
 from .families import PLACES
 from .schedule import Schedule
+from .split import Split
 
 
 def thousandth(timestep: Tensor | float) -> Tensor | float:
@@ -103,6 +104,7 @@ class Family:
         noise: ``noise(timestep)`` is the noise level in [0, 1] of a timestep, from the scheduler or from the forward's ``timestep``.
         presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
             ``apply_ssta(preset=name)`` takes them.
+        split: how it runs on several ranks; None = it does not.
 
     Raises:
         TypeError: a field of the wrong kind.
@@ -116,6 +118,7 @@ class Family:
     default_schedule: Callable[[], Schedule] = Schedule.warm_up
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         _require_name("Family.model", self.model)
@@ -126,6 +129,8 @@ class Family:
         for name, make in self.presets.items():
             _require_name("Family.presets' names", name)
             _require_function(f"Family.presets[{name!r}]", make)
+        if self.split is not None and not isinstance(self.split, Split):
+            raise TypeError(f"Family.split must be a Split or None, got {type(self.split).__name__}")
 
 
 def _require_name(argument: str, value: object) -> None:

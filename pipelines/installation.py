@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ssta import SSTAConfig
@@ -16,6 +15,7 @@ from ssta import SSTAConfig
 from .context import ModelContext
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .token_order import channels_side_by_side, first_blocks
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"
@@ -77,9 +77,6 @@ def sites_of(family: Family, model: nn.Module) -> list[Site]:
         if type(processor) not in site.classes:
             raise ValueError(f"{site.name} must have its original processor {' or '.join(kind.__name__ for kind in site.classes)}, "
                              f"got {'none' if processor is None else type(processor).__name__}; put the original processor back first")
-        parallel = getattr(processor, "_parallel_config", None)
-        if parallel is not None:
-            raise ValueError(f"{site.name} must run without context parallelism, got _parallel_config = {parallel}")
     return sites
 
 
@@ -126,47 +123,27 @@ def install(
         hooks = installation.hooks
         hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
         hooks.append(model.register_forward_hook(context.finish))
-        for block in _first_blocks(model, list(installation.originals)):
-            hooks.append(block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True))
+        if context.family.split is not None:
+            hooks.extend(context.family.split.hooks(model, context.state))
+        context.parallel.prepare(model)
+        for block in first_blocks(model, list(installation.originals)):
+            hooks.append(block.register_forward_pre_hook(channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)
     except BaseException:
-        _undo(model, installation)
+        _undo(model, installation, applied=False)
         raise
     return installation
 
 
-def _first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
-    """The first block of each stack that has sites, by names such as blocks.0.attn1. A site without a dot has no block."""
-    names = [name.rpartition(".")[0] for name in sites if "." in name]
-    first = {name.rpartition(".")[0]: name for name in reversed(names)}
-    return [model.get_submodule(name) for name in first.values()]
-
-
-def _channels_side_by_side(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a stack's first block: tokens ``[B, S, C]`` with a token's channels next to one another in memory.
-
-    A patch embedding by convolution leaves those of a channel so, and each block hands the order on: every norm would copy its input first,
-    and every residual sum go through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
-    HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself.
-    """
-    if torch.compiler.is_compiling():
-        return args, kwargs
-    return tuple(map(_contiguous_tokens, args)), {name: _contiguous_tokens(value) for name, value in kwargs.items()}
-
-
-def _contiguous_tokens(x: Any) -> Any:
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 and x.stride(-1) != 1 else x
-
-
-def uninstall(model: nn.Module) -> None:
-    """Takes back what ``install`` did."""
+def uninstall(model: nn.Module, applied: bool = True) -> None:
+    """Takes back what ``install`` did. A model to which SSTA was never quite ``applied`` stays split over ranks."""
     installation = installation_of(model)
     assert installation is not None
-    _undo(model, installation)
+    _undo(model, installation, applied)
     delattr(model, _ATTRIBUTE)
 
 
-def _undo(model: nn.Module, installation: Installation) -> None:
+def _undo(model: nn.Module, installation: Installation, applied: bool) -> None:
     """What was installed so far, taken back."""
     for name, processor in installation.processors(model):
         original = installation.originals[name]
@@ -177,11 +154,11 @@ def _undo(model: nn.Module, installation: Installation) -> None:
     for name in installation.added:
         parent, _, attribute = name.rpartition(".")
         delattr(model.get_submodule(parent), attribute)
+    installation.context.parallel.undo(model, list(installation.originals.values()), applied)
     installation.context.forget_selections()
 
 
 def _copy_settings(source: Any, target: Any) -> None:
-    """Carries over what diffusers' set_attention_backend and enable_parallelism leave on a processor."""
-    for name in ("_attention_backend", "_parallel_config"):
-        if hasattr(source, name) and hasattr(target, name):
-            setattr(target, name, getattr(source, name))
+    """Carries over what diffusers' set_attention_backend leaves on a processor."""
+    if hasattr(source, "_attention_backend") and hasattr(target, "_attention_backend"):
+        target._attention_backend = source._attention_backend

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
@@ -15,13 +16,16 @@ from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
+from ssta.parallel import Exchanged, Sent, Shards
+from ssta.rings import Rings
 
 from .backends import default_is_sdpa
 from .context import ModelContext
+from .exchange import Exchange, Given, OnItsWay
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
-from .streams import TORCH_NORMS, Norms, Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -39,6 +43,7 @@ class _Run(NamedTuple):
     tiles: int | None
     counts: Tensor | None
     exact_mass: Tensor | None  # as in a LayerResult
+    part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
 
 
 class SSTAProcessor:
@@ -49,9 +54,8 @@ class SSTAProcessor:
     and saved models do not change.
     """
 
-    # Set by diffusers' set_attention_backend and enable_parallelism on processors that have them.
+    # Set by diffusers' set_attention_backend on processors that have it.
     _attention_backend = None
-    _parallel_config = None
     # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
     norms: Norms = TORCH_NORMS
 
@@ -63,6 +67,7 @@ class SSTAProcessor:
         self.by_level: tuple[SSTAConfig, ...] = ()
         self.holder = Holder()
         self._stopwatch = Stopwatch()
+        self._exchange = Exchange()
         self._last: _Run | None = None
         # Counts of the last lists at each level.
         self._level_counts: dict[int, Tensor] = {}
@@ -71,31 +76,46 @@ class SSTAProcessor:
         """The canvas (t, h, w) of the forward in progress.
 
         Raises:
-            ValueError: it does not have ``video_tokens`` tokens, or there was no forward of the whole model.
+            ValueError: it does not have ``video_tokens`` tokens, or this rank's share of it has not; or there was no forward of the whole
+                model.
         """
-        thw = self.context.thw
-        if math.prod(thw) != video_tokens:
-            raise ValueError(f"hidden_states must have the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video tokens")
+        thw, ranks, own = self.context.thw, self.context.call.ranks, self._own_tokens
+        if own != video_tokens:
+            whose = "" if ranks is None or ranks.tokens is not None else f"rank {ranks.rank} of {ranks.size}'s {own} of "
+            raise ValueError(f"hidden_states must have {whose}the canvas' {' x '.join(map(str, thw))} tokens, got {video_tokens} video "
+                             "tokens")
         return thw
+
+    @property
+    def _own_tokens(self) -> int:
+        """How many of the canvas' tokens hidden_states hold, where they do not hold just a rank's share of the whole sequence."""
+        tokens, ranks = math.prod(self.context.thw), self.context.call.ranks
+        return tokens if ranks is None or ranks.tokens is not None else ranks.share(tokens)
 
     def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
         """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
 
         Args:
-            tokens: of the whole sequence.
+            tokens: of the whole sequence; on several ranks, of this rank's part of it.
             before: how many of them stand before the video and are dense; None = all that are not video.
             after: the same after the video.
 
         Raises:
             ValueError: the rest is not the canvas, or there was no forward of the whole model.
         """
-        thw, layouts, compiling = self.context.thw, self.context.layouts, torch.compiler.is_compiling()
-        key = thw, tokens, before, after
+        thw, ranks = self.context.thw, self.context.call.ranks
+        layouts, compiling = self.context.layouts, torch.compiler.is_compiling()
+        key = thw, ranks, tokens, before, after
         if not compiling and key in layouts:
             return layouts[key]
+        if ranks is not None and ranks.tokens is not None:
+            if tokens != ranks.share(ranks.tokens):
+                raise ValueError(f"hidden_states must have rank {ranks.rank} of {ranks.size}'s {ranks.share(ranks.tokens)} of "
+                                 f"{ranks.tokens} tokens, got {tokens}")
+            tokens = ranks.tokens
         others = (before or 0) + (after or 0)
         if before is None or after is None:
-            others = max(tokens - math.prod(thw), others)
+            others = max(tokens - self._own_tokens, others)
             # At most one of them is None.
             before, after = (others - after, after) if before is None else (before, others - before)  # type: ignore[operator]
         grid = VideoGrid(*self.canvas(tokens - others))
@@ -112,17 +132,41 @@ class SSTAProcessor:
         """Whether the forward in progress attends densely here."""
         return self.config is None or self.context.dense_step
 
-    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
-               across_heads: bool = False) -> tuple[Input, Input, Input]:
-        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
+    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
+               across_heads: bool = False) -> tuple[Given, Given, Given]:
+        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
+        to them while k is made, and k while q is."""
+        shards = self._shards(layout, heads)
+        if not isinstance(shards, Shards):
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
+                          tiles=shards is None and not self.dense)
+        sent = []
+        for streams in (values, keys, queries):
+            x = finished(streams, heads=heads, across_heads=across_heads, norms=self.norms)
+            if not torch.compiler.is_compiling():
+                # q's start is the last, and the one that counts.
+                self._stopwatch.start(x.device)
+            sent.append(self._exchange.send(shards, x, heads))
+            del x
+        value, key, query = sent
+        return query, key, value
 
-    def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+    def _shards(self, layout: TokenLayout, key_heads: int) -> Shards | Rings | None:
+        """How the ranks share ``layout`` and ``key_heads`` out; None on one rank."""
+        ranks = self.context.call.ranks
+        if ranks is None:
+            return None
+        split = "video" if ranks.tokens is None else "all"
+        if ranks.mesh is not None and key_heads < ranks.size:
+            return Rings.of(ranks.mesh, layout, split)
+        return Shards.of(ranks.group, layout, split)
+
+    def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
-            query: ``[B, S, H, D]``, with S = ``layout.length``; memory order as diffusers' processors have it. Or what ``joined`` returned,
-                and so are then key and value.
+            query: ``[B, S, H, D]``, with S = ``layout.length``, or on several ranks this rank's part of it; memory order as diffusers'
+                processors have it. Or what ``joined`` returned, and so are then key and value.
             key: ``[B, S, Hkv, D]``.
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.
@@ -132,67 +176,105 @@ class SSTAProcessor:
             ``[B, S, H, D]`` in query's dtype.
 
         Raises:
-            TypeError, ValueError: what ``ssta_attention`` raises, or context parallelism.
+            TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
+        timed = not torch.compiler.is_compiling()
+        if timed and not isinstance(query, OnItsWay):
+            self._stopwatch.start(query.device)
+        shards = self._shards(layout, key.heads if isinstance(key, OnItsWay) else key.shape[2 if isinstance(key, Tensor) else 1])
+        q: Any
+        k: Any
+        v: Any
+        if isinstance(shards, Shards):
+            # Before anything that ranks might disagree about.
+            ours = self._exchange.sent(shards, query, key, value)
+            shape, (q, k, v) = ours[0].shape, [x.sent for x in ours]
+            part = shards.rank, shards.ranks, shape[1], ours[0].heads
+        else:
+            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+            shape, part = tuple(q.shape), None
+            if shards is not None:
+                own = shards.deal_heads(q.shape[1], k.shape[1])[shards.inner.rank]
+                shape, part = (*shape[:1], own, layout.length, shape[3]), (shards.outer.rank, shards.outer.ranks, own, q.shape[1])
+                self._exchange.begin(q.device)
         dense = self.dense
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        return self.noted(lambda: attended(query, key, value, layout, text_mask), query.device, layout, dense)
+        result, backend = attended(q, k, v, layout, text_mask, shards, shape)
+        return self._noted(result, backend, layout, dense, part)
 
-    def noted(self, attended: Callable[[], tuple[LayerResult | Tensor, str | None]], device: torch.device, layout: TokenLayout,
-              dense: bool = False) -> Tensor:
-        """``[B, S, H, D]`` of what ``attended`` gives as ``[B, H, S, D]``, with diffusers' backend if that attended; notes what ran."""
-        if self._parallel_config is not None:
-            raise ValueError(f"SSTA must run without context parallelism, got _parallel_config = {self._parallel_config}")
-        timed = not torch.compiler.is_compiling()
-        if timed:
+    def attend_by(self, attended: Callable[[], LayerResult], device: torch.device, layout: TokenLayout) -> Tensor:
+        """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``, on one rank; notes what ran."""
+        if not torch.compiler.is_compiling():
             self._stopwatch.start(device)
-        result, backend = attended()
+        return self._noted(attended(), None, layout, False, None)
+
+    def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
+               part: tuple[int, int, int, int] | None) -> Tensor:
+        """``[B, S, H, D]`` of a result ``[B, H, S, D]``; keeps what the report asks for, and stops the time."""
+        timed = not torch.compiler.is_compiling()
+        out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         if timed:
+            self._exchange.note("returned")
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
-        out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass)
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
         if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
             self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
 
     def _attend_sparsely(
-        self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
+        self, q: Input | Sent, k: Input | Sent, v: Input | Sent, layout: TokenLayout, text_mask: Tensor | None,
+        shards: Shards | Rings | None, shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
-        """The result, and diffusers' backend where that attended."""
+        """The result, and diffusers' backend where that attended. q, k and v have heads before tokens; ``shape`` is what q has here."""
         level = self.context.call.level if self.by_level else None
         config = self.config if level is None else self.by_level[level]
         assert config is not None
-        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         selection = None
         kept = self.holder.frozen
         # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
         if kept is None and self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
             kept = self.holder.kept
         if kept is not None:
-            selection = kept.selection(tuple(q.shape))
-        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection)
+            selection = kept.selection(shape)
+        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
+                            note=self._exchange.note)
         if kept is not None and selection is None:
-            kept.keep(result.selection, tuple(q.shape))
+            kept.keep(result.selection, shape)
         return result, None
 
     def _attend_densely(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+        self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | Rings | None,
+        shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
-        """The same, exactly; diffusers' backend gives the output alone.
+        """The same, exactly; diffusers' backend gives the output alone."""
+        if shards is None:
+            return self._densely(q, k, v, layout, text_mask)
+        if not isinstance(shards, Shards):
+            return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, rings=shards, note=self._exchange.note), None
+        exchanged = Exchanged.of(shards, q, k, v)
+        q, k, v = q.wait(), k.wait(), v.wait()
+        self._exchange.note("arrived")
+        result, name = self._densely(q, k, v, layout, text_mask)
+        self._exchange.note("attended")
+        back = partial(shards.to_tokens, heads=exchanged.heads, key_heads=exchanged.key_heads)
+        return (back(result) if isinstance(result, Tensor) else result._replace(out=back(result.out))), name
 
-        With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for it;
-        without one through whichever is faster.
+    def _densely(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+    ) -> tuple[LayerResult | Tensor, str | None]:
+        """With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for
+        it; without one through whichever is faster.
         """
-        if text_mask is None and not self._blocks_are_faster(query):
+        if text_mask is None and not self._blocks_are_faster(q):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
+            query, key, value = (x.transpose(1, 2) for x in (q, k, v))
             return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
@@ -222,6 +304,7 @@ class SSTAProcessor:
         share = None if seconds is None or not whole else seconds / whole
         levels = {} if always_dense or not self.by_level else self._densities(run.tiles)
         weights = self.context.level_steps
+        rank, ranks, own, heads = run.part or (0, 1, None, None)
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
@@ -229,7 +312,8 @@ class SSTAProcessor:
             chosen_steps=None if always_dense else self.context.chosen_steps,
             densities=(min(levels.values()), max(levels.values())) if levels else None,
             sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)
-            if levels else None)
+            if levels else None, rank=rank, ranks=ranks, own_heads=own, heads=heads,
+            exchange_seconds=None if run.part is None else self._exchange.seconds())
 
     def _densities(self, tiles: int | None) -> dict[int, float]:
         """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a

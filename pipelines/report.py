@@ -37,6 +37,10 @@ class LayerRun:
             schedule has them chosen at every step.
         densities: least and greatest density of the sparse steps, where the schedule's follows the noise; else None.
         sparse_density: their mean over the sparse steps; None where they all have ``density``.
+        rank, ranks: which of how many ranks it ran on. Everything here is this rank's own; so a report on one of them waits for no other.
+        own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
+        exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
+            and where ``seconds`` is.
     """
 
     layer: str
@@ -54,6 +58,18 @@ class LayerRun:
     chosen_steps: int | None = None
     densities: tuple[float, float] | None = None
     sparse_density: float | None = None
+    rank: int = 0
+    ranks: int = 1
+    own_heads: int | None = None
+    heads: int | None = None
+    exchange_seconds: float | None = None
+
+    @property
+    def where(self) -> str:
+        """``implementation``, and on several ranks with how many heads it ran on which."""
+        if self.ranks == 1:
+            return self.implementation
+        return f"{self.implementation}, {self.own_heads} of {self.heads} heads, rank {self.rank} of {self.ranks}"
 
 
 class RunReport(list):
@@ -98,18 +114,19 @@ def _mean_density(run: LayerRun) -> float:
 
 
 # Columns of the table that are left out where they are empty.
-_OPTIONAL = ("chosen anew", "exact mass")
+_OPTIONAL = ("chosen anew", "exact mass", "exchange, ms")
 
 
 def _cells(run: LayerRun) -> dict[str, str]:
     density = f"{run.density:.1%}" if run.densities is None else " to ".join(f"{share:.1%}" for share in run.densities)
     return {
-        "layer": run.layer, "implementation": run.implementation, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
+        "layer": run.layer, "implementation": run.where, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
         "tiles": "-" if run.tiles is None else str(run.tiles), "density": density,
         "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
         "chosen anew": "-" if run.chosen_steps is None else f"{run.chosen_steps} of {run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
         "ms": "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}",
+        "exchange, ms": "-" if run.exchange_seconds is None else f"{run.exchange_seconds * 1e3:.2f}",
         "time share": "-" if run.time_share is None else f"{run.time_share:.1%}"}
 
 
@@ -158,6 +175,12 @@ class Stopwatch:
         if lap is not None and lap.device is not None:
             lap.note(1, lap.device)
             self._last = lap
+
+    @property
+    def device(self) -> torch.device:
+        """What this thread's last start was for; a CPU where it timed nothing."""
+        lap = getattr(self._threads, "lap", None)
+        return torch.device("cpu") if lap is None or lap.device is None else lap.device
 
     def seconds(self) -> float | None:
         """Of what was stopped last; None if nothing was since a start. Waits for the device."""

@@ -62,7 +62,8 @@ def apply_branch(model: Any, weights: Weights | Mapping[str, Weights] | None, br
         require_bare(module)
         sites = _sites(family, module, branch)
         layers = _layers(sites, _found(weights, module, name, names, branch), branch)
-        context = ModelContext(module, family, config, Schedule(), progress, impl)
+        # Not over several ranks: the gate and the linear part are of all heads.
+        context = ModelContext(module, replace(family, split=None), config, Schedule(), progress, impl)
         replacements = processors_for(context, [replace(site, replacement=branch.processor) for site in sites])
         plans.append((name, module, context, replacements, layers))
     return install_all(plans)

@@ -23,26 +23,32 @@ from .kernels import (
     require_impl,
     require_strided,
     resolve_scale,
+    take_tokens,
 )
-from .layout import Input, checked_layout
+from .layout import Input, TileLayout, checked_layout
 from .memo import remember_plain
+from .parallel import Exchanged, Sent, Shards, alike
+from .ranks import is_mesh
+from .rings import Rings
 from .selection import Selection, select_tiles
 from .sequence import TokenLayout
 from .text import TextMask
 
 if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
     from .kernels import Route
 
 
 class LayerResult(NamedTuple):
-    """What a layer of attention gives.
+    """What a layer of attention gives. Of a sequence that ranks share out, ``out`` is this rank's tokens, and the rest is of its heads.
 
     Attributes:
         out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
         selection: what was attended to, over the layout's tiles in tiled order.
         route: which kernels ran, and why no faster ones; None while torch.compile traces, because the graph chooses when it runs.
         exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
-            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows.
+            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows. None where ranks share rows out too.
     """
 
     out: Tensor
@@ -60,6 +66,7 @@ def ssta_3d_attention(
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
     allocation: str = SSTAConfig.allocation, compensation: str = SSTAConfig.compensation,
     compensation_parts: int = SSTAConfig.compensation_parts, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
 
@@ -77,6 +84,8 @@ def ssta_3d_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
+        group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
+            the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
             density, allocation: what is attended to; see ``SSTAConfig``.
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
@@ -94,8 +103,13 @@ def ssta_3d_attention(
     plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
     config = _config(*values) if plain else SSTAConfig(*values)
     layout = TokenLayout.video_text(thw, text_len)
-    check_lengths(query, layout)
-    return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
+    shards = None
+    if group is None:
+        check_lengths(query, layout)
+    else:
+        shards = _shards_of(group, layout)
+    return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
+                      shards=shards).out
 
 
 def _ints(triple: object) -> bool:
@@ -111,6 +125,7 @@ def _config(*values: Any) -> SSTAConfig:
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
     return_blocks: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -119,6 +134,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
     return_blocks: Literal[True],
 ) -> tuple[Tensor, BlockLists]: ...
 
@@ -127,6 +143,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
     return_blocks: bool,
 ) -> Tensor | tuple[Tensor, BlockLists]: ...
 
@@ -134,7 +151,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    return_blocks: bool = False,
+    group: ProcessGroup | DeviceMesh | None = None, split: str = "video", return_blocks: bool = False,
 ) -> Tensor | tuple[Tensor, BlockLists]:
     """Selective and sliding tile attention over any sequence of video grids and dense runs.
 
@@ -151,7 +168,14 @@ def ssta_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
-        return_blocks: also return the selection, over the layout's tiles in tiled order.
+        group: the ranks that share the sequence out, a ProcessGroup or a DeviceMesh of one dimension. query, key, value and the result are
+            then ``[B, H, S_r, D]``, this rank's tokens of all heads; layout and text_mask are the whole sequence's. Heads are exchanged for
+            tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
+            along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
+            what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
+        split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
+            one run. Shares are ``torch.tensor_split``'s.
+        return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
 
     Returns:
         ``[B, H, S, D]`` in query's dtype; with ``return_blocks`` also BlockLists. Differentiable in query, key and value; the selection
@@ -161,43 +185,47 @@ def ssta_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     require_bool("return_blocks", return_blocks)
+    if group is None and split != "video":
+        raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
     out, selection, *_ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                                    impl=impl)
+                                    impl=impl, shards=None if group is None else _shards_of(group, layout, split))
     # A copy says nothing of tensors that its owner may write to.
     return (out, copy(selection.blocks)) if return_blocks else out
 
 
 def ssta_layer(
-    query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
+    query: Input | Sent, key: Input | Sent, value: Input | Sent, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    selection: Selection | None = None, keep_scores: bool = False,
+    selection: Selection | None = None, keep_scores: bool = False, shards: Shards | Rings | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
     Args:
+        query, key, value: with shards also all three as ``shards.start`` sent them.
         selection: attend to what an earlier call with the same layout, config and text_mask selected, instead of selecting anew.
         keep_scores: the selection keeps what its blocks follow from too, which stays in memory while attention runs.
+        shards: how ranks share ``layout`` out.
+        note: with shards called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
-    if not isinstance(query, Deferred):
-        query, key, value = autocast_inputs(query=query, key=key, value=value)
-    check_inputs(query, key, value, layout, config)
-    if text_mask is not None:
-        text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device)
-    if layout.longest_video is not None:
-        config = config.for_canvas(layout.longest_video)
-    scale = resolve_scale(scale, query.shape[3])
-    # Before any work is done; a compiled graph asks the GPU when it runs.
-    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
-        choose_route(impl, query.device, query.dtype, query.shape[3])
-    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
+    exchanged = None
+    if shards is None:
+        checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
+    else:
+        checked, exchanged = _exchanged(query, key, value, layout, config, text_mask, scale, impl, shards)
+        if note is not None:
+            note("arrived")
+    query, key, value, text_mask, config, scale, tiles = checked
     tiled = tiles.tile_qkv(query, key, value)
+    # What came from other ranks is this function's own.
+    del query, key, value, checked
     estimates = scores = None
     if config.compensation != "none" and tiles.num_video_tiles:
         estimates = estimate_tiles(tiled, config, scale, None if selection is None else selection.useful)
         if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
             scores = estimates.scores()
     if selection is None:
-        selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
+        selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores, exchanged=exchanged)
         if estimates is not None:
             selection = replace(selection, useful=estimates.useful)
     del scores
@@ -205,17 +233,99 @@ def ssta_layer(
     # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before
     # attention, out may take the place of q where nothing asks for q again, and k and v need not outlive the kernel.
     del tiled
-    out, lse, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl,
-                                   keep_q=estimates is not None)
+    options: dict[str, Any] = dict(scale=scale, deterministic=deterministic, impl=impl)
     exact_mass = None
+    if exchanged is not None and exchanged.rings is not None:
+        rows = exchanged.rings.rows(tiles)
+        out, lse, route = attend_owned(take_tokens(q, rows.slots), k, v, rows.lists(selection.blocks), **options)
+        if estimates is not None:
+            out, lse = rows.spread(out, lse)
+            out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
+        if note is not None:
+            note("attended")
+        return LayerResult(exchanged.to_tokens(exchanged.rings.join(take_tokens(out, rows.of_token))), selection, route)
+    out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
-    return LayerResult(tiles.untile(out), selection, route, exact_mass)
+    if exchanged is None:
+        return LayerResult(tiles.untile(out), selection, route, exact_mass)
+    if note is not None:
+        note("attended")
+    return LayerResult(exchanged.from_tiles(out, tiles), selection, route, exact_mass)
 
 
-def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig) -> None:
-    """That they fit one another; a layer's first step after autocast."""
+class _Checked(NamedTuple):
+    """A layer's arguments, which fit one another; the config without variants."""
+
+    query: Input
+    key: Input
+    value: Input
+    text_mask: TextMask | None
+    config: SSTAConfig
+    scale: float
+    tiles: TileLayout
+
+
+def _checked(
+    query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
+    impl: str, shards: Shards | Rings | None = None, local: bool = False,
+) -> _Checked:
+    """``local``: the inputs are a rank's own share."""
+    if not isinstance(query, Deferred):
+        query, key, value = autocast_inputs(query=query, key=key, value=value)
+    elif shards is not None:
+        raise TypeError("query, key and value must be tensors with a group, got Deferred")
+    check_inputs(query, key, value, layout, config, shards if local else None)
+    if text_mask is not None:
+        text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device)
+    if layout.longest_video is not None:
+        config = config.for_canvas(layout.longest_video)
+    if shards is not None and config.mask_share_within_head and (callable(config.scored_by) or config.budget is not None):
+        name, function = ("sampling_type", config.scored_by) if callable(config.scored_by) else ("budget", config.budget)
+        raise ValueError(f"{name} must not be a function of your own where heads share a pattern and a group shares the heads out, because "
+                         f"every rank would have to find the same pattern, got {function!r} with mask_share_within_head = True")
+    scale = resolve_scale(scale, query.shape[3])
+    # Before any work is done; a compiled graph asks the GPU when it runs.
+    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
+        choose_route(impl, query.device, query.dtype, query.shape[3])
+    return _Checked(query, key, value, text_mask, config, scale, checked_layout(layout, config.tile_thw, config.pad_type, query.device))
+
+
+def _exchanged(
+    query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
+    impl: str, shards: Shards | Rings,
+) -> tuple[_Checked, Exchanged]:
+    """The arguments with all tokens of this rank's heads, and the way back."""
+    options = layout, config, text_mask, scale, impl, shards
+    sent = [isinstance(x, Sent) for x in (query, key, value)]
+    if any(sent):
+        if isinstance(shards, Rings):
+            raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
+        if not all(sent):
+            raise TypeError("query, key and value must all three be sent, or none, got "
+                            f"{', '.join([type(x).__name__ for x in (query, key, value)])}")
+        exchanged = Exchanged.of(shards, query, key, value)
+        return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged
+    checked = shards.agreed(lambda: _checked(query, key, value, *options, local=True),
+                            lambda own: {**alike("query", own.query), **alike("key", own.key), "config": config, "impl": impl,
+                                         "text_mask": text_mask is not None})
+    # Deferred ones were refused.
+    q, k, v = (x for x in (checked.query, checked.key, checked.value) if isinstance(x, Tensor))
+    q, k, v, exchanged = shards.exchange(q, k, v)
+    return checked._replace(query=q, key=k, value=v), exchanged
+
+
+def _shards_of(group: ProcessGroup | DeviceMesh, layout: TokenLayout, split: str = "video") -> Shards | Rings:
+    """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
+    if is_mesh(group) and group.ndim == 2:
+        return Rings.of(group, layout, split)
+    return Shards.of(group, layout, split)
+
+
+def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,
+                 shards: Shards | Rings | None = None) -> None:
+    """That they fit one another, and ``layout``, or a rank's share of it; a layer's first step after autocast."""
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
     if not isinstance(config, SSTAConfig):
@@ -232,7 +342,9 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
             if not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in layout.segments])):
                 raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for "
                                  f"{layout.segments}")
-        if shape[2] != layout.length:
+        if shards is not None:
+            shards.check(name, x)
+        elif shape[2] != layout.length:
             raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}")
         if shape[0] != batch or shape[3] != dim:
             raise ValueError(f"{name} must have query's batch {batch} and head_dim {dim}, got shape {tuple(shape)}")
@@ -246,6 +358,8 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
     if shape[1] == 0 or heads % shape[1]:
         raise ValueError(f"query's heads must be a multiple of key's {shape[1]}, got {heads}")
+    if shards is not None:
+        shards.deal_heads(heads, shape[1])
 
 
 def _check_tensor(name: str, x: Input) -> None:

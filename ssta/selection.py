@@ -14,6 +14,7 @@ from .config import SSTAConfig
 from .kernels import BlockLists, keep_blocks, resolve_scale, select_blocks, topk_blocks, without_autocast
 from .layout import TiledQKV, TileLayout
 from .memo import remember
+from .parallel import Exchanged
 from .scoring import across_rows, descriptors, tile_scores
 from .text import TextMask
 from .window import near, window_size
@@ -56,7 +57,7 @@ class Selection:
 
 def select_tiles(
     tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, scores: Tensor | None = None,
-    scale: float | None = None, keep_scores: bool = True,
+    scale: float | None = None, keep_scores: bool = True, exchanged: Exchanged | None = None,
 ) -> Selection:
     """The tiles that each tile attends to. Never waits for the device, and is never differentiated.
 
@@ -67,6 +68,7 @@ def select_tiles(
         scores: float32 ``[B, H, N, N]`` in place of those of descriptors: what "error" selects by, which ``BlockEstimates.scores`` gives.
         scale: attention's factor on the scores; default 1 / sqrt(D). Rows of a head are compared with it.
         keep_scores: False frees the scores' memory; the Selection then has its ``blocks`` only.
+        exchanged: the ranks that have the other heads, where heads are shared out.
 
     Raises:
         TypeError, ValueError: a text_mask that does not fit, or what a scorer or budget of the user's own returned.
@@ -74,7 +76,7 @@ def select_tiles(
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
+            return select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores, exchanged=exchanged)
     layout, q = tiled.layout, tiled.held_q()
     lengths = active = k_per_row = own = apart = None
     text = None if text_mask is None else TextMask.of(text_mask, q.shape[0], layout.tokens, q.device)
@@ -90,7 +92,7 @@ def select_tiles(
     if chosen:
         # Autocast would compute the scores in half precision.
         with without_autocast(q.device.type):
-            scores = _scores(tiled, config, scores, scale)
+            scores = _scores(tiled, config, scores, scale, exchanged)
             if config.budget is not None:
                 own = checked_keep(config.budget, scores)
             elif config.density is None:
@@ -109,7 +111,9 @@ def select_tiles(
     return Selection(blocks, scores, k_per_row, own, apart) if keep_scores else Selection(blocks)
 
 
-def _scores(tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, scale: float | None) -> Tensor:
+def _scores(
+    tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, scale: float | None, exchanged: Exchanged | None,
+) -> Tensor:
     """float32 ``[B, H, N, N]``; H = 1 where heads share."""
     if given is not None:
         return given
@@ -117,6 +121,9 @@ def _scores(tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, scale: fl
     if q_means is None or k_means is None or config.pool_cells is not None:
         q_means, k_means = (descriptors(x.detach(), tiled.layout, config.pool_cells) for x in (tiled.held_q(), tiled.k))
     if config.mask_share_within_head:
+        if exchanged is not None:
+            # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
+            q_means, k_means = exchanged.all_heads(q_means, k_means)
         q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
     scores = tile_scores(q_means, k_means, config)
     if config.allocation == "row" or config.scored_by != "similarity":

@@ -12,6 +12,7 @@ from ..canvas import from_bfchw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..rope import apply_rope
+from ..split import Plan, Split, gathered, split
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
@@ -61,5 +62,10 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                        (CogVideoXSSTAProcessor, FusedCogVideoXSSTAProcessor))
 
 
-COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw)
-CONSISID = Family("ConsisIDTransformer3DModel", _sites, from_bfchw)
+def _plan(model: nn.Module) -> Plan:
+    return {"": {"image_rotary_emb": [split(2, 0), split(2, 0)]}, "transformer_blocks.0": {"hidden_states": split()},
+            "proj_out": gathered()}
+
+
+COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw, split=Split(_plan))
+CONSISID = Family("ConsisIDTransformer3DModel", _sites, from_bfchw, split=Split(_plan))

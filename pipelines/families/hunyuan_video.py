@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ..call import CallState
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
+from ..split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
@@ -17,4 +23,26 @@ def _sites(model: nn.Module) -> Iterator[Site]:
         yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
 
 
-HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", _sites, from_bcfhw)
+def _plan(model: nn.Module) -> Plan:
+    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    """The weights for images modulate the first frame's tokens by themselves, and count them from the first token that a block is given."""
+    found: Any = model
+    if found.config.image_condition_type == "token_replace":
+        for block in (*found.transformer_blocks, *found.single_transformer_blocks):
+            yield block.register_forward_pre_hook(partial(_counted, call))
+
+
+def _counted(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+    state = call()
+    if state.ranks is None:
+        return None
+    *others, frame = args
+    video = math.prod(state.thw)
+    return *others, min(max(frame - state.ranks.start(video), 0), state.ranks.share(video))
+
+
+HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", _sites, from_bcfhw,
+                       split=Split(_plan, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_first_frame))

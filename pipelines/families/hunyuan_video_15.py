@@ -12,6 +12,7 @@ from ssta import SSTAConfig
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..schedule import Schedule
+from ..split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
@@ -27,4 +28,9 @@ def _trained() -> tuple[SSTAConfig, Schedule]:
     return SSTAConfig.hunyuan_video_15(), Schedule()
 
 
-HUNYUAN_VIDEO_15 = Family("HunyuanVideo15Transformer3DModel", _sites, from_bcfhw, presets={"hunyuan_video_15_sparse": _trained})
+def _plan(model: nn.Module) -> Plan:
+    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+HUNYUAN_VIDEO_15 = Family("HunyuanVideo15Transformer3DModel", _sites, from_bcfhw, presets={"hunyuan_video_15_sparse": _trained},
+                          split=Split(_plan, ("context_embedder.token_refiner.refiner_blocks.*.attn",)))

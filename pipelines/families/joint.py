@@ -47,11 +47,12 @@ class JointSSTAProcessor(SSTAProcessor):
             queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
             keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
             values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
-        query, key, value = self.joined(queries, keys, values, heads=attn.heads)
+        query, key, value = self.joined(queries, keys, values, layout, heads=attn.heads)
         del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[:, 0, 0, video_len:]
+            # Over the whole sequence, of which `hidden_states` may be a rank's share.
+            attention_mask = attention_mask[:, 0, 0, layout.segments[0].length:]
         out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:

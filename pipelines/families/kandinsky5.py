@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ..after_gather import shared_gradients
+from ..call import CallState
 from ..canvas import from_bfhwc
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Plan, Split, gathered, split
 
 
 class Kandinsky5SSTAProcessor(SSTAProcessor):
@@ -48,4 +52,21 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "visual_transformer_blocks", "self_attention", Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
 
 
-KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc)
+def _last_block(model: nn.Module) -> str:
+    return f"visual_transformer_blocks.{len(model.visual_transformer_blocks) - 1}"
+
+
+def _plan(model: nn.Module) -> Plan:
+    """Tokens are made, and put back in their places, by functions, which are no modules: so between the first and the last block."""
+    if len(model.visual_transformer_blocks) < 2:
+        raise ValueError("model must have at least 2 visual blocks to be split over ranks, got 1")
+    return {"visual_transformer_blocks.0": {"visual_embed": split()}, "visual_transformer_blocks.*": {"rope": split(6, 1)},
+            _last_block(model): gathered()}
+
+
+def _gradients(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    return shared_gradients(model, call, _last_block(model))
+
+
+KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc, split=Split(
+    _plan, ("text_transformer_blocks.*.self_attention", "visual_transformer_blocks.*.cross_attention"), stock=True, hooks=_gradients))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..canvas import from_numbers
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Plan, Split, gathered, split, split_outputs
 from ..streams import Stream
 
 
@@ -29,10 +31,11 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
         # Every head has channels of the angles for itself.
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
+        layout = self.around(hidden_states.shape[1], before=None)
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
-            [Stream(attn.to_v(hidden_states))], heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, self.around(hidden_states.shape[1], before=None))
+            [Stream(attn.to_v(hidden_states))], layout, heads=attn.heads, across_heads=True)
+        out = self.attend(query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
@@ -40,4 +43,15 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "transformer_blocks", "attn1", LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
 
 
-LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers)
+def _plan(model: nn.Module) -> Plan:
+    """diffusers' own splits the text and its mask too, which its attention does not take, and no timesteps of tokens."""
+    return {"": {"hidden_states": split(), "timestep": split(2)}, "rope": split_outputs(3, 1), "proj_out": gathered()}
+
+
+def tokens_given(arguments: Mapping[str, Any]) -> int:
+    """Of conditions and video, which arrive as tokens."""
+    tokens: int = arguments["hidden_states"].shape[1]
+    return tokens
+
+
+LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers, split=Split(_plan, ("transformer_blocks.*.attn2",), tokens_given))

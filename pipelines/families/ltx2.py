@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_ltx2 import (
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from ..canvas import from_numbers
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Plan, Split, gathered, split, split_outputs
+from .ltx import tokens_given
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
@@ -87,4 +90,15 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                        (LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
 
 
-LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers)
+def _plan(model: nn.Module) -> Plan:
+    """Audio and text are whole. diffusers' own splits them, and three of its four angles are not."""
+    config: Any = model.config
+    angles = split_outputs(4, 2) if config.rope_type == "split" else split_outputs(3, 1)
+    return {"": {"hidden_states": split(), "timestep": split(2)}, "rope": angles, "cross_attn_rope": angles, "proj_out": gathered()}
+
+
+# Queries of audio, which are whole, look at keys of the video, which is split: `video_to_audio_attn` is left to diffusers.
+_WHOLE = tuple(f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
+LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, split=Split(
+    _plan, _WHOLE, tokens_given, trains="its audio attends to the video through diffusers' own exchange, which has no right gradient for "
+                                        "queries and keys of different lengths"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..canvas import from_coordinates
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Split, stock_plan
 
 
 class MiniMaxH3SSTAProcessor(SSTAProcessor):
@@ -61,4 +62,10 @@ def _noise(timestep: Tensor | float) -> Tensor | float:
     return 1 - timestep
 
 
-MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise)
+def _tokens(arguments: Mapping[str, Any]) -> int:
+    tokens: int = arguments["position_ids"].shape[0]
+    return tokens
+
+
+MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise,
+                    split=Split(stock_plan, ("token_refiner.refiner_blocks.*.attn",), _tokens, stock=True))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..split import Plan, Split, gathered, split, split_outputs
 from ..streams import Stream
 
 
@@ -36,7 +37,7 @@ class MochiSSTAProcessor(SSTAProcessor):
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
             [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
-            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], heads=attn.heads)
+            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], layout, heads=attn.heads)
         out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))
@@ -52,4 +53,8 @@ def _noise(timestep: Tensor | float) -> Tensor | float:
     return 1 - timestep / 1000
 
 
-MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise)
+def _plan(model: nn.Module) -> Plan:
+    return {"rope": split_outputs(3, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise, split=Split(_plan))

@@ -12,11 +12,12 @@ from ssta import TokenLayout
 
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
+from ..split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
-    """What stands in the conditions' place is a second video of the same canvas."""
+    """What stands in the conditions' place is a second video of the same canvas, split over ranks by itself."""
 
     def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
         grid = super().around(tokens - after).segments[0]
@@ -32,4 +33,14 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     yield from islice(stack_sites(*singles, MotifVideoDecoderSSTAProcessor), encoding, None)
 
 
-MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw)
+def _plan(model: nn.Module) -> Plan:
+    """The first block that decodes gets a video of its own, which was set aside before the first split."""
+    plan: Plan = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+    if model.num_decoder_layers:
+        first = len(model.single_transformer_blocks) - model.num_decoder_layers
+        plan[f"single_transformer_blocks.{first}"] = {"hidden_states": split()}
+    return plan
+
+
+MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw,
+                     split=Split(_plan, ("transformer_blocks.*.cross_attn", "single_transformer_blocks.*.cross_attn")))

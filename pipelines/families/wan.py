@@ -11,6 +11,7 @@ from torch import nn
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..schedule import Schedule
+from ..split import Plan, Split, gathered, split, split_outputs, stock_plan
 from .wan_attention import WanSSTAProcessor
 
 
@@ -28,5 +29,12 @@ def _vace_schedule() -> Schedule:
     return replace(Schedule.warm_up(), dense_layers=("blocks.0.attn1", "vace_blocks.0.attn1"))
 
 
-WAN = Family("WanTransformer3DModel", _sites, from_bcfhw)
-WAN_VACE = Family("WanVACETransformer3DModel", _vace_sites, from_bcfhw, default_schedule=_vace_schedule)
+def _vace_plan(model: nn.Module) -> Plan:
+    """The control's blocks take the video's tokens too."""
+    return {"rope": split_outputs(4, 1), "vace_blocks.0": {"hidden_states": split(), "control_hidden_states": split()},
+            "blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+WAN = Family("WanTransformer3DModel", _sites, from_bcfhw, split=Split(stock_plan, ("blocks.*.attn2",), stock=True))
+WAN_VACE = Family("WanVACETransformer3DModel", _vace_sites, from_bcfhw, default_schedule=_vace_schedule,
+                  split=Split(_vace_plan, ("blocks.*.attn2", "vace_blocks.*.attn2"), stock=True))

@@ -22,10 +22,10 @@ class WanVSAProcessor(WanSSTAProcessor):
         q, k, v = (x if isinstance(x, Deferred) else x.transpose(1, 2) for x in (query, key, value))
         config = self.context.config
 
-        def attended() -> tuple[LayerResult, None]:
-            return vsa_layer(q, k, v, gate, layout, config, impl=self.context.impl), None
+        def attended() -> LayerResult:
+            return vsa_layer(q, k, v, gate, layout, config, impl=self.context.impl)
 
-        return self.noted(attended, query.device, layout)
+        return self.attend_by(attended, query.device, layout)
 
 
 class WanSLAProcessor(WanSSTAProcessor):
@@ -36,7 +36,7 @@ class WanSLAProcessor(WanSSTAProcessor):
         projection, density = attn.proj_l, self.context.config.density
         assert density is not None
 
-        def attended() -> tuple[LayerResult, None]:
-            return sla_layer(q, k, v, projection.weight, projection.bias, density=density, impl=self.context.impl), None
+        def attended() -> LayerResult:
+            return sla_layer(q, k, v, projection.weight, projection.bias, density=density, impl=self.context.impl)
 
-        return self.noted(attended, query.device, layout)
+        return self.attend_by(attended, query.device, layout)

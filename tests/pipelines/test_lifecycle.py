@@ -334,20 +334,6 @@ def test_another_model_s_processor_is_not_taken_for_ours():
     assert type(model.transformer_blocks[1].attn.processor) is HunyuanVideo15AttnProcessor2_0
 
 
-def test_context_parallelism_is_refused_before_and_after():
-    model = tiny_transformer(layers=1)
-    attn = model.transformer_blocks[0].attn
-    attn.processor._parallel_config = "ulysses"
-    with pytest.raises(ValueError, match="without context parallelism, got .*ulysses"):
-        apply_ssta(model, SPARSE)
-    attn.processor._parallel_config = None
-    with apply_ssta(model, SPARSE):
-        attn.processor._parallel_config = "ulysses"
-        with pytest.raises(ValueError, match="without context parallelism"):
-            run(model)
-    assert attn.processor._parallel_config == "ulysses"
-
-
 def test_tokens_that_are_not_the_canvas_are_refused():
     model = tiny_transformer(layers=1)
     attn = model.transformer_blocks[0].attn

@@ -1,0 +1,52 @@
+"""Gradients of models whose last trained layers come after their tokens were gathered: every rank computes those layers whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .call import CallState
+
+
+class _Weighted(torch.autograd.Function):
+    """The same values, and ``factor`` times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: str) -> Iterator[RemovableHandle]:
+    """Hooks after which the sum of all ranks' gradients is one process' in the layers that follow the module ``gather`` too.
+
+    Gradients are parts that add up over W ranks, but every rank has the whole gradient of what follows the gather: there it counts 1 / W,
+    and where it meets the gather, whose backward takes a rank's own tokens out of it, W times that.
+    """
+    yield model.get_submodule(gather).register_forward_hook(partial(_times_ranks, call, 1))
+    yield model.register_forward_hook(partial(_times_ranks, call, -1))
+
+
+def _times_ranks(call: Callable[[], CallState], power: int, module: nn.Module, args: tuple, output: Any) -> Any:
+    ranks = call().ranks
+    return None if ranks is None or not torch.is_grad_enabled() else _map(output, float(ranks.size) ** power)
+
+
+def _map(output: Any, factor: float) -> Any:
+    """``output``, a tensor, a tuple or one of diffusers' outputs, its tensors weighted."""
+    if isinstance(output, Tensor):
+        return _Weighted.apply(output, factor)
+    if isinstance(output, Mapping):
+        return type(output)(**{name: _map(value, factor) for name, value in output.items()})
+    if isinstance(output, tuple):
+        return tuple([_map(value, factor) for value in output])
+    return output

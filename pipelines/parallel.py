@@ -1,0 +1,261 @@
+"""Several ranks: what diffusers' context parallelism leaves on a model, made to fit SSTA's processors, checked, and taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook, remove_context_parallel
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.hooks.sea_cache import SeaCacheConfig
+from torch import Tensor, nn
+
+from ssta import SSTAConfig
+from ssta.parallel import check_ranks
+
+from .call import Ranks
+from .family import Family, family_of
+from .split import Plan, Split
+
+# They compare activations, of which a rank has its own tokens.
+_LOOKING = FirstBlockCacheConfig, SeaCacheConfig
+_HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
+
+
+def cp_plan(transformer: nn.Module) -> Plan:
+    """How a transformer's tokens are split over ranks under SSTA: for ``transformer.enable_parallelism(config=..., cp_plan=...)``.
+
+    Needed only where ``enable_parallelism`` comes before ``apply_ssta``, which otherwise leaves the plan on the model.
+
+    Raises:
+        ValueError: an unsupported model, or one whose family says nothing of several ranks.
+    """
+    return _split(family_of(transformer)).plan(transformer)
+
+
+def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
+    """That none of the models is parallel.
+
+    Raises:
+        ValueError: one is.
+    """
+    for _, model in models:
+        config = getattr(model, "_parallel_config", None)
+        if config is not None:
+            raise ValueError(f"{what} must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what it finds holds on any "
+                             "number of them")
+
+
+def _split(family: Family) -> Split:
+    if family.split is None:
+        raise ValueError(f"model must have a family that says how it is split over ranks, got {family.model}, whose Family.split is None")
+    return family.split
+
+
+class Parallelism:
+    """One model's part in context parallelism.
+
+    Args:
+        model: the transformer.
+        family: its.
+
+    Raises:
+        ValueError: it is parallel already, in another way than its family's plan, or by tensors.
+    """
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        self._family = family
+        self._config: Any = None
+        self._group: Any = None
+        self._rank, self._size, self._mesh = 0, 1, None
+        # Processors beside the sites' whose setting was changed, and what it was.
+        self._changed: list[tuple[Any, Any]] = []
+        # Whether the model has the family's plan for SSTA's sake, and what it had itself.
+        self._gave_plan, self._own_plan = False, None
+        # Of the layers.
+        self.configs: tuple[SSTAConfig | None, ...] = ()
+        _checked(model, family)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model settles anew.
+        return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": []}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come.
+
+        Raises:
+            ValueError: it has come, and the settings are none for several ranks.
+        """
+        config, split = getattr(model, "_parallel_config", None), self._family.split
+        if config is not None:
+            self._settle(model, config)
+        if config is not None or split is None or not hasattr(model, "_cp_plan"):
+            return
+        try:
+            plan = split.plan(model)
+        except ValueError:
+            # Too small to be split, which is said when it is to be.
+            return
+        if plan != model._cp_plan:
+            self._gave_plan, self._own_plan = True, vars(model).get("_cp_plan")
+            vars(model)["_cp_plan"] = plan
+
+    def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> Ranks | None:
+        """Who shares the forward with these arguments; None on one rank.
+
+        Raises:
+            ValueError: they cannot; the same on all ranks, which have not communicated yet.
+        """
+        config = getattr(model, "_parallel_config", None)
+        if config is not self._config:
+            self._settle(model, config)
+        if self._group is None:
+            return None
+        cache = getattr(model, "_cache_config", None)
+        if isinstance(cache, _LOOKING):
+            raise ValueError(f"model must run without {type(cache).__name__} on {self._size} ranks, because each would skip what it finds "
+                             "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
+                             "enable_parallelism")
+        split = _split(self._family)
+        tokens = None if split.tokens is None else split.tokens(arguments)
+        self._check_length(math.prod(thw) if tokens is None else tokens, thw)
+        if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
+                             "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
+        return Ranks(self._group, self._rank, self._size, tokens, self._mesh)
+
+    def _check_length(self, tokens: int, thw: tuple[int, int, int]) -> None:
+        context = self._config.context_parallel_config
+        if context.ulysses_anything or context.ring_anything:
+            if tokens < self._size:
+                raise ValueError(f"hidden_states must have at least a token for each of {self._size} ranks, got {tokens}")
+        elif tokens % self._size:
+            raise ValueError(f"hidden_states must have tokens that {self._size} ranks divide, got {tokens} with a canvas of "
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig(ulysses_degree={self._size}, "
+                             "ulysses_anything=True)")
+
+    @torch.compiler.disable
+    def _settle(self, model: nn.Module, config: Any) -> None:
+        """Takes in that the model has become parallel, or is no longer."""
+        _checked(model, self._family)
+        self._restore()
+        self._config, self._group, self._mesh, self._rank, self._size = config, None, None, 0, 1
+        if config is None:
+            return
+        for own in self.configs:
+            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
+                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
+                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
+        context = config.context_parallel_config
+        group = context._flattened_mesh.get_group()
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self._mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
+        for name, processor in _configured(model):
+            self._changed.append((processor, processor._parallel_config))
+            if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
+                processor._parallel_config = None
+            else:
+                self._check_heads(name, model.get_submodule(name))
+                processor._parallel_config = _flat(config)
+
+    def _check_heads(self, name: str, module: Any) -> None:
+        """That diffusers' own exchange can deal out the heads of attention that is left to it."""
+        context, heads = self._config.context_parallel_config, getattr(module, "heads", 0)
+        missing = -heads % self._size
+        uneven = context.ulysses_anything or context.ring_anything
+        if missing and (not uneven or missing >= (heads + missing) // self._size):
+            raise ValueError(f"{name} must have heads that {self._size} ranks divide, because diffusers deals them out there, got {heads} "
+                             "heads")
+
+    def _restore(self) -> None:
+        for processor, config in self._changed:
+            processor._parallel_config = config
+        self._changed = []
+
+    def undo(self, model: nn.Module, originals: list[Any], applied: bool) -> None:
+        """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, if SSTA was ``applied`` and these cannot
+        attend to a share, whole."""
+        self._restore()
+        if self._gave_plan:
+            vars(model).pop("_cp_plan", None)
+            if self._own_plan is not None:
+                vars(model)["_cp_plan"] = self._own_plan
+        config = getattr(model, "_parallel_config", None)
+        if applied and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+            remove_context_parallel(model, _hooked(model))
+            for _, processor in _configured(model):
+                processor._parallel_config = None
+            model._parallel_config = config = None  # type: ignore[assignment]
+        for processor in originals:
+            if hasattr(processor, "_parallel_config"):
+                processor._parallel_config = config
+
+
+def _configured(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(module's name, processor) of those that diffusers has told of several ranks."""
+    for name, module in model.named_modules():
+        processor: Any = getattr(module, "processor", None)
+        if getattr(processor, "_parallel_config", None) is not None:
+            yield name, processor
+
+
+def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
+    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
+    noise shows. A collective that waits for all of them and for the device.
+
+    Raises:
+        ValueError: on all ranks, what differs.
+    """
+    sums = {name: f"a tensor {tuple(value.shape)} whose sum is {float(value.double().sum())!r}" for name, value in arguments.items()
+            if isinstance(value, Tensor)}
+    check_ranks(ranks.group, **facts, **sums)
+
+
+def _checked(model: nn.Module, family: Family) -> None:
+    config = getattr(model, "_parallel_config", None)
+    if config is None:
+        return
+    if config.context_parallel_config is None:
+        degree = getattr(config.tensor_parallel_config, "tp_degree", None)
+        raise ValueError(f"model must run without tensor parallelism under SSTA, got {family.model} with tp_degree = {degree}; "
+                         "take a ContextParallelConfig")
+    split = _split(family)
+    found, wanted = _hooked(model), split.plan(model)
+    if found != {name: _listed(part) for name, part in wanted.items()}:
+        raise ValueError(f"model must be split over ranks by SSTA's plan, got {family.model} with another, of {', '.join(map(repr, found))}"
+                         f"; {_HOW}")
+
+
+def _hooked(model: nn.Module) -> Plan:
+    """The plan that diffusers' hooks in the model carry out."""
+    plan: Plan = {}
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for name, hook in ({} if registry is None else registry.hooks).items():
+            if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
+                plan[name.partition("---")[2]] = hook.metadata
+    return plan
+
+
+def _listed(part: Any) -> Any:
+    """As diffusers keeps it: outputs in a list."""
+    return part if isinstance(part, (dict, list, tuple)) else [part]
+
+
+def _flat(config: Any) -> Any:
+    """The same for attention that is left to diffusers, all ranks exchanging heads: its ring would need what torch's SDPA does not give."""
+    context = config.context_parallel_config
+    if context.ring_degree == 1:
+        return config
+    flat, config = copy(context), copy(config)
+    flat.ring_degree, flat.ulysses_degree = 1, context.ring_degree * context.ulysses_degree
+    flat.ring_anything, flat.ulysses_anything = False, context.ring_anything
+    flat._ulysses_mesh, flat._ulysses_local_rank = context._flattened_mesh, context._flattened_mesh.get_local_rank()
+    config.context_parallel_config = flat
+    return config

@@ -1,0 +1,79 @@
+"""Split: how a family's model is divided over several ranks, in the terms of diffusers' context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .call import CallState
+
+# As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
+Plan = dict[str, Any]
+
+
+def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
+
+    Attributes:
+        plan: ``plan(model)``, as diffusers' ``enable_parallelism`` takes it.
+        whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
+            alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
+        tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
+        stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
+        trains: True, or why gradients would be wrong.
+        hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
+            of the forward in progress, whose ``ranks`` are None on one rank; held by a ``partial``, it is a copied model's own.
+
+    Raises:
+        TypeError: a field of the wrong kind.
+    """
+
+    plan: Callable[[nn.Module], Plan]
+    whole: tuple[str, ...] = ()
+    tokens: Callable[[Mapping[str, Any]], int] | None = None
+    stock: bool = False
+    trains: bool | str = True
+    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
+
+    def __post_init__(self) -> None:
+        for name in ("plan", "hooks"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"Split.{name} must be a function, got {getattr(self, name)!r} ({type(getattr(self, name)).__name__})")
+        if not isinstance(self.whole, tuple) or not all(isinstance(name, str) for name in self.whole):
+            raise TypeError(f"Split.whole must be a tuple of names, got {self.whole!r}")
+        if self.tokens is not None and not callable(self.tokens):
+            raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
+        if self.trains is not True and not (isinstance(self.trains, str) and self.trains):
+            raise TypeError(f"Split.trains must be True, or a sentence that says why not, got {self.trains!r}")
+
+
+def split(dims: int = 3, dim: int = 1) -> ContextParallelInput:
+    """An argument with ``dims`` dimensions, split along ``dim``: by default tokens ``[B, S, C]``."""
+    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=False)
+
+
+def split_outputs(dims: int, dim: int, count: int = 2) -> dict[int, ContextParallelInput]:
+    """The first ``count`` outputs of a module, by default the cosines and sines of RoPE."""
+    return {index: ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True) for index in range(count)}
+
+
+def gathered() -> ContextParallelOutput:
+    """An output ``[B, S, C]``, made whole."""
+    return ContextParallelOutput(gather_dim=1, expected_dims=3)
+
+
+def stock_plan(model: nn.Module) -> Plan:
+    """The plan that the model's own class has."""
+    kind: Any = type(model)
+    plan: Plan = kind._cp_plan
+    return plan

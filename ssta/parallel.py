@@ -1,0 +1,331 @@
+"""Heads for tokens: Shards says how ranks share a sequence out, and exchanges a rank's tokens of all heads for all tokens of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .checks import require_choice
+from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
+from .kernels import Deferred
+from .memo import captured, remember_plain
+from .ranks import agree, check_ranks, resolve_group
+from .sequence import TokenLayout, VideoGrid
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
+    from .layout import TileLayout
+    from .rings import Rings
+
+__all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
+
+SPLITS = ("video", "all")
+Checked = TypeVar("Checked")
+# Of each group the sequences of which its ranks have found that they agree. Ranks fill it alike, for they agree together.
+_AGREED: WeakKeyDictionary[ProcessGroup, set] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective
+    carries a size and nothing waits for the device.
+
+    Attributes:
+        group: the ranks.
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: those of this rank, S_r.
+    """
+
+    group: ProcessGroup
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
+    length: int = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places, start, local = [], 0, 0
+        for run in self.runs:
+            held = run.held(self.ranks)
+            places.append(Place(run.length, run.shared, start, local, held))
+            start, local = start + run.length, local + held[self.rank]
+        lengths = tuple([sum(held) for held in zip(*[place.held for place in places])])
+        for name, value in (("places", tuple(places)), ("length", start), ("lengths", lengths), ("local_length", local)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
+        """How ``group`` shares ``layout`` out.
+
+        Args:
+            group: the ranks; None = the default group.
+            layout: the whole sequence.
+            split: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the whole sequence as one run. A run's
+                shares are ``torch.tensor_split``'s.
+
+        Raises:
+            TypeError, ValueError: the argument's name, what was required and what came.
+        """
+        runs, group = runs_of(layout, split), resolve_group(group)
+        return _shards(cls, group, runs, dist.get_world_size(group), dist.get_rank(group))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
+
+    def heads(self, total: int, key_heads: int | None = None) -> tuple[int, int]:
+        """(first, last): this rank has the heads from first up to last, of ``total``. ``key_heads``: of grouped-query attention, whose key
+        heads are dealt out, each with all its query heads.
+
+        Raises:
+            ValueError: ranks would be left without a head, or total is no multiple of key_heads.
+        """
+        counts = self.deal_heads(total, key_heads)
+        first = sum(counts[:self.rank])
+        return first, first + counts[self.rank]
+
+    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
+        """How many of ``total`` heads each rank has; see ``heads``."""
+        key_heads = total if key_heads is None else key_heads
+        if key_heads < self.ranks:
+            what = "heads" if key_heads == total else "key heads"
+            raise ValueError(f"group must have at most as many ranks as there are {what}, got {self.ranks} ranks and {key_heads} {what}")
+        if total % key_heads:
+            raise ValueError(f"query's heads must be a multiple of key's {key_heads}, got {total}")
+        return tuple([count * (total // key_heads) for count in deal(key_heads, self.ranks)])
+
+    def check(self, name: str, x: Any, length: int | None = None) -> None:
+        """That ``x`` is ``[B, H, S_r, D]``.
+
+        Raises:
+            TypeError, ValueError: in the name ``name``, with both numbers.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
+        length = self.local_length if length is None else length
+        if x.shape[2] != length:
+            raise ValueError(f"{name} must have {self._expected(length)}, got {x.shape[2]} in shape {tuple(x.shape)}")
+
+    def _expected(self, length: int) -> str:
+        if length != self.local_length or self.length == length:
+            return f"the sequence's {length} tokens"
+        shared = sum([run.length for run in self.runs if run.shared])
+        whole = self.length - shared
+        share = f"rank {self.rank} of {self.ranks}'s share of {self.local_length - whole} of {shared} tokens"
+        return f"{share} and the {whole} that are whole, together {length}" if whole else share
+
+    def agreed(self, check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]]) -> Checked:
+        """What ``check`` returns, which looks at this rank's arguments before anything is sent. The first time for a group and a sequence
+        every rank says what came of it, and how many tokens it believes that there are, which waits for all of them: a rank that raised
+        alone would leave the others waiting for good. Afterwards, in a graph and in its capture, each looks for itself.
+
+        Args:
+            facts: of what was checked, what must be the same on all ranks, by name.
+
+        Raises:
+            TypeError, ValueError: what check raises, at first on all ranks.
+        """
+        return agreed_between((self.group,), self.runs, check, facts)
+
+    def exchange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
+        """q, k and v to heads, and the way back."""
+        exchanged = Exchanged(self, q.shape[1], k.shape[1])
+        q, k, v = self.to_heads(q, k, v, key_heads=k.shape[1])
+        return q, k, v, exchanged
+
+    @overload
+    def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...
+
+    @overload
+    def to_heads(self, x: Tensor, /, *xs: Tensor, key_heads: int | None = ...) -> tuple[Tensor, ...]: ...
+
+    def to_heads(self, *xs: Tensor, key_heads: int | None = None) -> Tensor | tuple[Tensor, ...]:
+        """A rank's tokens of all heads, exchanged for all tokens of its heads: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``.
+
+        One exchange for each shared run, whatever the number of tensors; whole runs need none. What comes is a view of the buffer that was
+        received into, ``[S, B, H_r, D]`` in memory. Differentiable; a rank's gradient of a whole run is the part that its own heads make,
+        which adds up over the ranks.
+
+        Args:
+            xs: tensors alike in all but their heads; any strides.
+            key_heads: as in ``heads``, for those with more heads.
+
+        Returns:
+            One tensor for one, a tuple for several.
+
+        Raises:
+            TypeError, ValueError: the argument's name, what was required and what came, before anything is sent.
+        """
+        return self.start(*xs, key_heads=key_heads).wait()
+
+    def start(self, *xs: Tensor, key_heads: int | None = None) -> Sent:
+        """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
+        order."""
+        deals = self.agreed(lambda: self._deals(xs, key_heads), lambda deals: {**alike("x", xs[0]), "heads": deals})
+        traced_gradient = torch.compiler.is_compiling() and wants_gradient(*xs)
+        # A graph with gradients has the exchange inside one autograd function.
+        return Sent(self, xs, deals, None if traced_gradient else Arrival(self, xs, deals))
+
+    def to_tokens(self, x: Tensor, heads: int, *, key_heads: int | None = None) -> Tensor:
+        """Back: all tokens of a rank's heads, exchanged for its tokens of all heads: ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``.
+
+        One exchange, which gathers the heads of whole runs too. Differentiable: the gradients that ranks have of a whole run are summed.
+
+        Args:
+            x: any strides.
+            heads: H.
+            key_heads: as in ``heads``.
+
+        Returns:
+            ``[B, S_r, H, D]`` in memory.
+        """
+        self.check("x", x, self.length)
+        deals = (self.deal_heads(heads, key_heads),)
+        if x.shape[1] != deals[0][self.rank]:
+            raise ValueError(f"x must have rank {self.rank}'s {deals[0][self.rank]} of {heads} heads, got {x.shape[1]}")
+        if wants_gradient(x):
+            return ToTokens.apply(self, deals, x)
+        return send_tokens(self, (x,), deals, gather=True)[0]
+
+    def _deals(self, xs: tuple[Tensor, ...], key_heads: int | None) -> Deals:
+        """How many heads of each of xs each rank has, after the checks of ``start``."""
+        if not xs:
+            raise ValueError("to_heads must be given at least one tensor, got none")
+        for x in xs:
+            self.check("x", x)
+        like = xs[0]
+        for x in xs[1:]:
+            if x.shape[0] != like.shape[0] or x.shape[3] != like.shape[3] or x.dtype != like.dtype or x.device != like.device:
+                raise ValueError(f"tensors that are exchanged together must be alike in batch, head_dim, dtype and device, got "
+                                 f"{tuple(like.shape)} {like.dtype} {like.device} and {tuple(x.shape)} {x.dtype} {x.device}")
+        return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
+
+
+def agreed_between(
+    groups: tuple[ProcessGroup, ...], runs: tuple[Run, ...], check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]],
+) -> Checked:
+    """``Shards.agreed`` of one group, or of those of a mesh's dimensions, the last one first."""
+    known = groups[1:], runs
+    if torch.compiler.is_compiling() or known in _AGREED.get(groups[0], ()) or captured():
+        return check()
+    try:
+        result, error = check(), None
+    except (TypeError, ValueError) as found:
+        result, error = None, found
+    agree(groups, error, {} if result is None else {"sequence": runs, **facts(result)})
+    _AGREED.setdefault(groups[0], set()).add(known)
+    assert result is not None
+    return result
+
+
+def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
+    """What ``split`` shares out of ``layout``, after their checks."""
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    if require_choice("split", split, SPLITS) == "all":
+        return (Run(layout.length, True),)
+    return tuple([Run(segment.length, isinstance(segment, VideoGrid)) for segment in layout.segments])
+
+
+@remember_plain
+def _shards(kind: type[Shards], group: ProcessGroup, runs: tuple[Run, ...], ranks: int, rank: int) -> Shards:
+    return kind(group, runs, ranks, rank)
+
+
+class Sent:
+    """Tensors on their way from tokens to heads; made by ``Shards.start``.
+
+    Attributes:
+        shards: between which ranks.
+        deals: of each tensor how many heads each rank has.
+    """
+
+    def __init__(self, shards: Shards, xs: tuple[Tensor, ...], deals: Deals, arrival: Arrival | None) -> None:
+        self.shards, self.deals = shards, deals
+        self._xs: tuple[Tensor, ...] | None = xs
+        self._arrival = arrival
+
+    def wait(self) -> Any:
+        """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.
+
+        Raises:
+            RuntimeError: it was called before.
+        """
+        if self._xs is None:
+            raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
+        if wants_gradient(*self._xs):
+            outs = ToHeads.apply(self.shards, self.deals, self._arrival, *self._xs)
+        else:
+            outs = (self._arrival or Arrival(self.shards, self._xs, self.deals)).wait()
+        self._xs = self._arrival = None
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A layer whose heads are shared out over the ranks of ``shards``: how many heads there are, and the way back.
+
+    Args:
+        heads, key_heads: of query and of key, on all ranks together.
+        rings: of the ranks that have the same heads, where rows are shared out too; ``shards`` are those of this rank's rows.
+    """
+
+    shards: Shards
+    heads: int
+    key_heads: int
+    rings: Rings | None = None
+
+    @classmethod
+    def of(cls, shards: Shards, query: Sent, key: Sent, value: Sent) -> Exchanged:
+        """Of q, k and v that were sent one by one.
+
+        Raises:
+            ValueError: between other ranks, several tensors at once, or heads of query that are not with their key heads.
+        """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.shards != shards:
+                raise ValueError(f"{name} must have been sent by the layer's own shards, {shards}, got {x.shards}")
+            if len(x.deals) != 1:
+                raise ValueError(f"{name} must have been sent by itself, got {len(x.deals)} tensors")
+        heads, key_heads = sum(query.deals[0]), sum(key.deals[0])
+        if query.deals[0] != shards.deal_heads(heads, key_heads) or key.deals != value.deals:
+            raise ValueError(f"query, key and value must have been sent with key_heads {key_heads}, got heads {query.deals[0]}, "
+                             f"{key.deals[0]} and {value.deals[0]} on the ranks")
+        return cls(shards, heads, key_heads)
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """``[B, H_r, S, D]`` of the tokens that ``shards`` share out -> ``[B, H, S_r, D]``."""
+        return self.shards.to_tokens(out, self.heads, key_heads=self.key_heads)
+
+    def from_tiles(self, out: Tensor, tiles: TileLayout) -> Tensor:
+        """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``."""
+        if torch.compiler.is_compiling() or wants_gradient(out):
+            return self.to_tokens(tiles.untile(out))
+        return send_tiles(self.shards, out, self.shards.deal_heads(self.heads, self.key_heads), tiles)
+
+    def all_heads(self, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
+        """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
+        own = Shards(self.shards.group, (Run(q_means.shape[2], False),), self.shards.ranks, self.shards.rank)
+        deals = own.deal_heads(self.heads, self.key_heads), own.deal_heads(self.key_heads)
+        q, k = send_tokens(own, (q_means.detach(), k_means.detach()), deals, gather=True)
+        return q.contiguous(), k.contiguous()
+
+
+def alike(name: str, x: Tensor | Deferred) -> dict[str, object]:
+    """What all ranks' ``[B, H, S_r, D]`` have in common, for ``Shards.agreed``."""
+    batch, heads, _, dim = x.shape
+    return {f"{name}'s batch, heads and head_dim": (batch, heads, dim), f"{name}'s dtype": x.dtype, f"{name}'s device": x.device.type}

@@ -1,0 +1,101 @@
+"""The ranks that share a sequence: which group they form, and that all of them were given the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
+
+def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """``group`` as a process group that this process belongs to; None = the default group.
+
+    Raises:
+        TypeError: neither a ProcessGroup nor a DeviceMesh.
+        ValueError: torch.distributed is not initialised, a mesh of more than one dimension, or a group of other processes.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("group must come after torch.distributed.init_process_group, as torchrun's programs call it, got no initialised "
+                         "torch.distributed")
+    if group is None:
+        group = dist.group.WORLD
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
+        raise ValueError("group must hold this process, got a group of other processes")
+    if not isinstance(group, dist.ProcessGroup):
+        if not is_mesh(group):
+            raise TypeError(f"group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
+        if group.ndim != 1:
+            raise ValueError(f"group must be a DeviceMesh of one dimension, such as mesh['ulysses'], got {group.ndim} dimensions")
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError("group must hold this process, got a group of other processes")
+    return group
+
+
+def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
+    """Whether it is a DeviceMesh, which a torch without distributed does not have."""
+    return dist.is_available() and isinstance(group, dist.DeviceMesh)
+
+
+def check_ranks(group: ProcessGroup | DeviceMesh | None, **facts: object) -> None:
+    """That all ranks of ``group`` were given the same facts. A collective that waits for every rank: for the start of a generation or for
+    finding a mistake, not for every layer.
+
+    Args:
+        group: None = the default group.
+        facts: by the name that the error gives them, plain values: numbers, strings, tuples, a TokenLayout, an SSTAConfig. Functions count
+            by their names, tensors by shape and dtype.
+
+    Raises:
+        ValueError: on all ranks, what differs and how.
+    """
+    agree((resolve_group(group),), None, facts)
+
+
+def agree(groups: Sequence[ProcessGroup], error: TypeError | ValueError | None, facts: dict[str, object]) -> None:
+    """Raises on every rank what went wrong on one of them: its ``error``, or facts that are not the same.
+
+    Args:
+        groups: one, or those of a mesh's dimensions, the last dimension first.
+    """
+    mine = None if error is None else (isinstance(error, TypeError), str(error)), {name: told(value) for name, value in facts.items()}
+    everyone: list[Any] = [mine]
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = sum(gathered, [])
+    for rank, (failed, _) in enumerate(everyone):
+        if failed is not None:
+            kind = TypeError if failed[0] else ValueError
+            raise kind(f"on rank {rank}: {failed[1]}") from error
+    for name in dict.fromkeys([name for _, given in everyone for name in given]):
+        values = [given.get(name, "nothing") for _, given in everyone]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ValueError(f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}")
+
+
+def told(value: object) -> str:
+    """``value`` in words that are the same in every process."""
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)} of {value.dtype}"
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = [f"{field.name}={told(getattr(value, field.name))}" for field in fields(value) if field.repr]
+        return f"{type(value).__name__}({', '.join(inside)})"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(told, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{told(key)}: {told(of)}' for key, of in value.items())}}}"
+    if isinstance(value, partial):
+        return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
+    if isinstance(value, Callable):  # type: ignore[arg-type]
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value)

@@ -1,0 +1,434 @@
+"""What ranks do in the tests of several ranks: each case compares with one process, which every rank is beside its part in the exchange."""
+
+import time
+import traceback
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention, ssta_attention
+from ssta.attention import ssta_layer
+from ssta.kernels import Deferred, Projection
+from ssta.parallel import Shards, check_ranks
+from ssta.rings import Rings
+
+TILE = (2, 4, 4)
+TEXT = TokenLayout.video_text((5, 9, 7), 37)
+WAN = TokenLayout.video_text((5, 9, 7))
+SHORT = TokenLayout.video_text((1, 1, 3), 2)
+TWICE = TokenLayout((VideoGrid(3, 5, 7), VideoGrid(3, 5, 7)))
+MIXED = TokenLayout((DenseRun(11), VideoGrid(4, 6, 8), DenseRun(5), VideoGrid(1, 6, 8), DenseRun(3)))
+
+
+def config(**options):
+    return SSTAConfig(**{"tile_thw": TILE, "kernel_thw": (1, 3, 3), "topk": 3, **options})
+
+
+def inputs(layout, heads=4, key_heads=None, batch=1, dtype=torch.float32, dim=16, seed=0):
+    """The whole q, k and v as projections leave them; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, layout.length, number, dim, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+            for number in (heads, key_heads or heads, key_heads or heads)]
+
+
+def local(x, shards, dim=2):
+    """A rank's tokens of x, which has them all."""
+    parts = []
+    for place in shards.places:
+        first = place.start + (sum(place.held[:shards.rank]) if place.shared else 0)
+        parts.append(x.narrow(dim, first, place.held[shards.rank]))
+    return torch.cat(parts, dim)
+
+
+def mask(layout, batch):
+    """Of each run of text less and less valid, at least one token."""
+    lengths = [[max(1, run.length - 4 * element - 1) for run in layout.dense] for element in range(batch)]
+    return torch.stack([torch.cat([torch.arange(run.length) < valid for run, valid in zip(layout.dense, lengths[element])])
+                        for element in range(batch)])
+
+
+def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float32, masked=False, exact=True, **options):
+    """Attention over ranks is attention in one process: the same bits, or the rounding of float64."""
+    settings = config(**options)
+    qkv = inputs(layout, heads, key_heads, batch, dtype if exact else torch.float64)
+    text_mask = mask(layout, batch) if masked else None
+    shards = Shards.of(None, layout, split)
+    out, blocks = ssta_attention(*[local(x, shards) for x in qkv], layout, settings, text_mask=text_mask, group=dist.group.WORLD,
+                                 split=split, return_blocks=True)
+    expected, all_blocks = ssta_attention(*qkv, layout, settings, text_mask=text_mask, return_blocks=True)
+    first, last = shards.heads(heads, key_heads)
+    if all_blocks.counts.shape[1] > 1:
+        all_blocks = all_blocks.to_mask()[:, first:last]
+    else:
+        all_blocks = all_blocks.to_mask()
+    assert torch.equal(blocks.to_mask(), all_blocks), "not the same selection"
+    agrees(out, local(expected, shards), exact)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def agrees(out, expected, exact):
+    assert out.shape == expected.shape and out.dtype == expected.dtype
+    if exact:
+        assert torch.equal(out, expected), f"not the same bits: {float((out - expected).abs().max()):.1e}"
+    else:
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+
+
+def gradients(layout=TEXT, split="video", heads=4, key_heads=None, batch=2, masked=False, **options):
+    """Gradients of a loss over what all ranks hold add up over the ranks, of the whole runs too, whose part of the loss they divide."""
+    settings, shards = config(**options), Shards.of(None, layout, split)
+    qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
+    text_mask = mask(layout, batch) if masked else None
+    expected = ssta_attention(*qkv, layout, settings, text_mask=text_mask)
+    own = [local(x.detach(), shards).requires_grad_() for x in qkv]
+    out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD, split=split)
+    same_gradients(own, out, qkv, expected, shards)
+
+
+def same_gradients(own, out, qkv, expected, shards):
+    weight = inputs(TokenLayout((DenseRun(expected.shape[2]),)), expected.shape[1], batch=len(expected), dtype=torch.float64, seed=1)[0]
+    (expected * weight).sum().backward()
+    # Each rank's loss weighs the text by its own number, whose sum over the ranks is what one process has.
+    share = torch.cat([torch.ones(place.held[shards.rank], dtype=torch.float64) * (1 if place.shared else (shards.rank + 1) / sum(
+        range(shards.ranks + 1))) for place in shards.places])[:, None]
+    (out * local(weight, shards) * share).sum().backward()
+    for x, whole in zip(own, qkv):
+        parts = []
+        for place in shards.places:
+            part = x.grad.narrow(2, place.local, place.held[shards.rank]).clone()
+            if not place.shared:
+                dist.all_reduce(part)
+            parts.append(part)
+        torch.testing.assert_close(torch.cat(parts, 2), local(whole.grad, shards), rtol=0, atol=1e-13)
+
+
+def sent_ahead():
+    """What was sent one by one, in the order v, k, q, is what goes together."""
+    shards, settings = Shards.of(None, TEXT), config()
+    for key_heads in (4, 2 if dist.get_world_size() == 2 else 4):
+        q, k, v = [local(x, shards) for x in inputs(TEXT, 4, key_heads, 2)]
+        v_sent = shards.start(v)
+        k_sent = shards.start(k)
+        q_sent = shards.start(q, key_heads=key_heads)
+        out = ssta_layer(q_sent, k_sent, v_sent, TEXT, settings, shards=shards).out
+        assert torch.equal(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
+
+
+def by_hand():
+    """to_tokens is the inverse of to_heads, whatever lies where, and to_heads has a rank's heads of the whole sequence."""
+    ranks = dist.get_world_size()
+    for layout, split, batch, heads, key_heads in (
+            (WAN, "video", 1, 4, 4), (WAN, "video", 3, 4, 4), (TEXT, "video", 1, 4, 4), (TEXT, "all", 2, 7, 7), (MIXED, "video", 2, 10, 5),
+            (MIXED, "all", 1, 8, 4), (TWICE, "video", 2, 5, 5), (SHORT, "video", 2, 4, 4), (SHORT, "all", 1, 4, 4)):
+        shards = Shards.of(None, layout, split)
+        assert sum(shards.lengths) == sum([run.length * (1 if run.shared else ranks) for run in shards.runs])
+        q, k, v = inputs(layout, heads, key_heads, batch)
+        own = [local(x, shards) for x in (q, k, v)]
+        arrived = shards.to_heads(*own, key_heads=key_heads)
+        for x, whole in zip(arrived, (q, k, v)):
+            first, last = shards.heads(whole.shape[1], key_heads)
+            assert torch.equal(x, whole[:, first:last]) and x.stride(3) == 1
+            assert torch.equal(shards.to_tokens(x, whole.shape[1], key_heads=key_heads), local(whole, shards))
+        # Any memory order.
+        assert torch.equal(shards.to_heads(own[0].contiguous(), key_heads=key_heads), arrived[0])
+        assert torch.equal(shards.to_tokens(arrived[0].contiguous(), heads, key_heads=key_heads), own[0])
+
+
+def untouched():
+    """Nothing writes to what it was given."""
+    shards, qkv = Shards.of(None, TEXT), inputs(TEXT, batch=2)
+    own = [local(x, shards) for x in qkv]
+    before = [x.clone() for x in own]
+    ssta_attention(*own, TEXT, config(), group=dist.group.WORLD)
+    assert all(torch.equal(x, y) for x, y in zip(own, before))
+    whole = shards.to_heads(own[0])
+    copy = whole.clone()
+    shards.to_tokens(whole, 4)
+    assert torch.equal(whole, copy)
+
+
+def published_names():
+    """ssta_3d_attention takes a group too, and a DeviceMesh is one."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    shards, qkv = Shards.of(mesh, TEXT), inputs(TEXT)
+    assert shards == Shards.of(None, TEXT)
+    options = dict(topk=3, tile_thw=TILE, kernel_thw=(1, 3, 3), text_len=37)
+    out = ssta_3d_attention(*[local(x, shards) for x in qkv], (5, 9, 7), group=mesh, **options)
+    assert torch.equal(out, local(ssta_3d_attention(*qkv, (5, 9, 7), **options), shards))
+
+
+def in_a_mesh():
+    """Two rings of two ranks each: a group shares out its own sequence, whatever the others do."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    shards = Shards.of(mesh["ulysses"], TEXT)
+    assert shards.ranks == 2
+    qkv = inputs(TEXT, seed=mesh.get_local_rank("ring"))
+    out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
+    assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
+    refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
+
+
+def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch=2, masked=False, **options):
+    """Ranks with the same heads and rows of their own: the selection and the result of one process, and its gradients."""
+    shape = shape or (2, dist.get_world_size() // 2)
+    mesh, settings = dist.device_mesh.init_device_mesh("cpu", shape), config(**options)
+    shards = Rings.of(mesh, layout, split).outer
+    qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
+    text_mask = mask(layout, batch) if masked else None
+    expected = ssta_attention(*qkv, layout, settings, text_mask=text_mask)
+    own = [local(x.detach(), shards).requires_grad_() for x in qkv]
+    out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=mesh, split=split)
+    torch.testing.assert_close(out, local(expected, shards), rtol=0, atol=1e-13)
+    with torch.no_grad():
+        torch.testing.assert_close(ssta_attention(*own, layout, settings, text_mask=text_mask, group=mesh, split=split), out)
+    same_gradients(own, out, qkv, expected, shards)
+
+
+def rings_refuse():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    layout = TokenLayout.video_text((3, 5, 7), 29)
+    shards = Rings.of(mesh, layout).outer
+    own = [local(x, shards) for x in inputs(layout)]
+    last = dist.get_rank() == 1
+    refused(ValueError, "on rank 1: query must have rank 1 of", lambda: ssta_attention(
+        *[x[:, :, :-1] if last else x for x in own], layout, config(), group=mesh))
+    refused(ValueError, "config must be the same on all ranks", lambda: ssta_attention(*own, layout, config(topk=2 + last), group=mesh))
+    few = [x[:, :0] for x in own] if dist.get_world_size() == 2 else [x[:, :1] for x in own]
+    refused(ValueError, "query must have at least one head" if few[0].numel() == 0 else "got 2 ranks and 1 heads", lambda: ssta_attention(
+        *few, layout, config(), group=mesh))
+
+
+def traced():
+    """The layer traces into one graph without a break, forward and backward, and gives what it gives outside."""
+    torch._dynamo.reset()
+    shards = Shards.of(None, TEXT)
+
+    def layer(q, k, v):
+        return ssta_attention(q, k, v, TEXT, config(), group=dist.group.WORLD)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    own = [local(x, shards) for x in inputs(TEXT)]
+    assert torch.equal(compiled(*own), layer(*own))
+    results = []
+    for call in (layer, compiled):
+        leaves = [x.clone().requires_grad_() for x in own]
+        out = call(*leaves)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def refused(kind, text, call):
+    """``call`` raises, and no token has been sent by then."""
+    exchange, sent = dist.all_to_all_single, []
+
+    def noticed(*args, **options):
+        sent.append(args)
+        return exchange(*args, **options)
+
+    dist.all_to_all_single = noticed
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), f"wanted {text!r}, got {error!r}"
+        assert not sent, "tokens were sent before the error"
+    else:
+        raise AssertionError(f"nothing was raised instead of {kind.__name__} with {text!r}")
+    finally:
+        dist.all_to_all_single = exchange
+
+
+def errors():
+    """What is wrong on every rank is refused on every rank."""
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    shards, settings = Shards.of(None, TEXT), config()
+    q, k, v = (local(x, shards) for x in inputs(TEXT))
+
+    def attend(*tensors, layout=TEXT, settings=settings, group=world, **options):
+        return lambda: ssta_attention(*tensors, layout, settings, group=group, **options)
+
+    few = [x[:, :ranks - 1] for x in (q, k, v)]
+    refused(ValueError, f"group must have at most as many ranks as there are heads, got {ranks} ranks and {ranks - 1} heads", attend(*few))
+    refused(ValueError, f"as many ranks as there are key heads, got {ranks} ranks and 1 key heads", attend(q, k[:, :1], v[:, :1]))
+    refused(ValueError, "got 352 in shape", attend(*inputs(TEXT)))
+    refused(ValueError, f"of 315 tokens and the 37 that are whole, together {shards.local_length}, got 5", attend(q[:, :, :5], k, v))
+    refused(ValueError, f"share of {Shards.of(None, TEXT, 'all').local_length} of 352 tokens, got", attend(q[:, :, :5], k, v, split="all"))
+    refused(TypeError, "key must have query's dtype", attend(q, k.double(), v))
+    refused(TypeError, "group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got int", attend(q, k, v, group=2))
+    refused(ValueError, "split must be one of 'video', 'all', got 'text'", attend(q, k, v, split="text"))
+    refused(ValueError, "split must be 'video' without a group", attend(q, k, v, split="all", group=None))
+    refused(ValueError, "text_mask must be", attend(q, k, v, text_mask=torch.ones(1, 36, dtype=torch.bool)))
+    own = dict(mask_share_within_head=True)
+    refused(ValueError, "sampling_type must not be", attend(q, k, v, settings=config(sampling_type=lambda a, b: a @ b.mT, **own)))
+    refused(ValueError, "budget must not be", attend(q, k, v, settings=config(budget=lambda scores: scores > 0, **own)))
+    refused(TypeError, "must be tensors with a group, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
+    elsewhere = [dist.new_group([rank]) for rank in range(ranks)]
+    refused(ValueError, "group must hold this process", attend(q, k, v, group=elsewhere[dist.get_rank() - 1]))
+    refused(ValueError, "must be alike in batch", lambda: shards.start(q, k.double()))
+    refused(ValueError, "must be given at least one tensor", lambda: shards.start())
+    refused(ValueError, "heads, got 3", lambda: shards.to_tokens(torch.zeros(1, 3, TEXT.length, 8), 4))
+    refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
+    sent = [shards.start(x) for x in (q, k, v)]
+    refused(TypeError, "must all three be sent, or none", lambda: ssta_layer(sent[0], sent[1], v, TEXT, settings, shards=shards))
+    other = Shards.of(None, TEXT, "all")
+    refused(ValueError, "query must have been sent by the layer's own shards", lambda: ssta_layer(*sent, TEXT, settings, shards=other))
+    ssta_layer(*sent, TEXT, settings, shards=shards)
+    refused(RuntimeError, "can be waited for once", sent[0].wait)
+
+
+def errors_of_one():
+    """What is wrong on one rank is refused on all of them, and the next call, without the mistake, finds them together."""
+    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    last, plain = rank == ranks - 1, config()
+    # A sequence that nobody has asked for yet: its first use is when ranks compare.
+    layout = TokenLayout.video_text((3, 5, 7), 11 + ranks)
+    shards = Shards.of(None, layout)
+    own = [local(x, shards) for x in inputs(layout)]
+
+    def attend(*tensors, layout=layout, settings=plain, **options):
+        return lambda: ssta_attention(*tensors, layout, settings, group=world, **options)
+
+    cut = [x[:, :, :-1] for x in own] if last else own
+    refused(ValueError, f"on rank {ranks - 1}: query must have rank {ranks - 1} of {ranks}'s share of", attend(*cut))
+    refused(TypeError, f"on rank {ranks - 1}: query must be a tensor, got NoneType", attend(None if last else own[0], *own[1:]))
+    refused(TypeError, f"on rank {ranks - 1}: key must have query's dtype", attend(own[0], own[1].double() if last else own[1], own[2]))
+    doubled = [torch.cat([x, x]) for x in own] if last else own
+    refused(ValueError, "query's batch, heads and head_dim must be the same on all ranks, got (1, 4, 16) on rank 0", attend(*doubled))
+    refused(ValueError, "config must be the same on all ranks, got SSTAConfig(", attend(*own, settings=config(topk=2 + last)))
+    refused(ValueError, "text_mask must be the same", attend(*own, text_mask=mask(layout, 1) if last else None))
+    another = TokenLayout.video_text((3, 5, 7), 11 + ranks + last)
+    theirs = [local(x, Shards.of(None, another)) for x in inputs(another)]
+    refused(ValueError, "sequence must be the same on all ranks, got ", attend(*theirs, layout=another))
+    refused(ValueError, f"on rank {ranks - 1}: x must have", lambda: shards.start(cut[0]))
+    assert torch.equal(attend(*own)(), local(ssta_attention(*inputs(layout), layout, config()), shards))
+    # They have compared: now each looks for itself, and no collective is needed.
+    refused(ValueError, f"query must have rank {rank} of {ranks}'s share", attend(*[x[:, :, :-1] for x in own]))
+
+
+def facts():
+    """check_ranks names what differs, on all ranks, and nothing where nothing does."""
+    def scorer(q, k):
+        return q @ k.mT
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    plain = dict(canvas=(5, 9, 7), step=3, config=config(sampling_type=scorer), layout=MIXED, noise=torch.zeros(2, 3), options={"a": 1.5})
+    check_ranks(world, **plain)
+    check_ranks(None)
+    for name, value, said in (
+            ("canvas", (5, 9, 8), "got (5, 9, 7) on rank 0 and (5, 9, 8) on rank 1"), ("step", 4, "got 3 on rank 0 and 4 on rank 1"),
+            ("config", config(topk=4), "topk=4"), ("layout", WAN, "TokenLayout("), ("noise", torch.zeros(2, 4), "tensor (2, 4) of"),
+            ("seed", 0, "got nothing on rank 0 and 0 on rank 1")):
+        changed = {**plain, name: value} if rank == 1 else plain
+        for text in (f"{name} must be the same on all ranks", said):
+            refused(ValueError, text, partial(check_ranks, world, **changed))
+
+
+# Where ranks have heads of a number that one process has them in, nothing rounds otherwise. Elsewhere matrix products of another shape do.
+EXACT = {
+    "video": partial(same, WAN),
+    "text": partial(same, masked=True, batch=2),
+    "text before, between and after": partial(same, MIXED, masked=True, batch=2),
+    "sequence as one run": partial(same, MIXED, "all", masked=True, batch=2),
+    "two grids": partial(same, TWICE),
+    "zeros": partial(same, pad_type="zero", masked=True, batch=2),
+    "repetitions": partial(same, MIXED, pad_type="repeat", masked=True),
+    "importance": partial(same, sampling_type="importance", pad_type="zero"),
+    "a scorer of one's own": partial(same, sampling_type=lambda q, k: -torch.cdist(q, k)),
+    "a budget of one's own": partial(same, topk=None, budget=lambda scores: scores > scores.mean(-1, keepdim=True)),
+    "window": partial(same, sparse_type="sta", masked=True),
+    "budget alone": partial(same, sparse_type="moba"),
+    "threshold": partial(same, topk=12, threshold=0.5, kernel_thw=(1, 1, 1), batch=2),
+    "shared patterns": partial(same, mask_share_within_head=True, batch=2, masked=True),
+    "shared patterns of cells": partial(same, MIXED, mask_share_within_head=True, adaptive_pool=(1, 2, 2)),
+    "density by row": partial(same, topk=None, density=0.4),
+    "density by head": partial(same, topk=None, density=0.4, allocation="head", batch=2),
+    "estimates": partial(same, topk=None, density=0.3, compensation="linear", masked=True, exact=False),
+    "estimates by halves": partial(same, topk=None, density=0.3, compensation="mean", compensation_parts=2, exact=False),
+    "more ranks than frames' tokens": partial(same, SHORT),
+    "bfloat16": partial(same, dtype=torch.bfloat16),
+}
+ROUNDED = {
+    "5 heads": partial(same, heads=5, exact=False, batch=2, masked=True),
+    "6 heads": partial(same, WAN, heads=6, exact=False),
+    "7 heads of one pattern": partial(same, heads=7, exact=False, mask_share_within_head=True),
+    "5 key heads": partial(same, heads=10, key_heads=5, exact=False),
+    "5 key heads of one pattern": partial(same, heads=10, key_heads=5, exact=False, mask_share_within_head=True),
+}
+GRADIENTS = {
+    "gradients": partial(gradients, masked=True),
+    "gradients of 5 heads": partial(gradients, MIXED, heads=5, batch=1),
+    "gradients of 5 key heads": partial(gradients, heads=10, key_heads=5, batch=1),
+    "gradients of one run": partial(gradients, TEXT, "all", batch=1),
+    "gradients of estimates": partial(gradients, TWICE, topk=None, density=0.3, compensation="linear", batch=1),
+}
+# A row of a tile that a share cuts is computed beside fewer others.
+RINGS = {
+    "rings": partial(rings, masked=True),
+    "rings, sequence as one run": partial(rings, MIXED, "all", heads=5, batch=1),
+    "rings, two grids, key heads": partial(rings, TWICE, heads=6, key_heads=3),
+    "rings, zeros": partial(rings, pad_type="zero", sampling_type="importance", masked=True),
+    "rings, one pattern": partial(rings, MIXED, pad_type="repeat", mask_share_within_head=True, masked=True),
+    "rings, estimates": partial(rings, topk=None, density=0.3, allocation="head", compensation="linear", batch=1),
+    "rings, a text that is shorter than a tile": partial(rings, TokenLayout.video_text((5, 9, 7), 21), masked=True),
+    "rings of one head": partial(rings, SHORT, heads=2),
+    "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
+}
+CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
+         "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
+         "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
+# Tracing takes seconds a rank; a mesh of rings needs four.
+ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
+
+
+def on_gpus(rank, ranks):
+    """On GPUs: forward, backward and rings are one GPU's to the dtype's rounding, no call but the first waits for the device, and what was
+    sent ahead arrives."""
+    layout, settings = TokenLayout.video_text((7, 18, 20), 77), config(tile_thw=(4, 4, 8), topk=6)
+    shards, text_mask = Shards.of(None, layout), mask(layout, 2).cuda()
+    qkv = [x.cuda().requires_grad_() for x in inputs(layout, 2 * ranks, batch=2, dtype=torch.bfloat16, dim=64)]
+    weight = inputs(layout, 2 * ranks, batch=2, dtype=torch.bfloat16, dim=64, seed=1)[0].cuda()
+    own = [local(x.detach(), shards).requires_grad_() for x in qkv]
+
+    def attend(group=None):
+        given, loss = (qkv, weight) if group is None else (own, local(weight, shards))
+        out = ssta_attention(*given, layout, settings, text_mask=text_mask, group=group)
+        return out.detach(), *torch.autograd.grad((out[:, :, :-77] * loss[:, :, :-77]).sum(), given)
+
+    expected = [local(x, shards) for x in attend()]
+    attend(dist.group.WORLD)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = attend(dist.group.WORLD)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Of the text's gradients each rank has its part.
+    for x in found[1:]:
+        text = x[:, :, -77:].contiguous()
+        dist.all_reduce(text)
+        x[:, :, -77:] = text
+    with torch.no_grad():
+        sent = [shards.start(x) for x in own]
+        ahead = ssta_layer(*sent, layout, settings, text_mask=text_mask, shards=shards).out
+        ring = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.device_mesh.init_device_mesh("cuda", (ranks, 1)))
+    pairs = zip((*found, ahead, ring), (*expected, expected[0], expected[0]))
+    errors = [float((x - y).double().norm() / y.double().norm()) for x, y in pairs]
+    assert max(errors) < 5e-3, errors
+
+
+def run(rank, ranks, names):
+    """Of each case what went wrong, None where nothing did, and the seconds it took."""
+    found = {}
+    for name in names:
+        start = time.monotonic()
+        try:
+            CASES[name]()
+            error = None
+        except Exception:
+            error = traceback.format_exc()
+        found[name] = error, time.monotonic() - start
+        # The others are in the middle of something.
+        if error:
+            break
+    return found

@@ -1,0 +1,33 @@
+"""What the processes of test_parallel.py run: every case is a function of (rank, ranks) that asserts, all of them in one spawn."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rank_families import beyond_the_heads, four, gradients, parallel_first_and_odd, sharded, sparse_dense_and_removed, uneven_heads
+from rank_harness import run_all
+from rank_mistakes import caches_that_look, mistakes, more_ranks_than_heads, ranks_that_differ, refused_programs, shared_patterns
+from rank_settings import cached, compiled, example, masks, pipelines, reported, settings
+from tiny_models import TINY
+
+__all__ = ["CASES", "run_all"]
+
+TRAINED = [name for name in TINY if not name.startswith("ltx2")]
+TWO = {
+    **{f"{name}: sparse, dense, removed": partial(sparse_dense_and_removed, name) for name in TINY},
+    **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in TINY},
+    **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
+    **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
+    **{case.__name__: case for case in (settings, masks, pipelines, cached, compiled, reported, example, mistakes, refused_programs,
+                                        caches_that_look, shared_patterns, ranks_that_differ)},
+}
+FOUR = {
+    **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)
+       for name, ring in (("wan", 2), ("hunyuan_video_i2v", 1), ("motif_video", 2), ("ltx", 4), ("ltx2", 2), ("cogvideox", 1), ("mochi", 2),
+                          ("kandinsky5", 1), ("minimax_h3", 2), ("skyreels_v2", 4))},
+    **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
+       for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
+    "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
+    "uneven heads": uneven_heads, "more ranks than heads": more_ranks_than_heads,
+}
+CASES = {2: TWO, 4: FOUR}

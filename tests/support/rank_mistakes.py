@@ -1,0 +1,112 @@
+"""Mistakes on several ranks: every rank raises the same, nobody waits for another. Cases of rank_cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import diffusers
+import torch
+from rank_harness import ODD, SPARSE, forward, parallel, refused, tiny
+from tiny_pipelines import PIPELINES
+
+from ssta.pipelines import Schedule, apply_ssta
+
+
+def mistakes(rank, ranks):
+    with torch.no_grad():
+        model, call = tiny("wan", ODD)
+        with apply_ssta(model, SPARSE, schedule=Schedule()):
+            model.enable_parallelism(config=parallel(ranks))
+            refused(ValueError, "hidden_states must have tokens that 2 ranks divide, got 315 with a canvas of 5 x 7 x 9.*ulysses_anything",
+                    lambda: forward(model, call))
+            attn, tokens = model.blocks[0].attn1, tiny("wan")[1]
+            forward(model, tokens)
+            refused(ValueError, f"hidden_states must have rank {rank} of 2's 96 of the canvas' 4 x 6 x 8 tokens, got 192 video tokens",
+                    lambda: attn(torch.zeros(1, 192, 32, dtype=torch.float64)))
+        model, call = tiny("minimax_h3")
+        with apply_ssta(model, SPARSE, schedule=Schedule()):
+            model.enable_parallelism(config=parallel(ranks))
+            forward(model, call)
+            refused(ValueError, f"hidden_states must have rank {rank} of 2's 104 of 208 tokens, got 208",
+                    lambda: model.transformer_blocks[0].attn(torch.zeros(1, 208, 24, dtype=torch.float64)))
+        # More ranks than tokens, and a schedule that ranks could follow differently.
+        model, call = tiny("wan", (1, 1, 1))
+        with apply_ssta(model, SPARSE, schedule=Schedule()):
+            model.enable_parallelism(config=parallel(ranks, anything=True))
+            refused(ValueError, "at least a token for each of 2 ranks, got 1", lambda: forward(model, call))
+    for name in ("ltx", "ltx2"):
+        model, call = tiny(name)
+        model.enable_parallelism(config=parallel(ranks))
+        refused(ValueError, "model must be split over ranks by SSTA's plan, got LTX.*with another, of '', 'rope', 'proj_out'; pass cp_pl",
+                partial(apply_ssta, model))
+        model, call = tiny(name)
+        plan = type(model)._cp_plan
+        with apply_ssta(model, SPARSE, schedule=Schedule()):
+            model.enable_parallelism(config=parallel(ranks), cp_plan=plan)
+            refused(ValueError, "by SSTA's plan", lambda model=model, call=call: forward(model, call))
+    model, call = tiny("ltx2")
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        model.enable_parallelism(config=parallel(ranks))
+        refused(ValueError, "gradients of LTX2VideoTransformer3DModel must not be recorded on 2 ranks, because its audio",
+                lambda: forward(model, call))
+
+
+def refused_programs(rank, ranks):
+    from ssta.pipelines.calibrate import calibrate
+    from ssta.pipelines.compare import compare
+    from ssta.pipelines.configurations import dense
+
+    pipe = PIPELINES["wan"].build()
+    configuration = dense(pipe)
+    pipe.transformer.enable_parallelism(config=parallel(ranks))
+    refused(ValueError, "on 1 rank.*WanTransformer3DModel on 2", lambda: calibrate(pipe, ["a"], target=0.1))
+    refused(ValueError, "on 1 rank.*WanTransformer3DModel on 2", lambda: compare(pipe, [configuration], {"num_inference_steps": 2}))
+
+
+def caches_that_look(rank, ranks):
+    model, call = tiny("wan")
+    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=parallel(ranks))
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+        refused(ValueError, "FirstBlockCacheConfig", lambda: forward(model, call))
+
+
+def shared_patterns(rank, ranks):
+    """A scorer of the user's own sees a rank's heads, and the pattern is for all."""
+    model, call = tiny("wan")
+    processor = model.blocks[0].attn1.processor
+    shared = replace(SPARSE, mask_share_within_head=True, sampling_type=similarity)
+    with apply_ssta(model, shared, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=parallel(ranks))
+        refused(ValueError, "on several ranks with mask_share_within_head", lambda: forward(model, call))
+    refused(ValueError, "on several ranks with mask_share_within_head", lambda: apply_ssta(model, shared, schedule=Schedule()))
+    assert model.blocks[0].attn1.processor is processor and processor._parallel_config is model._parallel_config
+
+
+def similarity(q, k):
+    return q @ k.mT
+
+
+def ranks_that_differ(rank, ranks):
+    """Without the check other noise on another rank gives a video of both; with it an error on both."""
+    pipe = PIPELINES["wan"].build()
+    call = PIPELINES["wan"].call
+    for setting, message in (({}, "hidden_states must be the same on all ranks, got .* on rank 0 and .* on rank 1"),
+                             ({"topk": 2 + rank}, "config must be the same on all ranks")):
+        handle = apply_ssta(pipe, replace(SPARSE, **setting), schedule=Schedule(), check_ranks=True)
+        if pipe.transformer._parallel_config is None:
+            pipe.transformer.enable_parallelism(config=parallel(ranks))
+        seed = 0 if setting else rank
+        generator = torch.Generator().manual_seed(seed)
+        refused(ValueError, message, partial(pipe, **call, num_inference_steps=2, generator=generator, output_type="latent"))
+        handle.remove()
+
+
+def more_ranks_than_heads(rank, ranks):
+    for name, ring in (("wan", 1), ("hunyuan_video_15", 1), ("ltx2", 1), ("ltx2", 2), ("minimax_h3", 1)):
+        model, call = tiny(name)
+        message = "must have heads that 4 ranks divide, .*, got 2 heads" if name == "ltx2" else "4 ranks and 2 heads"
+        with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+            model.enable_parallelism(config=parallel(ranks, ring))
+            refused(ValueError, message, lambda model=model, call=call: forward(model, call))
