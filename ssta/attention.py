@@ -281,8 +281,8 @@ def _exchanged(
         exchanged = Exchanged.of(shards, query, key, value)
         return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged
     checked = shards.agreed(lambda: _checked(query, key, value, *options, local=True),
-                            lambda own: {"config": config, "impl": impl, "text_mask": text_mask is not None, "query": alike(own.query),
-                                         "key": alike(own.key)})
+                            lambda own: {**alike("query", own.query), **alike("key", own.key), "config": config, "impl": impl,
+                                         "text_mask": text_mask is not None})
     # Deferred ones were refused.
     q, k, v = (x for x in (checked.query, checked.key, checked.value) if isinstance(x, Tensor))
     exchanged = Exchanged(shards, q.shape[1], k.shape[1])

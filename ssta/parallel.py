@@ -145,7 +145,7 @@ class Shards:
             result, error = check(), None
         except (TypeError, ValueError) as found:
             result, error = None, found
-        agree(self.group, error, {} if result is None else {"layout": self.runs, **facts(result)})
+        agree(self.group, error, {} if result is None else {"sequence": self.runs, **facts(result)})
         _AGREED.setdefault(self.group, set()).add(self.runs)
         assert result is not None
         return result
@@ -178,7 +178,7 @@ class Shards:
     def start(self, *xs: Tensor, key_heads: int | None = None) -> Sent:
         """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
         order."""
-        deals = self.agreed(lambda: self._deals(xs, key_heads), lambda deals: {"x": tuple([alike(x) for x in xs]), "heads": deals})
+        deals = self.agreed(lambda: self._deals(xs, key_heads), lambda deals: {**alike("x", xs[0]), "heads": deals})
         traced_gradient = torch.compiler.is_compiling() and wants_gradient(*xs)
         # A graph with gradients has the exchange inside one autograd function.
         return Sent(self, xs, deals, None if traced_gradient else Arrival(self, xs, deals))
@@ -298,6 +298,7 @@ class Exchanged:
         return q.contiguous(), k.contiguous()
 
 
-def alike(x: Tensor | Deferred) -> str:
-    """What all ranks' tensors must have in common."""
-    return f"{tuple(x.shape[:2])} batch and heads, head_dim {x.shape[3]}, {x.dtype} on {x.device.type}"
+def alike(name: str, x: Tensor | Deferred) -> dict[str, object]:
+    """What all ranks' ``[B, H, S_r, D]`` have in common, for ``Shards.agreed``."""
+    batch, heads, _, dim = x.shape
+    return {f"{name}'s batch, heads and head_dim": (batch, heads, dim), f"{name}'s dtype": x.dtype, f"{name}'s device": x.device.type}

@@ -65,7 +65,7 @@ def agree(group: ProcessGroup, error: TypeError | ValueError | None, facts: dict
         if failed is not None:
             kind = TypeError if failed[0] else ValueError
             raise kind(f"on rank {rank}: {failed[1]}") from error
-    for name in sorted({name for _, given in everyone for name in given}):
+    for name in dict.fromkeys([name for _, given in everyone for name in given]):
         values = [given.get(name, "nothing") for _, given in everyone]
         for rank, value in enumerate(values):
             if value != values[0]:

@@ -5,6 +5,7 @@ import os
 import hypothesis
 import pytest
 import torch
+from uninitialised import poisoned
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -50,22 +51,5 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan(monkeypatch):
     """Every floating tensor that is made without a value starts as NaN, so that what a kernel forgets to write is seen."""
-
-    def poisoned(make):
-        def make_poisoned(*args, **kwargs):
-            out = make(*args, **kwargs)
-            if out.is_floating_point() or out.is_complex():
-                with torch.no_grad():
-                    out.fill_(float("nan"))
-            return out
-
-        return make_poisoned
-
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-    # Through torch.empty, because torch.compile cannot trace the original method once it is wrapped.
-    def new_empty(self, *size, dtype=None, device=None, **options):
-        return torch.empty(*size, dtype=dtype or self.dtype, device=device or self.device, **options)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    for owner, name, replacement in poisoned():
+        monkeypatch.setattr(owner, name, replacement)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention, ssta_attention
 from ssta.attention import ssta_layer
+from ssta.kernels import Deferred, Projection
 from ssta.parallel import Shards, check_ranks
 
 TILE = (2, 4, 4)
@@ -109,9 +110,228 @@ def sent_ahead():
         assert torch.equal(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
 
 
-CASES = {
+def by_hand():
+    """to_tokens is the inverse of to_heads, whatever lies where, and to_heads has a rank's heads of the whole sequence."""
+    ranks = dist.get_world_size()
+    for layout, split, batch, heads, key_heads in (
+            (WAN, "video", 1, 4, 4), (WAN, "video", 3, 4, 4), (TEXT, "video", 1, 4, 4), (TEXT, "all", 2, 7, 7), (MIXED, "video", 2, 10, 5),
+            (MIXED, "all", 1, 8, 4), (TWICE, "video", 2, 5, 5), (SHORT, "video", 2, 4, 4), (SHORT, "all", 1, 4, 4)):
+        shards = Shards.of(None, layout, split)
+        assert sum(shards.lengths) == sum([run.length * (1 if run.shared else ranks) for run in shards.runs])
+        q, k, v = inputs(layout, heads, key_heads, batch)
+        own = [local(x, shards) for x in (q, k, v)]
+        arrived = shards.to_heads(*own, key_heads=key_heads)
+        for x, whole in zip(arrived, (q, k, v)):
+            first, last = shards.heads(whole.shape[1], key_heads)
+            assert torch.equal(x, whole[:, first:last]) and x.stride(3) == 1
+            assert torch.equal(shards.to_tokens(x, whole.shape[1], key_heads=key_heads), local(whole, shards))
+        # Any memory order.
+        assert torch.equal(shards.to_heads(own[0].contiguous(), key_heads=key_heads), arrived[0])
+        assert torch.equal(shards.to_tokens(arrived[0].contiguous(), heads, key_heads=key_heads), own[0])
+
+
+def untouched():
+    """Nothing writes to what it was given."""
+    shards, qkv = Shards.of(None, TEXT), inputs(TEXT, batch=2)
+    own = [local(x, shards) for x in qkv]
+    before = [x.clone() for x in own]
+    ssta_attention(*own, TEXT, config(), group=dist.group.WORLD)
+    assert all(torch.equal(x, y) for x, y in zip(own, before))
+    whole = shards.to_heads(own[0])
+    copy = whole.clone()
+    shards.to_tokens(whole, 4)
+    assert torch.equal(whole, copy)
+
+
+def published_names():
+    """ssta_3d_attention takes a group too, and a DeviceMesh is one."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    shards, qkv = Shards.of(mesh, TEXT), inputs(TEXT)
+    assert shards == Shards.of(None, TEXT)
+    options = dict(topk=3, tile_thw=TILE, kernel_thw=(1, 3, 3), text_len=37)
+    out = ssta_3d_attention(*[local(x, shards) for x in qkv], (5, 9, 7), group=mesh, **options)
+    assert torch.equal(out, local(ssta_3d_attention(*qkv, (5, 9, 7), **options), shards))
+
+
+def in_a_mesh():
+    """Two rings of two ranks each: a group shares out its own sequence, whatever the others do."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    shards = Shards.of(mesh["ulysses"], TEXT)
+    assert shards.ranks == 2
+    qkv = inputs(TEXT, seed=mesh.get_local_rank("ring"))
+    out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
+    assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
+    refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
+
+
+def traced():
+    """The layer traces into one graph without a break, forward and backward, and gives what it gives outside."""
+    torch._dynamo.reset()
+    shards = Shards.of(None, TEXT)
+
+    def layer(q, k, v):
+        return ssta_attention(q, k, v, TEXT, config(), group=dist.group.WORLD)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    own = [local(x, shards) for x in inputs(TEXT)]
+    assert torch.equal(compiled(*own), layer(*own))
+    results = []
+    for call in (layer, compiled):
+        leaves = [x.clone().requires_grad_() for x in own]
+        out = call(*leaves)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def refused(kind, text, call):
+    """``call`` raises, and no token has been sent by then."""
+    exchange, sent = dist.all_to_all_single, []
+
+    def noticed(*args, **options):
+        sent.append(args)
+        return exchange(*args, **options)
+
+    dist.all_to_all_single = noticed
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), f"wanted {text!r}, got {error!r}"
+        assert not sent, "tokens were sent before the error"
+    else:
+        raise AssertionError(f"nothing was raised instead of {kind.__name__} with {text!r}")
+    finally:
+        dist.all_to_all_single = exchange
+
+
+def errors():
+    """What is wrong on every rank is refused on every rank."""
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    shards, settings = Shards.of(None, TEXT), config()
+    q, k, v = (local(x, shards) for x in inputs(TEXT))
+
+    def attend(*tensors, layout=TEXT, settings=settings, group=world, **options):
+        return lambda: ssta_attention(*tensors, layout, settings, group=group, **options)
+
+    few = [x[:, :ranks - 1] for x in (q, k, v)]
+    refused(ValueError, f"group must have at most as many ranks as there are heads, got {ranks} ranks and {ranks - 1} heads", attend(*few))
+    refused(ValueError, f"as many ranks as there are key heads, got {ranks} ranks and 1 key heads", attend(q, k[:, :1], v[:, :1]))
+    refused(ValueError, "got 352 in shape", attend(*inputs(TEXT)))
+    refused(ValueError, f"of 315 tokens and the 37 that are whole, together {shards.local_length}, got 5", attend(q[:, :, :5], k, v))
+    refused(ValueError, f"share of {Shards.of(None, TEXT, 'all').local_length} of 352 tokens, got", attend(q[:, :, :5], k, v, split="all"))
+    refused(TypeError, "key must have query's dtype", attend(q, k.double(), v))
+    refused(TypeError, "group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got int", attend(q, k, v, group=2))
+    refused(ValueError, "split must be one of 'video', 'all', got 'text'", attend(q, k, v, split="text"))
+    refused(ValueError, "split must be 'video' without a group", attend(q, k, v, split="all", group=None))
+    refused(ValueError, "text_mask must be", attend(q, k, v, text_mask=torch.ones(1, 36, dtype=torch.bool)))
+    own = dict(mask_share_within_head=True)
+    refused(ValueError, "sampling_type must not be", attend(q, k, v, settings=config(sampling_type=lambda a, b: a @ b.mT, **own)))
+    refused(ValueError, "budget must not be", attend(q, k, v, settings=config(budget=lambda scores: scores > 0, **own)))
+    refused(TypeError, "must be tensors with a group, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
+    elsewhere = [dist.new_group([rank]) for rank in range(ranks)]
+    refused(ValueError, "group must hold this process", attend(q, k, v, group=elsewhere[dist.get_rank() - 1]))
+    refused(ValueError, "must be alike in batch", lambda: shards.start(q, k.double()))
+    refused(ValueError, "must be given at least one tensor", lambda: shards.start())
+    refused(ValueError, "heads, got 3", lambda: shards.to_tokens(torch.zeros(1, 3, TEXT.length, 8), 4))
+    refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
+    sent = [shards.start(x) for x in (q, k, v)]
+    refused(TypeError, "must all three be sent, or none", lambda: ssta_layer(sent[0], sent[1], v, TEXT, settings, shards=shards))
+    other = Shards.of(None, TEXT, "all")
+    refused(ValueError, "query must have been sent by the layer's own shards", lambda: ssta_layer(*sent, TEXT, settings, shards=other))
+    ssta_layer(*sent, TEXT, settings, shards=shards)
+    refused(RuntimeError, "can be waited for once", sent[0].wait)
+
+
+def errors_of_one():
+    """What is wrong on one rank is refused on all of them, and the next call, without the mistake, finds them together."""
+    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    last, plain = rank == ranks - 1, config()
+    # A sequence that nobody has asked for yet: its first use is when ranks compare.
+    layout = TokenLayout.video_text((3, 5, 7), 11 + ranks)
+    shards = Shards.of(None, layout)
+    own = [local(x, shards) for x in inputs(layout)]
+
+    def attend(*tensors, layout=layout, settings=plain, **options):
+        return lambda: ssta_attention(*tensors, layout, settings, group=world, **options)
+
+    cut = [x[:, :, :-1] for x in own] if last else own
+    refused(ValueError, f"on rank {ranks - 1}: query must have rank {ranks - 1} of {ranks}'s share of", attend(*cut))
+    refused(TypeError, f"on rank {ranks - 1}: query must be a tensor, got NoneType", attend(None if last else own[0], *own[1:]))
+    refused(TypeError, f"on rank {ranks - 1}: key must have query's dtype", attend(own[0], own[1].double() if last else own[1], own[2]))
+    doubled = [torch.cat([x, x]) for x in own] if last else own
+    refused(ValueError, "query's batch, heads and head_dim must be the same on all ranks, got (1, 4, 16) on rank 0", attend(*doubled))
+    refused(ValueError, "config must be the same on all ranks, got SSTAConfig(", attend(*own, settings=config(topk=2 + last)))
+    refused(ValueError, "text_mask must be the same", attend(*own, text_mask=mask(layout, 1) if last else None))
+    another = TokenLayout.video_text((3, 5, 7), 11 + ranks + last)
+    theirs = [local(x, Shards.of(None, another)) for x in inputs(another)]
+    refused(ValueError, "sequence must be the same on all ranks, got ", attend(*theirs, layout=another))
+    refused(ValueError, f"on rank {ranks - 1}: x must have", lambda: shards.start(cut[0]))
+    assert torch.equal(attend(*own)(), local(ssta_attention(*inputs(layout), layout, config()), shards))
+    # They have compared: now each looks for itself, and no collective is needed.
+    refused(ValueError, f"query must have rank {rank} of {ranks}'s share", attend(*[x[:, :, :-1] for x in own]))
+
+
+def facts():
+    """check_ranks names what differs, on all ranks, and nothing where nothing does."""
+    def scorer(q, k):
+        return q @ k.mT
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    plain = dict(canvas=(5, 9, 7), step=3, config=config(sampling_type=scorer), layout=MIXED, noise=torch.zeros(2, 3), options={"a": 1.5})
+    check_ranks(world, **plain)
+    check_ranks(None)
+    for name, value, said in (
+            ("canvas", (5, 9, 8), "got (5, 9, 7) on rank 0 and (5, 9, 8) on rank 1"), ("step", 4, "got 3 on rank 0 and 4 on rank 1"),
+            ("config", config(topk=4), "topk=4"), ("layout", WAN, "TokenLayout("), ("noise", torch.zeros(2, 4), "tensor (2, 4) of"),
+            ("seed", 0, "got nothing on rank 0 and 0 on rank 1")):
+        changed = {**plain, name: value} if rank == 1 else plain
+        for text in (f"{name} must be the same on all ranks", said):
+            refused(ValueError, text, partial(check_ranks, world, **changed))
+
+
+# Where ranks have heads of a number that one process has them in, nothing rounds otherwise. Elsewhere matrix products of another shape do.
+EXACT = {
     "video": partial(same, WAN),
+    "text": partial(same, masked=True, batch=2),
+    "text before, between and after": partial(same, MIXED, masked=True, batch=2),
+    "sequence as one run": partial(same, MIXED, "all", masked=True, batch=2),
+    "two grids": partial(same, TWICE),
+    "zeros": partial(same, pad_type="zero", masked=True, batch=2),
+    "repetitions": partial(same, MIXED, pad_type="repeat", masked=True),
+    "importance": partial(same, sampling_type="importance", pad_type="zero"),
+    "a scorer of one's own": partial(same, sampling_type=lambda q, k: -torch.cdist(q, k)),
+    "a budget of one's own": partial(same, topk=None, budget=lambda scores: scores > scores.mean(-1, keepdim=True)),
+    "window": partial(same, sparse_type="sta", masked=True),
+    "budget alone": partial(same, sparse_type="moba"),
+    "threshold": partial(same, topk=12, threshold=0.5, kernel_thw=(1, 1, 1), batch=2),
+    "shared patterns": partial(same, mask_share_within_head=True, batch=2, masked=True),
+    "shared patterns of cells": partial(same, MIXED, mask_share_within_head=True, adaptive_pool=(1, 2, 2)),
+    "density by row": partial(same, topk=None, density=0.4),
+    "density by head": partial(same, topk=None, density=0.4, allocation="head", batch=2),
+    "estimates": partial(same, topk=None, density=0.3, compensation="linear", masked=True, exact=False),
+    "estimates by halves": partial(same, topk=None, density=0.3, compensation="mean", compensation_parts=2, exact=False),
+    "more ranks than frames' tokens": partial(same, SHORT),
+    "bfloat16": partial(same, dtype=torch.bfloat16),
 }
+ROUNDED = {
+    "5 heads": partial(same, heads=5, exact=False, batch=2, masked=True),
+    "6 heads": partial(same, WAN, heads=6, exact=False),
+    "7 heads of one pattern": partial(same, heads=7, exact=False, mask_share_within_head=True),
+    "5 key heads": partial(same, heads=10, key_heads=5, exact=False),
+    "5 key heads of one pattern": partial(same, heads=10, key_heads=5, exact=False, mask_share_within_head=True),
+}
+GRADIENTS = {
+    "gradients": partial(gradients, masked=True),
+    "gradients of 5 heads": partial(gradients, MIXED, heads=5, batch=1),
+    "gradients of 5 key heads": partial(gradients, heads=10, key_heads=5, batch=1),
+    "gradients of one run": partial(gradients, TEXT, "all", batch=1),
+    "gradients of estimates": partial(gradients, TWICE, topk=None, density=0.3, compensation="linear", batch=1),
+}
+CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
+         "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
+         "in a mesh": in_a_mesh}
+# Tracing takes seconds a rank; a mesh of rings needs four.
+ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 
 
 def run(rank, ranks, names):
@@ -125,5 +345,7 @@ def run(rank, ranks, names):
         except Exception:
             error = traceback.format_exc()
         found[name] = error, time.monotonic() - start
+        # The others are in the middle of something.
+        if error:
+            break
     return found
-CASES |= {"sent": sent_ahead, "text": partial(same), "gradients": gradients, "5 heads": partial(same, heads=5, exact=False), "shared": partial(same, mask_share_within_head=True, batch=2, masked=True)}

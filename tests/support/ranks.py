@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from uninitialised import poisoned
 
 # A rank that raised leaves the others in a collective: so long they are waited for.
 GRACE = 5
@@ -30,6 +31,9 @@ class Outcome:
 def _rank(function, rank, ranks, folder, seconds, args, results):
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
+    # As tests/conftest.py has it, which is not loaded here.
+    for owner, name, replacement in poisoned():
+        setattr(owner, name, replacement)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
                                 timeout=datetime.timedelta(seconds=seconds))
