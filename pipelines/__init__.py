@@ -26,7 +26,8 @@ __all__ = [
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
     "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
-    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split", "apply_ssta": "apply", "cp_plan": "parallel",
+    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family",
+    "Split": "split", "apply_ssta": "apply", "cp_plan": "parallel",
     "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.

@@ -29,8 +29,8 @@ class _Weighted(torch.autograd.Function):
 def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: str) -> Iterator[RemovableHandle]:
     """Hooks after which the sum of all ranks' gradients is one process' in the layers that follow the module ``gather`` too.
 
-    Gradients are parts that add up over W ranks, but every rank has the whole gradient of what follows the gather: there it counts 1 / W, and
-    where it meets the gather, whose backward takes a rank's own tokens out of it, W times that.
+    Gradients are parts that add up over W ranks, but every rank has the whole gradient of what follows the gather: there it counts 1 / W,
+    and where it meets the gather, whose backward takes a rank's own tokens out of it, W times that.
     """
     def weighted(module: nn.Module, args: tuple, output: Any, *, before: bool) -> Any:
         found = call().ranks

@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +23,7 @@ from .processor import SSTAProcessor
 from .progress import Progress
 from .report import RunReport
 from .schedule import Schedule
+from .token_order import channels_side_by_side, first_blocks
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"
@@ -72,9 +72,10 @@ def apply_ssta(
         TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
             of timesteps, or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
-            that was made parallel in another way than ``cp_plan`` says or by tensors, a schedule that names layers that the model does not have, that keeps a share of the steps dense without a
-            scheduler, or whose density meets a configuration with a budget of its own, an unknown impl
-            or preset, a family whose sites are not the model's, or a calibration of another model or version, or no file of one.
+            that runs on several ranks by another plan than ``cp_plan`` or by tensors, a schedule that names layers that the model does not
+            have, that keeps a share of the steps dense without a scheduler, or whose density meets a configuration with a budget of its
+            own, an unknown impl or preset, a family whose sites are not the model's, or a calibration of another model or version, or no
+            file of one.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
@@ -107,7 +108,7 @@ def apply_ssta(
             installed.append((name, module, _install(module, context, replacements)))
     except BaseException:
         for _, module, _ in installed:
-            _uninstall(module)
+            _uninstall(module, applied=False)
         raise
     return SSTAHandle(installed)
 
@@ -276,6 +277,7 @@ def _plan(
         # A layer's own configuration keeps its own budget.
         processor.by_level = by_level if own is config else ()
         replacements.append((site, processor))
+    context.parallel.configs = tuple([processor.config for _, processor in replacements])
     return context, replacements
 
 
@@ -345,54 +347,31 @@ def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[S
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
         context.parallel.give_plan(model)
-        for block in _first_blocks(model, list(installation.originals)):
-            hooks.append(block.register_forward_pre_hook(_channels_side_by_side, with_kwargs=True))
+        for block in first_blocks(model, list(installation.originals)):
+            hooks.append(block.register_forward_pre_hook(channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)
     except BaseException:
-        _undo(model, installation)
+        _undo(model, installation, applied=False)
         raise
     return installation
 
 
-def _first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
-    """The first block of each stack that has sites, by names such as blocks.0.attn1. A site without a dot has no block."""
-    names = [name.rpartition(".")[0] for name in sites if "." in name]
-    first = {name.rpartition(".")[0]: name for name in reversed(names)}
-    return [model.get_submodule(name) for name in first.values()]
-
-
-def _channels_side_by_side(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a stack's first block: tokens ``[B, S, C]`` with a token's channels next to one another in memory.
-
-    A patch embedding by convolution leaves those of a channel so, and each block hands the order on: every norm would copy its input first,
-    and every residual sum go through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
-    HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself.
-    """
-    if torch.compiler.is_compiling():
-        return args, kwargs
-    return tuple(map(_contiguous_tokens, args)), {name: _contiguous_tokens(value) for name, value in kwargs.items()}
-
-
-def _contiguous_tokens(x: Any) -> Any:
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 and x.stride(-1) != 1 else x
-
-
-def _uninstall(model: nn.Module) -> None:
+def _uninstall(model: nn.Module, applied: bool = True) -> None:
     installation = _installation(model)
     assert installation is not None
-    _undo(model, installation)
+    _undo(model, installation, applied)
     delattr(model, _ATTRIBUTE)
 
 
-def _undo(model: nn.Module, installation: _Installation) -> None:
-    """What was installed so far, taken back."""
+def _undo(model: nn.Module, installation: _Installation, applied: bool) -> None:
+    """What was installed so far, taken back. A model to which SSTA was never quite ``applied`` stays split over ranks."""
     for name, processor in installation.processors(model):
         original = installation.originals[name]
         _copy_settings(processor, original)
         model.get_submodule(name).processor = original
     for hook in installation.hooks:
         hook.remove()
-    installation.context.parallel.undo(model, list(installation.originals.values()))
+    installation.context.parallel.undo(model, list(installation.originals.values()), applied)
     installation.context.forget_selections()
 
 

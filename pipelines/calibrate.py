@@ -20,6 +20,7 @@ from .apply import apply_ssta, transformers_of
 from .calibration import Calibration, ModelCalibration, checked_aim, writable
 from .context import ModelContext
 from .family import family_of
+from .parallel import require_one_rank
 from .probe import Probe
 from .schedule import Schedule
 
@@ -74,13 +75,14 @@ def calibrate(
     Raises:
         TypeError: prompts, call or run of another kind, or what ``apply_ssta`` refuses.
         ValueError: both or neither of target and density, or of prompts and run; a number out of range; a configuration of windows alone; a
-            configuration or schedule that no file can hold, or a schedule with densities or configurations of layers; a model with a cache;
-            nothing to measure; outputs that are not finite; what ``apply_ssta`` refuses.
+            configuration or schedule that no file can hold, or a schedule with densities or configurations of layers; a model with a
+            cache, or on several ranks; nothing to measure; outputs that are not finite; what ``apply_ssta`` refuses.
     """
     target, density = checked_aim(target, density)
     steps, extra = require_int("steps", steps, 1), require_int("extra", extra, 0)
     runs = _runs(model, prompts, run, {} if call is None else call, steps, require_int("seed", seed, 0))
     models = transformers_of(model)
+    require_one_rank("calibrate", models)
     for _, module in models:
         if getattr(module, "is_cache_enabled", False):
             raise ValueError(f"model must run without a cache while it is calibrated, got {type(module).__name__} with one; call "

@@ -167,7 +167,8 @@ class ModelContext:
                              f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, density = {schedule.density}, "
                              f"refresh = {schedule.refresh}; apply SSTA with Schedule()")
         if schedule.follows_steps or not torch.compiler.is_compiling():
-            state = CallState(thw, *self._follow(model, arguments, state), ranks)
+            dense, level = self._follow(model, arguments, state)
+            state = CallState(thw, dense, level, ranks)
         self._calls.state = self._latest = state
 
     def finish(self, model: nn.Module, args: tuple, output: object) -> None:
@@ -209,11 +210,11 @@ class ModelContext:
             level = schedule.level_at(noise)
             if schedule.levels[level] == 1:
                 dense, level = True, None
-        chosen = not dense
+        chosen, found = not dense, state._replace(dense_step=dense, level=level)
         if schedule.refresh > 1:
-            chosen = self._reuse(model, step, state._replace(dense_step=dense, level=level), arguments) and not dense
+            chosen = self._reuse(model, step, found, arguments) and not dense
         with self._counting:
-            self._steps.add(state._replace(dense_step=dense, level=level), chosen, *((None, -1) if step is None else (step.generation, step.position)))
+            self._steps.add(found, chosen, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense, level
 

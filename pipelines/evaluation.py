@@ -21,6 +21,7 @@ from .configurations import Configuration, running
 from .evaluation_folder import Folder, Reference, settings_of
 from .evaluation_table import Evaluation
 from .measurement import Clip, Measurement
+from .parallel import require_one_rank
 from .progress import Progress
 from .quality import describe, relative_difference, write_video
 from .report import RunReport, Stopwatch
@@ -56,7 +57,7 @@ def compare(
 
     Raises:
         ValueError: no configuration or clip, or one twice; an output folder that holds another comparison, or this one without ``resume``;
-            another backend that took the reference's kernels; or what ``apply_ssta`` refuses.
+            another backend that took the reference's kernels; a model on several ranks; or what ``apply_ssta`` refuses.
     """
     for name, given in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
         if not given:
@@ -64,6 +65,7 @@ def compare(
         twice = [item for item, count in Counter(given).items() if count > 1]
         if twice:
             raise ValueError(f"{name} must each be there once, got {twice[0]!r} twice")
+    require_one_rank("compare", transformers_of(pipe))
     call = {"output_type": "pt", **call}
     if call["output_type"] not in ("pt", "latent"):
         raise ValueError(f"output_type must be 'pt' or 'latent', got {call['output_type']!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook, remove_context_parallel
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.hooks.sea_cache import SeaCacheConfig
 from torch import Tensor, nn
 
+from ssta import SSTAConfig
 from ssta.parallel import check_ranks
 
 from .family import Family, family_of
 from .split import Plan, Ranks, Split
 
+# They compare activations, of which a rank has its own tokens.
+_LOOKING = FirstBlockCacheConfig, SeaCacheConfig
 _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
 
 
@@ -35,6 +40,19 @@ def cp_plan(transformer: nn.Module) -> Plan:
 def is_parallel(model: nn.Module) -> bool:
     """Whether diffusers' ``enable_parallelism`` was called on it."""
     return getattr(model, "_parallel_config", None) is not None
+
+
+def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
+    """That none of the models is parallel.
+
+    Raises:
+        ValueError: one is.
+    """
+    for _, model in models:
+        config = getattr(model, "_parallel_config", None)
+        if config is not None:
+            raise ValueError(f"{what} must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what it finds holds on any "
+                             "number of them")
 
 
 def _split(family: Family) -> Split:
@@ -62,6 +80,8 @@ class Parallelism:
         # Processors beside the sites' whose setting was changed, and what it was.
         self._changed: list[tuple[Any, Any]] = []
         self._gave_plan = False
+        # Of the layers.
+        self.configs: tuple[SSTAConfig | None, ...] = ()
         _checked(model, family)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +98,7 @@ class Parallelism:
         except ValueError:
             # Too small to be split, which is said when it is to be.
             return
-        if plan != type(model)._cp_plan:
+        if plan != getattr(type(model), "_cp_plan", None):
             vars(model)["_cp_plan"] = plan
             self._gave_plan = True
 
@@ -93,6 +113,11 @@ class Parallelism:
             self._settle(model, config)
         if self._group is None:
             return None
+        cache = getattr(model, "_cache_config", None)
+        if isinstance(cache, _LOOKING):
+            raise ValueError(f"model must run without {type(cache).__name__} on {self._size} ranks, because each would skip what it finds "
+                             "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
+                             "enable_parallelism")
         split = _split(self._family)
         tokens = None if split.tokens is None else split.tokens(arguments)
         self._check_length(math.prod(thw) if tokens is None else tokens, thw)
@@ -119,14 +144,15 @@ class Parallelism:
         self._config, self._group, self._rank, self._size = config, None, 0, 1
         if config is None:
             return
+        for own in self.configs:
+            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
+                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
+                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
-        for name, module in model.named_modules():
-            processor = getattr(module, "processor", None)
-            if getattr(processor, "_parallel_config", None) is None:
-                continue
+        for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
             whole = any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole)
             processor._parallel_config = None if whole else _flat(config)
@@ -136,26 +162,34 @@ class Parallelism:
             processor._parallel_config = config
         self._changed = []
 
-    def undo(self, model: nn.Module, originals: list[Any]) -> None:
-        """Leaves the model as diffusers would have it, with its ``originals`` back in place; whole, where these cannot attend to a share."""
+    def undo(self, model: nn.Module, originals: list[Any], applied: bool) -> None:
+        """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, if SSTA was ``applied`` and these cannot
+        attend to a share, whole."""
         self._restore()
         if self._gave_plan:
             vars(model).pop("_cp_plan", None)
         config = getattr(model, "_parallel_config", None)
-        if config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+        if applied and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
             remove_context_parallel(model, _hooked(model))
-            for module in model.modules():
-                if getattr(getattr(module, "processor", None), "_parallel_config", None) is not None:
-                    module.processor._parallel_config = None  # type: ignore[union-attr]
+            for _, processor in _configured(model):
+                processor._parallel_config = None
             model._parallel_config = config = None  # type: ignore[assignment]
         for processor in originals:
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config
 
 
+def _configured(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(module's name, processor) of those that diffusers has told of several ranks."""
+    for name, module in model.named_modules():
+        processor: Any = getattr(module, "processor", None)
+        if getattr(processor, "_parallel_config", None) is not None:
+            yield name, processor
+
+
 def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
-    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other noise
-    shows. A collective that waits for all of them and for the device.
+    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
+    noise shows. A collective that waits for all of them and for the device.
 
     Raises:
         ValueError: on all ranks, what differs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
@@ -15,14 +15,15 @@ from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
-from ssta.parallel import Shards
+from ssta.parallel import Exchanged, Sent, Shards
 
 from .backends import default_is_sdpa
 from .context import ModelContext
+from .exchange import Exchange, Given
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
-from .streams import TORCH_NORMS, Norms, Stream, joined
+from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -64,8 +65,7 @@ class SSTAProcessor:
         self.by_level: tuple[SSTAConfig, ...] = ()
         self.holder = Holder()
         self._stopwatch = Stopwatch()
-        # On several ranks: of the exchange before attention and the one after it.
-        self._exchanges = Stopwatch(), Stopwatch()
+        self._exchange = Exchange()
         self._last: _Run | None = None
         # Counts of the last lists at each level.
         self._level_counts: dict[int, Tensor] = {}
@@ -130,13 +130,24 @@ class SSTAProcessor:
         """Whether the forward in progress attends densely here."""
         return self.config is None or self.context.dense_step
 
-    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int,
-               across_heads: bool = False) -> tuple[Input, Input, Input]:
-        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``."""
-        return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
-                      tiles=not self.dense and self.context.call.ranks is None)
+    def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
+               across_heads: bool = False) -> tuple[Given, Given, Given]:
+        """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
+        to them while k is made, and k while q is."""
+        shards = self._shards(layout)
+        if shards is None:
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
+        value, key, query = (
+            self._exchange.send(shards, finished(streams, heads=heads, across_heads=across_heads, norms=self.norms), heads)
+            for streams in (values, keys, queries))
+        return query, key, value
 
-    def attend(self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+    def _shards(self, layout: TokenLayout) -> Shards | None:
+        """How the ranks share ``layout`` out; None on one rank."""
+        ranks = self.context.call.ranks
+        return None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
+
+    def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
@@ -153,22 +164,27 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        timed, ranks, heads = not torch.compiler.is_compiling(), self.context.call.ranks, query.shape[2]
+        timed = not torch.compiler.is_compiling()
         if timed:
             self._stopwatch.start(query.device)
-        shards = None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
-        if shards is not None:
+        shards, part = self._shards(layout), None
+        q: Any
+        k: Any
+        v: Any
+        if shards is None:
+            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+            shape = tuple(q.shape)
+        else:
             # Before anything that ranks might disagree about.
-            query, key, value = self._to_heads(shards, query, key, value)
+            ours = self._exchange.sent(shards, query, key, value)
+            shape, (q, k, v) = ours[0].shape, [x.sent for x in ours]
+            part = shards.rank, shards.ranks, shape[1], sum(q.deals[0])
         dense = self.dense
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        result, backend = attended(query, key, value, layout, text_mask)
+        result, backend = attended(q, k, v, layout, text_mask, shards, shape)
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
-        part = None
-        if shards is not None:
-            part = shards.rank, shards.ranks, out.shape[1], heads
-            out = self._to_tokens(shards, out, heads)
         if timed:
+            self._exchange.note("returned")
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
         blocks = None if selection is None else selection.blocks
@@ -180,60 +196,52 @@ class SSTAProcessor:
             self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
 
-    def _to_heads(self, shards: Shards, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens of all heads ``[B, S_r, H, D]`` -> all tokens of its heads ``[B, S, H_r, D]``."""
-        timed = not torch.compiler.is_compiling()
-        if timed:
-            self._exchanges[0].start(query.device)
-        # Each is packed while the one before is on its way.
-        sent = [shards.start(x.transpose(1, 2), key_heads=key.shape[2]) for x in (value, key, query)]
-        value, key, query = (x.wait().transpose(1, 2) for x in sent)
-        if timed:
-            self._exchanges[0].stop()
-        return query, key, value
-
-    def _to_tokens(self, shards: Shards, out: Tensor, heads: int) -> Tensor:
-        """All tokens of this rank's heads ``[B, H_r, S, D]`` -> its tokens of all ``heads`` ``[B, H, S_r, D]``."""
-        timed = not torch.compiler.is_compiling()
-        if timed:
-            self._exchanges[1].start(out.device)
-        out = shards.to_tokens(out, heads)
-        if timed:
-            self._exchanges[1].stop()
-        return out
-
     def _attend_sparsely(
-        self, query: Input, key: Input, value: Input, layout: TokenLayout, text_mask: Tensor | None,
+        self, q: Input | Sent, k: Input | Sent, v: Input | Sent, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None,
+        shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
-        """The result, and diffusers' backend where that attended."""
+        """The result, and diffusers' backend where that attended. q, k and v have heads before tokens; ``shape`` is what q has here."""
         level = self.context.call.level if self.by_level else None
         config = self.config if level is None else self.by_level[level]
         assert config is not None
-        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
         kept = selection = None
         # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
         if self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
             kept = self.holder.kept
         if kept is not None:
-            selection = kept.selection(tuple(q.shape))
-        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection)
+            selection = kept.selection(shape)
+        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
+                            note=self._exchange.note)
         if kept is not None and selection is None:
-            kept.keep(result.selection, tuple(q.shape))
+            kept.keep(result.selection, shape)
         return result, None
 
     def _attend_densely(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+        self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None, shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
-        """The same, exactly; diffusers' backend gives the output alone.
+        """The same, exactly; diffusers' backend gives the output alone."""
+        if shards is None:
+            return self._densely(q, k, v, layout, text_mask)
+        exchanged = Exchanged.of(shards, q, k, v)
+        q, k, v = q.wait(), k.wait(), v.wait()
+        self._exchange.note("arrived")
+        result, name = self._densely(q, k, v, layout, text_mask)
+        self._exchange.note("attended")
+        if isinstance(result, Tensor):
+            return exchanged.to_tokens(result), name
+        return result._replace(out=exchanged.to_tokens(result.out)), name
 
-        With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for it;
-        without one through whichever is faster.
+    def _densely(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+    ) -> tuple[LayerResult | Tensor, str | None]:
+        """With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for
+        it; without one through whichever is faster.
         """
-        if text_mask is None and not self._blocks_are_faster(query):
+        if text_mask is None and not self._blocks_are_faster(q):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
+            query, key, value = (x.transpose(1, 2) for x in (q, k, v))
             return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
@@ -264,7 +272,6 @@ class SSTAProcessor:
         levels = {} if always_dense or not self.by_level else self._densities(run.tiles)
         weights = self.context.level_steps
         rank, ranks, own, heads = run.part or (0, 1, None, None)
-        exchanges = [None if run.part is None else stopwatch.seconds() for stopwatch in self._exchanges]
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
@@ -273,7 +280,7 @@ class SSTAProcessor:
             densities=(min(levels.values()), max(levels.values())) if levels else None,
             sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)
             if levels else None, rank=rank, ranks=ranks, own_heads=own, heads=heads,
-            exchange_seconds=None if None in exchanges else sum(filter(None, exchanges)))
+            exchange_seconds=None if run.part is None else self._exchange.seconds())
 
     def _densities(self, tiles: int | None) -> dict[int, float]:
         """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a

@@ -1,4 +1,4 @@
-"""Split: how a family's model is divided over several ranks, in the terms of diffusers' context parallelism, and what is right about it then."""
+"""Split: how a family's model is divided over several ranks, in the terms of diffusers' context parallelism."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Split:
         tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
         stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
         trains: True, or why gradients would be wrong.
-        hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState of
-            the forward in progress, whose ``ranks`` are None on one rank.
+        hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
+            of the forward in progress, whose ``ranks`` are None on one rank.
     """
 
     plan: Callable[[nn.Module], Plan]
@@ -92,5 +92,6 @@ def gathered() -> ContextParallelOutput:
 
 def stock_plan(model: nn.Module) -> Plan:
     """The plan that the model's own class has."""
-    plan: Plan = type(model)._cp_plan  # type: ignore[assignment]
+    kind: Any = type(model)
+    plan: Plan = kind._cp_plan
     return plan

@@ -62,6 +62,13 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
     return q, k, v
 
 
+def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor:
+    """One of q, k and v ``[B, S, H, D]`` by itself, as ``joined`` makes them all."""
+    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in streams):
+        return _by_modules(streams, heads, across_heads)
+    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)).materialize().transpose(1, 2)
+
+
 def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm: Any = stream.norm
     x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)

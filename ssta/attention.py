@@ -190,6 +190,7 @@ def ssta_layer(
     query: Input | Sent, key: Input | Sent, value: Input | Sent, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, keep_scores: bool = False, shards: Shards | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
@@ -198,12 +199,15 @@ def ssta_layer(
         selection: attend to what an earlier call with the same layout, config and text_mask selected, instead of selecting anew.
         keep_scores: the selection keeps what its blocks follow from too, which stays in memory while attention runs.
         shards: how ranks share ``layout`` out.
+        note: with shards called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     exchanged = None
     if shards is None:
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
     else:
         checked, exchanged = _exchanged(query, key, value, layout, config, text_mask, scale, impl, shards)
+        if note is not None:
+            note("arrived")
     query, key, value, text_mask, config, scale, tiles = checked
     tiled = tiles.tile_qkv(query, key, value)
     # What came from other ranks is this function's own.
@@ -227,7 +231,11 @@ def ssta_layer(
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
     out = tiles.untile(out)
-    return LayerResult(out if exchanged is None else exchanged.to_tokens(out), selection, route, exact_mass)
+    if exchanged is not None:
+        if note is not None:
+            note("attended")
+        out = exchanged.to_tokens(out)
+    return LayerResult(out, selection, route, exact_mass)
 
 
 class _Checked(NamedTuple):

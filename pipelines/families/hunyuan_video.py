@@ -36,9 +36,9 @@ def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[Re
         video = math.prod(state.thw)
         return *others, min(max(frame - state.ranks.start(video), 0), state.ranks.share(video))
 
-    config: Any = model.config
-    if config.image_condition_type == "token_replace":
-        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+    found: Any = model
+    if found.config.image_condition_type == "token_replace":
+        for block in (*found.transformer_blocks, *found.single_transformer_blocks):
             yield block.register_forward_pre_hook(counted)
 
 

@@ -47,7 +47,7 @@ class JointSSTAProcessor(SSTAProcessor):
             queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
             keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
             values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
-        query, key, value = self.joined(queries, keys, values, heads=attn.heads)
+        query, key, value = self.joined(queries, keys, values, layout, heads=attn.heads)
         del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:

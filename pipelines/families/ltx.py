@@ -31,10 +31,11 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
         # Every head has channels of the angles for itself.
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
+        layout = self.around(hidden_states.shape[1], before=None)
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
-            [Stream(attn.to_v(hidden_states))], heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, self.around(hidden_states.shape[1], before=None))
+            [Stream(attn.to_v(hidden_states))], layout, heads=attn.heads, across_heads=True)
+        out = self.attend(query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 

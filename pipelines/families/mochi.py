@@ -37,7 +37,7 @@ class MochiSSTAProcessor(SSTAProcessor):
         query, key, value = self.joined(
             [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
             [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
-            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], heads=attn.heads)
+            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], layout, heads=attn.heads)
         out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))

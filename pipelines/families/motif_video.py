@@ -42,4 +42,5 @@ def _plan(model: nn.Module) -> Plan:
     return plan
 
 
-MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw, split=Split(_plan, ("transformer_blocks.*.cross_attn", "single_transformer_blocks.*.cross_attn")))
+MOTIF_VIDEO = Family("MotifVideoTransformer3DModel", _sites, from_bcfhw,
+                     split=Split(_plan, ("transformer_blocks.*.cross_attn", "single_transformer_blocks.*.cross_attn")))

@@ -29,6 +29,6 @@ class WanSSTAProcessor(SSTAProcessor):
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         query, key, value = self.joined([Stream(query, attn.norm_q, rotary_emb)], [Stream(key, attn.norm_k, rotary_emb)], [Stream(value)],
-                                        heads=attn.heads, across_heads=True)
+                                        layout, heads=attn.heads, across_heads=True)
         out = self.attend(query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))

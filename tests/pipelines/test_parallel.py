@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 import rank_cases
 from ranks import on_ranks, values_of
-from tiny_models import TINY
-
-from ssta.pipelines import cp_plan
-from ssta.pipelines.family import family_of
 
 
 @pytest.fixture(scope="module")

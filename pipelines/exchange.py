@@ -1,0 +1,82 @@
+"""Exchange: what one attention sends to the other ranks and gets from them, and how long it waits for that."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssta.kernels import Deferred
+from ssta.layout import Input
+from ssta.parallel import Sent, Shards
+
+from .report import Stopwatch
+
+
+class OnItsWay(NamedTuple):
+    """q, k or v of this rank's tokens, sent for those of its heads.
+
+    Attributes:
+        sent: what arrives.
+        shape: ``[B, H_r, S, D]``, of what arrives.
+        dtype, device: its.
+    """
+
+    sent: Sent
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
+Given = Input | OnItsWay
+
+
+class Exchange:
+    """Times the exchange before attention from when q is sent, which is last and has nothing left to hide under, and the one after it."""
+
+    def __init__(self) -> None:
+        self._before, self._after = Stopwatch(), Stopwatch()
+        self._device = torch.device("cpu")
+
+    def send(self, shards: Shards, x: Tensor, key_heads: int) -> OnItsWay:
+        """This rank's tokens of all heads ``[B, S_r, H, D]``, to the ranks whose heads they are."""
+        if not torch.compiler.is_compiling():
+            self._device = x.device
+            self._before.start(x.device)
+        batch, _, heads, dim = x.shape
+        own = shards.deal_heads(heads, key_heads)[shards.rank]
+        return OnItsWay(shards.start(x.transpose(1, 2), key_heads=key_heads), (batch, own, shards.length, dim), x.dtype, x.device)
+
+    def sent(self, shards: Shards, query: Given, key: Given, value: Given) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
+        """All three, unless they are on their way already."""
+        if isinstance(query, OnItsWay) and isinstance(key, OnItsWay) and isinstance(value, OnItsWay):
+            return query, key, value
+        # Each is packed while the one before it is on its way.
+        v, k, q = (_finished(x) for x in (value, key, query))
+        value, key, query = (self.send(shards, x, k.shape[2]) for x in (v, k, q))
+        return query, key, value
+
+    def note(self, step: str) -> None:
+        """That a step is launched: what was sent has "arrived", attention is over ("attended"), or heads have "returned"."""
+        if torch.compiler.is_compiling():
+            return
+        if step == "arrived":
+            self._before.stop()
+        elif step == "attended":
+            self._after.start(self._device)
+        else:
+            self._after.stop()
+
+    def seconds(self) -> float | None:
+        """Of both; None where nothing was exchanged, or inside a graph. Waits for the device."""
+        before, after = self._before.seconds(), self._after.seconds()
+        return None if before is None or after is None else before + after
+
+
+def _finished(x: Given) -> Tensor:
+    if isinstance(x, Deferred):
+        return x.materialize().transpose(1, 2)
+    assert isinstance(x, Tensor)
+    return x
