@@ -16,15 +16,17 @@ the others wait; a time is that of the slowest rank, and all of them begin toget
     profile       with --profile: how long the devices are idle within three layers, and how often a host waits for them
 
 basis "reckoned" is a layer measured on one GPU with the heads that one of so many ranks has, with the copies that packing takes and the
-bytes of the exchange at the rate of the largest all-to-all above (or --bandwidth); and a step whose layers are these, the rest of it divided
-by the ranks but for the text's share. --profile NAME also writes what every rank's host and device did to results/timeline_NAME.csv, and
-draws it where matplotlib is installed. After --limit no new section begins; rows are printed and written as they come.
+bytes of the exchange at the rate of the largest all-to-all above (or --bandwidth); and a step whose layers are these, the rest of it
+divided by the ranks but for the text's share. --profile NAME also writes what every rank's host and device did to
+results/timeline_NAME.csv, and draws it where matplotlib is installed. After --limit no new section begins; rows are printed and written as
+they come.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         if world.rank == 0:
             print_machine()
             print(f"{world.size} ranks, measured on {', '.join(map(str, sizes))}", flush=True)
-        for ranks in sizes:
+        for ranks in sizes[1:]:
             world.mesh(ranks)
         run(world, options, sizes)
         world.end()
@@ -119,6 +121,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
             except Exception as error:
                 found = [row(**about, note=failure(error))]
         rows += found
+        gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
         if world.rank == 0 and found:

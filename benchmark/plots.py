@@ -146,8 +146,7 @@ def plot_quality(rows: list[Row]) -> Figure:
 
 
 def plot_timeline(rows: list[Row]) -> Figure:
-    """What every rank's device and host do, in milliseconds: exchanges, the kernel that takes longest, the rest; calls that a host waits in.
-    """
+    """What every rank's device and host do: exchanges, the kernel that takes longest, the other kernels; calls of a host, and its waits."""
     from timeline import is_wait
 
     ranks = sorted({int(row["rank"]) for row in rows})

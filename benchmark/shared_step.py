@@ -52,9 +52,9 @@ def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[
                 of = models[key] = world.attempt(lambda key=key: on_ranks(world, shape, model, *key))
                 watches[key] = BlockWatch(of)
                 # Alone every rank runs the whole, so that each has it to compare with.
-                out = world.attempt(lambda of=of: of(**call)[0], None if ranks == 1 else ranks)
+                out = world.attempt(partial(forward, of, call), None if ranks == 1 else ranks)
                 expected = out if ranks == 1 else expected
-                memory = world.gather(world.attempt(lambda of=of: peak_extra_mib(lambda: of(**call)), ranks))
+                memory = world.gather(world.attempt(lambda of=of: peak_extra_mib(partial(forward, of, call)), ranks))
                 found = world.gather(distance(out, expected) if out is not None and expected is not None else "")
             except Exception as error:
                 notes[key] = failure(error)
@@ -62,7 +62,7 @@ def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[
                 continue
             facts[key] = dict(extra_mib=max(memory[:ranks]), difference=max(found[:ranks]))
         del expected
-    calls = {key: OnRanks(key[1], lambda of=of: of(**call)) for key, of in models.items()}
+    calls = {key: OnRanks(key[1], partial(forward, of, call)) for key, of in models.items()}
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
     for what, ranks, ring in [(what, *mesh) for what in attentions(shape) for mesh in meshes if (what, *mesh) in {**times, **notes}]:
@@ -77,6 +77,11 @@ def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[
         rows.append(row(**about, **times[key], **facts[key], step_s=step_s,
                         speed_up=1.0 if ranks == 1 else one / step_s if one else ""))
     return rows
+
+
+def forward(model: nn.Module, call: dict) -> Tensor:
+    """The output, arrived: what ranks gather last is on its way until something reads it, and views do not."""
+    return model(**call)[0].clone()
 
 
 def distance(out: Tensor, expected: Tensor) -> float:

@@ -38,11 +38,11 @@ def _profiled(world: World, call, ranks: int) -> list[tuple[str, str, float, flo
         if gpu:
             torch.cuda.synchronize()
     events = sorted(run.events(), key=lambda event: event.time_range.start)
-    on_device = [event for event in events if is_device(event) and event.name != "layers"]
+    on_device = [event for event in events if is_device(event)]
     # Meeting is the first collective, which ends everywhere at the same time.
     met = next((event for event in (on_device or events) if "allreduce" in event.name.lower().replace("_", "")), None)
     origin = met.time_range.end if met else events[0].time_range.start
-    on_host = [event for event in events if not is_device(event)]
+    on_host = [event for event in events if str(event.device_type).endswith("CPU")]
     inside = next(event for event in on_host if event.name == "layers").time_range
     host = [event for event in on_host if event.name != "layers" and inside.start <= event.time_range.start <= inside.end
             and (event.name.startswith(RUNTIME) if gpu else event.cpu_parent is None or event.cpu_parent.name == "layers")]
@@ -52,7 +52,9 @@ def _profiled(world: World, call, ranks: int) -> list[tuple[str, str, float, flo
 
 
 def is_device(event) -> bool:
-    return not str(event.device_type).endswith("CPU")
+    """Whether it is a kernel or a copy, not what somebody calls a stretch of them."""
+    named = getattr(event, "is_user_annotation", False) or event.name.startswith("nccl:")
+    return not named and not str(event.device_type).endswith("CPU")
 
 
 def summary(events: list[dict]) -> dict[str, object]:
