@@ -1,9 +1,14 @@
-"""What the scripts of the model families share: load the weights, make attention sparse, generate, save, and say what it gave."""
+"""What the scripts of the model families share: load the weights, make attention sparse, generate, save, and say what it gave.
+
+Under torchrun, as in ``torchrun --nproc-per-node=2 examples/wan.py``, all GPUs generate one video together.
+"""
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +18,8 @@ from typing import Any
 
 import diffusers
 import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
 from diffusers.utils import load_image
 
 from ssta import SSTAConfig
@@ -50,22 +57,28 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
     options = parse(example, about, arguments)
     if not torch.cuda.is_available() and not options.cpu:
         fail("a CUDA GPU is needed for a model of this size; --cpu runs on the CPU all the same, which takes hours")
+    join_ranks(options)
     try:
         require_video_writer()
         pipe = load(example, options)
         config, schedule = settings(options, pipe)
         call = call_of(example, options, pipe)
         with apply_ssta(pipe, config, schedule=schedule) as handle:
+            share_out(pipe)
             if options.compile:
                 pipe.transformer.compile_repeated_blocks(fullgraph=True)
             video = generate("sparse", pipe, call, options.seed)
-            print(handle.report(), flush=True)
+            if is_first():
+                print(handle.report(), flush=True)
         dense = None
         if options.side_by_side:
             with apply_ssta(pipe, config, schedule=Schedule(dense_steps=1)):
+                share_out(pipe)
                 dense = generate("dense", pipe, call, options.seed)
     except (OSError, TypeError, ValueError) as error:
         fail(str(error))
+    if not is_first():
+        return options.output
     shown = video if dense is None else torch.cat([dense, video], dim=-1)
     write_video(shown, str(options.output), fps=example.fps)
     if dense is not None:
@@ -102,6 +115,37 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
     return options
 
 
+def ranks() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that decodes, prints and writes."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def join_ranks(options: argparse.Namespace) -> None:
+    """Brings torchrun's processes together, each with a GPU of its own."""
+    if ranks() == 1:
+        return
+    if torch.accelerator.device_count() == 0:
+        fail("several processes need an accelerator each, got none; without torchrun, --cpu runs on the CPU")
+    if not options.cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if options.cpu else "nccl")
+        atexit.register(dist.destroy_process_group)
+
+
+def share_out(pipe: Any) -> None:
+    """Shares the tokens of every forward out over the ranks, any number of them. What was removed with SSTA is put back."""
+    for name in ("transformer", "transformer_2"):
+        transformer = getattr(pipe, name, None)
+        if ranks() > 1 and transformer is not None and transformer._parallel_config is None:
+            transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks(), ulysses_anything=True))
+
+
 def load(example: Example, options: argparse.Namespace) -> Any:
     """The pipeline, on its device."""
     name, model = (example.pipeline, example.model) if options.image is None else (example.image_pipeline, example.image_model)
@@ -113,7 +157,7 @@ def load(example: Example, options: argparse.Namespace) -> Any:
     if hasattr(pipe.vae, "enable_tiling"):
         pipe.vae.enable_tiling()
     if options.offload:
-        pipe.enable_model_cpu_offload()
+        pipe.enable_model_cpu_offload(gpu_id=torch.cuda.current_device() if torch.cuda.is_available() else None)
     else:
         pipe.to("cpu" if options.cpu else "cuda")
     return pipe
@@ -152,16 +196,20 @@ def settings(options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedu
 
 
 def generate(name: str, pipe: Any, call: dict, seed: int) -> torch.Tensor:
-    """Frames ``[F, 3, H, W]`` in [0, 1]."""
+    """Frames ``[F, 3, H, W]`` in [0, 1]; latents on ranks that need not decode them."""
     say(f"{name}: generating")
     start = time.perf_counter()
+    if not is_first():
+        call = call | {"output_type": "latent"}
+    # A generator on the CPU draws the same noise on every rank.
     video = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0][0].cpu()
     say(f"{name}: {time.perf_counter() - start:.1f} s with text encoding and decoding")
     return video
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if is_first():
+        print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: str) -> None:

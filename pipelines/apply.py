@@ -346,7 +346,7 @@ def _install(model: nn.Module, context: ModelContext, replacements: list[tuple[S
         hooks.append(model.register_forward_hook(context.finish))
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
-        context.parallel.give_plan(model)
+        context.parallel.prepare(model)
         for block in first_blocks(model, list(installation.originals)):
             hooks.append(block.register_forward_pre_hook(channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)

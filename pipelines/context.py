@@ -1,4 +1,4 @@
-"""ModelContext: what the processors of one model share; CallState: what belongs to one forward of it."""
+"""ModelContext: what the processors of one model share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,13 @@ from torch import Tensor, nn
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels import warn_once
 
+from .call import CallState
 from .family import Family
 from .parallel import Parallelism, agree
 from .progress import Generation, Progress, Step, read
 from .report import Stopwatch
 from .reuse import Reuse, capturing, choose_anew, signature_of
 from .schedule import Schedule
-from .split import Ranks
-
-
-class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, which of the schedule's densities it has, if these follow the
-    noise and it is not, and the ranks that share it, if there are several."""
-
-    thw: tuple[int, int, int]
-    dense_step: bool
-    level: int | None = None
-    ranks: Ranks | None = None
 
 
 @dataclass

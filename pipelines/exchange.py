@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssta.kernels import Deferred
+from ssta.kernels import Deferred, autocast_inputs
 from ssta.layout import Input
 from ssta.parallel import Sent, Shards
 
@@ -20,10 +20,12 @@ class OnItsWay(NamedTuple):
     Attributes:
         sent: what arrives.
         shape: ``[B, H_r, S, D]``, of what arrives.
+        heads: H.
         dtype, device: its.
     """
 
     sent: Sent
+    heads: int
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     device: torch.device
@@ -40,14 +42,20 @@ class Exchange:
         self._before, self._after = Stopwatch(), Stopwatch()
         self._device = torch.device("cpu")
 
+    def begin(self, device: torch.device) -> None:
+        """That something is about to be sent."""
+        if not torch.compiler.is_compiling():
+            self._device = device
+            self._before.start(device)
+
     def send(self, shards: Shards, x: Tensor, key_heads: int) -> OnItsWay:
         """This rank's tokens of all heads ``[B, S_r, H, D]``, to the ranks whose heads they are."""
-        if not torch.compiler.is_compiling():
-            self._device = x.device
-            self._before.start(x.device)
+        self.begin(x.device)
+        # Attention would do it, but later.
+        x, = autocast_inputs(x=x)
         batch, _, heads, dim = x.shape
         own = shards.deal_heads(heads, key_heads)[shards.rank]
-        return OnItsWay(shards.start(x.transpose(1, 2), key_heads=key_heads), (batch, own, shards.length, dim), x.dtype, x.device)
+        return OnItsWay(shards.start(x.transpose(1, 2), key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device)
 
     def sent(self, shards: Shards, query: Given, key: Given, value: Given) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         """All three, unless they are on their way already."""

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.parallel import check_ranks
 
+from .call import Ranks
 from .family import Family, family_of
-from .split import Plan, Ranks, Split
+from .split import Plan, Split
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
@@ -35,11 +36,6 @@ def cp_plan(transformer: nn.Module) -> Plan:
         ValueError: an unsupported model, or one whose family says nothing of several ranks.
     """
     return _split(family_of(transformer)).plan(transformer)
-
-
-def is_parallel(model: nn.Module) -> bool:
-    """Whether diffusers' ``enable_parallelism`` was called on it."""
-    return getattr(model, "_parallel_config", None) is not None
 
 
 def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
@@ -76,7 +72,7 @@ class Parallelism:
         self._family = family
         self._config: Any = None
         self._group: Any = None
-        self._rank, self._size = 0, 1
+        self._rank, self._size, self._mesh = 0, 1, None
         # Processors beside the sites' whose setting was changed, and what it was.
         self._changed: list[tuple[Any, Any]] = []
         self._gave_plan = False
@@ -86,12 +82,18 @@ class Parallelism:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model settles anew.
-        return {**vars(self), "_config": None, "_group": None, "_changed": []}
+        return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": []}
 
-    def give_plan(self, model: nn.Module) -> None:
-        """Leaves the family's plan where ``enable_parallelism`` looks for it."""
-        split = self._family.split
-        if split is None or is_parallel(model) or not hasattr(model, "_cp_plan"):
+    def prepare(self, model: nn.Module) -> None:
+        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come.
+
+        Raises:
+            ValueError: it has come, and the settings are none for several ranks.
+        """
+        config, split = getattr(model, "_parallel_config", None), self._family.split
+        if config is not None:
+            self._settle(model, config)
+        if config is not None or split is None or not hasattr(model, "_cp_plan"):
             return
         try:
             plan = split.plan(model)
@@ -124,7 +126,7 @@ class Parallelism:
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
                              "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
-        return Ranks(self._group, self._rank, self._size, tokens)
+        return Ranks(self._group, self._rank, self._size, tokens, self._mesh)
 
     def _check_length(self, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config
@@ -141,7 +143,7 @@ class Parallelism:
         """Takes in that the model has become parallel, or is no longer."""
         _checked(model, self._family)
         self._restore()
-        self._config, self._group, self._rank, self._size = config, None, 0, 1
+        self._config, self._group, self._mesh, self._rank, self._size = config, None, None, 0, 1
         if config is None:
             return
         for own in self.configs:
@@ -152,10 +154,23 @@ class Parallelism:
         group = context._flattened_mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
+        self._mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
         for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
-            whole = any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole)
-            processor._parallel_config = None if whole else _flat(config)
+            if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
+                processor._parallel_config = None
+            else:
+                self._check_heads(name, model.get_submodule(name))
+                processor._parallel_config = _flat(config)
+
+    def _check_heads(self, name: str, module: Any) -> None:
+        """That diffusers' own exchange can deal out the heads of attention that is left to it."""
+        context, heads = self._config.context_parallel_config, module.heads
+        missing = -heads % self._size
+        uneven = context.ulysses_anything or context.ring_anything
+        if missing and (not uneven or missing >= (heads + missing) // self._size):
+            raise ValueError(f"{name} must have heads that {self._size} ranks divide, because diffusers deals them out there, got {heads} "
+                             "heads")
 
     def _restore(self) -> None:
         for processor, config in self._changed:

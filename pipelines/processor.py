@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 from ssta.parallel import Exchanged, Sent, Shards
+from ssta.rings import Rings
 
 from .backends import default_is_sdpa
 from .context import ModelContext
-from .exchange import Exchange, Given
+from .exchange import Exchange, Given, OnItsWay
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
@@ -134,18 +136,30 @@ class SSTAProcessor:
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
         to them while k is made, and k while q is."""
-        shards = self._shards(layout)
-        if shards is None:
-            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
-        value, key, query = (
-            self._exchange.send(shards, finished(streams, heads=heads, across_heads=across_heads, norms=self.norms), heads)
-            for streams in (values, keys, queries))
+        shards = self._shards(layout, heads)
+        if not isinstance(shards, Shards):
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
+                          tiles=shards is None and not self.dense)
+        sent = []
+        for streams in (values, keys, queries):
+            x = finished(streams, heads=heads, across_heads=across_heads, norms=self.norms)
+            if not torch.compiler.is_compiling():
+                # q's start is the last, and the one that counts.
+                self._stopwatch.start(x.device)
+            sent.append(self._exchange.send(shards, x, heads))
+            del x
+        value, key, query = sent
         return query, key, value
 
-    def _shards(self, layout: TokenLayout) -> Shards | None:
-        """How the ranks share ``layout`` out; None on one rank."""
+    def _shards(self, layout: TokenLayout, key_heads: int) -> Shards | Rings | None:
+        """How the ranks share ``layout`` and ``key_heads`` out; None on one rank."""
         ranks = self.context.call.ranks
-        return None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
+        if ranks is None:
+            return None
+        split = "video" if ranks.tokens is None else "all"
+        if ranks.mesh is not None and key_heads < ranks.size:
+            return Rings.of(ranks.mesh, layout, split)
+        return Shards.of(ranks.group, layout, split)
 
     def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
@@ -165,20 +179,24 @@ class SSTAProcessor:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
         timed = not torch.compiler.is_compiling()
-        if timed:
+        if timed and not isinstance(query, OnItsWay):
             self._stopwatch.start(query.device)
-        shards, part = self._shards(layout), None
+        shards = self._shards(layout, key.heads if isinstance(key, OnItsWay) else key.shape[2 if isinstance(key, Tensor) else 1])
         q: Any
         k: Any
         v: Any
-        if shards is None:
-            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-            shape = tuple(q.shape)
-        else:
+        if isinstance(shards, Shards):
             # Before anything that ranks might disagree about.
             ours = self._exchange.sent(shards, query, key, value)
             shape, (q, k, v) = ours[0].shape, [x.sent for x in ours]
-            part = shards.rank, shards.ranks, shape[1], sum(q.deals[0])
+            part = shards.rank, shards.ranks, shape[1], ours[0].heads
+        else:
+            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+            shape, part = tuple(q.shape), None
+            if shards is not None:
+                own = shards.deal_heads(q.shape[1], k.shape[1])[shards.inner.rank]
+                shape, part = (*shape[:1], own, layout.length, shape[3]), (shards.outer.rank, shards.outer.ranks, own, q.shape[1])
+                self._exchange.begin(q.device)
         dense = self.dense
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
         result, backend = attended(q, k, v, layout, text_mask, shards, shape)
@@ -197,8 +215,8 @@ class SSTAProcessor:
         return out.transpose(1, 2)
 
     def _attend_sparsely(
-        self, q: Input | Sent, k: Input | Sent, v: Input | Sent, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None,
-        shape: tuple[int, ...],
+        self, q: Input | Sent, k: Input | Sent, v: Input | Sent, layout: TokenLayout, text_mask: Tensor | None,
+        shards: Shards | Rings | None, shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended. q, k and v have heads before tokens; ``shape`` is what q has here."""
         level = self.context.call.level if self.by_level else None
@@ -217,19 +235,21 @@ class SSTAProcessor:
         return result, None
 
     def _attend_densely(
-        self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | None, shape: tuple[int, ...],
+        self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | Rings | None,
+        shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
         """The same, exactly; diffusers' backend gives the output alone."""
         if shards is None:
             return self._densely(q, k, v, layout, text_mask)
+        if not isinstance(shards, Shards):
+            return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, rings=shards, note=self._exchange.note), None
         exchanged = Exchanged.of(shards, q, k, v)
         q, k, v = q.wait(), k.wait(), v.wait()
         self._exchange.note("arrived")
         result, name = self._densely(q, k, v, layout, text_mask)
         self._exchange.note("attended")
-        if isinstance(result, Tensor):
-            return exchanged.to_tokens(result), name
-        return result._replace(out=exchanged.to_tokens(result.out)), name
+        back = partial(shards.to_tokens, heads=exchanged.heads, key_heads=exchanged.key_heads)
+        return (back(result) if isinstance(result, Tensor) else result._replace(out=back(result.out))), name
 
     def _densely(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ssta.parallel import deal
-
-if TYPE_CHECKING:
-    from .context import CallState
+from .call import CallState
 
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 Plan = dict[str, Any]
-
-
-class Ranks(NamedTuple):
-    """The ranks that share one forward.
-
-    Attributes:
-        group: their process group.
-        rank: this one's number in it.
-        size: how many they are.
-        tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
-    """
-
-    group: Any
-    rank: int
-    size: int
-    tokens: int | None
-
-    def share(self, tokens: int) -> int:
-        """How many of ``tokens`` are this rank's."""
-        return deal(tokens, self.size)[self.rank]
-
-    def start(self, tokens: int) -> int:
-        """The first of this rank's."""
-        return sum(deal(tokens, self.size)[:self.rank])
 
 
 @dataclass(frozen=True)
@@ -56,6 +29,9 @@ class Split:
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
             of the forward in progress, whose ``ranks`` are None on one rank.
+
+    Raises:
+        TypeError: a field of the wrong kind.
     """
 
     plan: Callable[[nn.Module], Plan]
@@ -69,6 +45,8 @@ class Split:
         for name in ("plan", "hooks"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"Split.{name} must be a function, got {getattr(self, name)!r} ({type(getattr(self, name)).__name__})")
+        if not isinstance(self.whole, tuple) or not all(isinstance(name, str) for name in self.whole):
+            raise TypeError(f"Split.whole must be a tuple of names, got {self.whole!r}")
         if self.tokens is not None and not callable(self.tokens):
             raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
         if self.trains is not True and not (isinstance(self.trains, str) and self.trains):

@@ -22,10 +22,13 @@ from .kernels import (
     require_impl,
     require_strided,
     resolve_scale,
+    take_tokens,
 )
 from .layout import Input, TileLayout, checked_layout
 from .memo import remember_plain
 from .parallel import Exchanged, Sent, Shards, alike
+from .ranks import is_mesh
+from .rings import Rings
 from .selection import Selection, select_tiles
 from .sequence import TokenLayout
 from .text import TextMask
@@ -99,9 +102,11 @@ def ssta_3d_attention(
     plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
     config = _config(*values) if plain else SSTAConfig(*values)
     layout = TokenLayout.video_text(thw, text_len)
-    shards = None if group is None else Shards.of(group, layout)
-    if shards is None:
+    shards = None
+    if group is None:
         check_lengths(query, layout)
+    else:
+        shards = _shards_of(group, layout)
     return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
                       shards=shards).out
 
@@ -181,7 +186,7 @@ def ssta_attention(
     if group is None and split != "video":
         raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
     out, selection, *_ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                                    impl=impl, shards=None if group is None else Shards.of(group, layout, split))
+                                    impl=impl, shards=None if group is None else _shards_of(group, layout, split))
     # A copy says nothing of tensors that its owner may write to.
     return (out, copy(selection.blocks)) if return_blocks else out
 
@@ -189,7 +194,7 @@ def ssta_attention(
 def ssta_layer(
     query: Input | Sent, key: Input | Sent, value: Input | Sent, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    selection: Selection | None = None, keep_scores: bool = False, shards: Shards | None = None,
+    selection: Selection | None = None, keep_scores: bool = False, shards: Shards | Rings | None = None,
     note: Callable[[str], object] | None = None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
@@ -224,18 +229,26 @@ def ssta_layer(
     # Beside the inputs there are never more than the three copies, and with a compensation out: the tiles' means are gone before
     # attention, out may take the place of q where nothing asks for q again, and k and v need not outlive the kernel.
     del tiled
-    out, lse, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl,
-                                   keep_q=estimates is not None)
+    options: dict[str, Any] = dict(scale=scale, deterministic=deterministic, impl=impl)
     exact_mass = None
+    if exchanged is not None and exchanged.rings is not None:
+        rows = exchanged.rings.rows(tiles)
+        out, lse, route = attend_owned(take_tokens(q, rows.slots), k, v, rows.lists(selection.blocks), **options)
+        if estimates is not None:
+            out, lse = rows.spread(out, lse)
+            out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
+        if note is not None:
+            note("attended")
+        return LayerResult(exchanged.to_tokens(take_tokens(out, rows.of_token)), selection, route)
+    out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
     del q, k, v, lse
-    out = tiles.untile(out)
-    if exchanged is not None:
-        if note is not None:
-            note("attended")
-        out = exchanged.to_tokens(out)
-    return LayerResult(out, selection, route, exact_mass)
+    if exchanged is None:
+        return LayerResult(tiles.untile(out), selection, route, exact_mass)
+    if note is not None:
+        note("attended")
+    return LayerResult(exchanged.from_tiles(out, tiles), selection, route, exact_mass)
 
 
 class _Checked(NamedTuple):
@@ -252,7 +265,7 @@ class _Checked(NamedTuple):
 
 def _checked(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
-    impl: str, shards: Shards | None = None, local: bool = False,
+    impl: str, shards: Shards | Rings | None = None, local: bool = False,
 ) -> _Checked:
     """``local``: the inputs are a rank's own share."""
     if not isinstance(query, Deferred):
@@ -277,12 +290,14 @@ def _checked(
 
 def _exchanged(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
-    impl: str, shards: Shards,
+    impl: str, shards: Shards | Rings,
 ) -> tuple[_Checked, Exchanged]:
     """The arguments with all tokens of this rank's heads, and the way back."""
     options = layout, config, text_mask, scale, impl, shards
     sent = [isinstance(x, Sent) for x in (query, key, value)]
     if any(sent):
+        if isinstance(shards, Rings):
+            raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
         if not all(sent):
             raise TypeError("query, key and value must all three be sent, or none, got "
                             f"{', '.join([type(x).__name__ for x in (query, key, value)])}")
@@ -293,12 +308,19 @@ def _exchanged(
                                          "text_mask": text_mask is not None})
     # Deferred ones were refused.
     q, k, v = (x for x in (checked.query, checked.key, checked.value) if isinstance(x, Tensor))
-    exchanged = Exchanged(shards, q.shape[1], k.shape[1])
-    q, k, v = shards.to_heads(q, k, v, key_heads=k.shape[1])
+    q, k, v, exchanged = shards.exchange(q, k, v)
     return checked._replace(query=q, key=k, value=v), exchanged
 
 
-def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, shards: Shards | None = None) -> None:
+def _shards_of(group: ProcessGroup | DeviceMesh, layout: TokenLayout, split: str = "video") -> Shards | Rings:
+    """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
+    if is_mesh(group) and group.ndim == 2:
+        return Rings.of(group, layout, split)
+    return Shards.of(group, layout, split)
+
+
+def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,
+                 shards: Shards | Rings | None = None) -> None:
     """That they fit one another, and ``layout``, or a rank's share of it; a layer's first step after autocast."""
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .kernels import take_tokens
+from .memo import remember
+
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .layout import TileLayout
     from .parallel import Shards
 
 # Of each of several tensors how many heads each rank has.
@@ -61,7 +67,7 @@ class Arrival:
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
         self._buffer = None if torch.compiler.is_compiling() else xs[0].new_empty(shards.length, *self._width)
-        self._parts: list[_Exchange | Tensor] = []
+        self._parts: list[Exchange | Tensor] = []
         with torch.no_grad():
             for place in shards.places:
                 into = None if self._buffer is None else self._buffer.narrow(0, place.start, place.length)
@@ -69,14 +75,14 @@ class Arrival:
                     held = place.held[shards.rank]
                     comes = [count * prod(self._width) for count in place.held]
                     goes = [held * batch * total * dim for total in _totals(deals)]
-                    self._parts.append(_Exchange(shards, _packets(xs, deals, place.local, held), comes, goes, into))
+                    self._parts.append(Exchange(shards.group, _packets(xs, deals, place.local, held), comes, goes, into))
                 else:
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
                            for x, counts in zip(xs, deals)]
                     self._parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=into))
 
     def wait(self) -> tuple[Tensor, ...]:
-        parts = [part.wait().view(-1, *self._width) if isinstance(part, _Exchange) else part for part in self._parts]
+        parts = [part.wait().view(-1, *self._width) if isinstance(part, Exchange) else part for part in self._parts]
         buffer = self._buffer
         if buffer is None:
             buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -86,29 +92,55 @@ class Arrival:
 def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
-    rank, ranks, totals = shards.rank, shards.ranks, _totals(deals)
-    batch, dim = xs[0].shape[0], xs[0].shape[3]
     places = [place for place in shards.places if place.shared or gather]
-    counts = [sum([place.held[to] for place in places]) for to in range(ranks)]
     by_token = [x.permute(2, 0, 1, 3) for x in xs]
     joined = by_token[0] if len(xs) == 1 else torch.cat(by_token, 2)
     if len(places) == 1 and places[0].shared:
-        packets = joined.narrow(0, places[0].start, places[0].length).reshape(-1)
+        packets = joined.narrow(0, places[0].start, places[0].length)
     else:
-        packets = torch.cat([joined.narrow(0, place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to])
-                             for to in range(ranks) for place in places]).view(-1)
+        packets = torch.cat([joined.narrow(0, first, count) for first, count in _spans(places, shards.ranks)])
+    outs = _return_packets(shards, packets, deals, places)
+    if len(places) < len(shards.places):
+        outs = [_with_own_heads(shards, out, x, own) for out, x, own in zip(outs, xs, deals)]
+    return tuple([out.transpose(1, 2) for out in outs])
+
+
+def send_tiles(shards: Shards, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
+    """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``: out of the tiles into the packets in one pass. Not differentiable."""
+    packets = take_tokens(out, _packet_slots(tiles, shards.places, shards.ranks)).permute(2, 0, 1, 3)
+    return _return_packets(shards, packets, (deal,), shards.places)[0].transpose(1, 2)
+
+
+def _spans(places: Sequence[Place], ranks: int) -> list[tuple[int, int]]:
+    """(first token, tokens) of what each rank is sent, one after the other: its shares, and what is whole."""
+    return [(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places]
+
+
+@remember(64)
+def _packet_slots(tiles: TileLayout, places: tuple[Place, ...], ranks: int) -> Tensor:
+    """int64: the slot of each token of each packet."""
+    return torch.cat([tiles.inverse.narrow(0, first, count) for first, count in _spans(places, ranks)])
+
+
+def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
+    """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
+    rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
+    counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     # From each rank this one's tokens, of the other's heads.
-    comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * totals[rank] * dim for count in counts]
-    received = _Exchange(shards, packets, comes, goes).wait().split(comes)
-    parts = [part.view(counts[rank], batch, total, dim).split([own[of] for own in deals], 2)
+    comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
+    received = Exchange(shards.group, packets.reshape(-1), comes, goes).wait().split(comes)
+    parts = [_in_words(part.view(counts[rank], batch, total, dim)).split([own[of] for own in deals], 2)
              for of, (part, total) in enumerate(zip(received, totals))]
-    outs = []
-    for number, own in enumerate(deals):
-        out = torch.cat([part[number].transpose(0, 1) for part in parts], 2)
-        if len(places) < len(shards.places):
-            out = _with_own_heads(shards, out, xs[number], own)
-        outs.append(out.transpose(1, 2))
-    return tuple(outs)
+    return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """x, whose last dimension is contiguous, seen as words of 16 bytes where it can be: a copy in pieces then moves as much at once."""
+    per_word = 16 // x.element_size()
+    if torch.compiler.is_compiling() or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
+            or any([stride % per_word for stride in x.stride()[:-1]]) or x.data_ptr() % 16:
+        return x
+    return x.view(torch.complex128)
 
 
 def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
@@ -129,7 +161,7 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
-    received = _Exchange(shards, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
+    received = Exchange(shards.group, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
     packets = [packet.split([place.held[of] for place in shards.places]) for of, packet in enumerate(received)]
     parts: list[Tensor] = []
     for number, place in enumerate(shards.places):
@@ -145,7 +177,12 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     if all([len(set(counts)) == 1 for counts in deals]):
         packets = xs[0].new_empty(ranks, tokens, batch, _totals(deals)[0], dim)
         for piece, into in zip(pieces, packets.split([counts[0] for counts in deals], 3)):
-            into.copy_(piece.unflatten(1, (ranks, into.shape[3])).permute(1, 3, 0, 2, 4))
+            piece = piece.unflatten(1, (ranks, into.shape[3])).permute(1, 3, 0, 2, 4)
+            words, into_words = _in_words(piece), _in_words(into)
+            if words.dtype == into_words.dtype:
+                into_words.copy_(words)
+            else:
+                into.copy_(piece)
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
@@ -156,18 +193,19 @@ def _totals(deals: Deals) -> list[int]:
     return [sum(counts) for counts in zip(*deals)]
 
 
-class _Exchange:
-    """One collective: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it, ``into`` a tensor of so many."""
+class Exchange:
+    """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
+    ``into`` a tensor of so many."""
 
-    def __init__(self, shards: Shards, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
+    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
         if torch.compiler.is_compiling():
             self._work = None
-            self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, shards.group.group_name)
+            self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
         self._received = send.new_empty(sum(comes)) if into is None else into.view(-1)
         # The library has a faster way for equal sizes.
         even = len({*comes}) == len({*goes}) == 1
-        self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=shards.group,
+        self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
                                             async_op=True)
         # Its memory is the collective's until then.
         self._send: Tensor | None = send

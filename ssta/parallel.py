@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import require_choice
-from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tokens, wants_gradient
+from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
 from .kernels import Deferred
 from .memo import captured, remember_plain
 from .ranks import agree, check_ranks, resolve_group
@@ -21,12 +21,15 @@ from .sequence import TokenLayout, VideoGrid
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+    from .layout import TileLayout
+    from .rings import Rings
+
 __all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
 
 SPLITS = ("video", "all")
 Checked = TypeVar("Checked")
 # Of each group the sequences of which its ranks have found that they agree. Ranks fill it alike, for they agree together.
-_AGREED: WeakKeyDictionary[ProcessGroup, set[tuple[Run, ...]]] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[ProcessGroup, set] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,8 @@ class Shards:
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
         """
-        if not isinstance(layout, TokenLayout):
-            raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
-        require_choice("split", split, SPLITS)
-        group = resolve_group(group)
-        return _shards(cls, group, layout, split, dist.get_world_size(group), dist.get_rank(group))
+        runs, group = runs_of(layout, split), resolve_group(group)
+        return _shards(cls, group, runs, dist.get_world_size(group), dist.get_rank(group))
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
@@ -139,16 +139,13 @@ class Shards:
         Raises:
             TypeError, ValueError: what check raises, at first on all ranks.
         """
-        if torch.compiler.is_compiling() or self.runs in _AGREED.get(self.group, ()) or captured():
-            return check()
-        try:
-            result, error = check(), None
-        except (TypeError, ValueError) as found:
-            result, error = None, found
-        agree(self.group, error, {} if result is None else {"sequence": self.runs, **facts(result)})
-        _AGREED.setdefault(self.group, set()).add(self.runs)
-        assert result is not None
-        return result
+        return agreed_between((self.group,), self.runs, check, facts)
+
+    def exchange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
+        """q, k and v to heads, and the way back."""
+        exchanged = Exchanged(self, q.shape[1], k.shape[1])
+        q, k, v = self.to_heads(q, k, v, key_heads=k.shape[1])
+        return q, k, v, exchanged
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...
@@ -218,12 +215,34 @@ class Shards:
         return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
 
 
+def agreed_between(
+    groups: tuple[ProcessGroup, ...], runs: tuple[Run, ...], check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]],
+) -> Checked:
+    """``Shards.agreed`` of one group, or of those of a mesh's dimensions, the last one first."""
+    known = groups[1:], runs
+    if torch.compiler.is_compiling() or known in _AGREED.get(groups[0], ()) or captured():
+        return check()
+    try:
+        result, error = check(), None
+    except (TypeError, ValueError) as found:
+        result, error = None, found
+    agree(groups, error, {} if result is None else {"sequence": runs, **facts(result)})
+    _AGREED.setdefault(groups[0], set()).add(known)
+    assert result is not None
+    return result
+
+
+def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
+    """What ``split`` shares out of ``layout``, after their checks."""
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    if require_choice("split", split, SPLITS) == "all":
+        return (Run(layout.length, True),)
+    return tuple([Run(segment.length, isinstance(segment, VideoGrid)) for segment in layout.segments])
+
+
 @remember_plain
-def _shards(kind: type[Shards], group: ProcessGroup, layout: TokenLayout, split: str, ranks: int, rank: int) -> Shards:
-    if split == "all":
-        runs: tuple[Run, ...] = (Run(layout.length, True),)
-    else:
-        runs = tuple([Run(segment.length, isinstance(segment, VideoGrid)) for segment in layout.segments])
+def _shards(kind: type[Shards], group: ProcessGroup, runs: tuple[Run, ...], ranks: int, rank: int) -> Shards:
     return kind(group, runs, ranks, rank)
 
 
@@ -262,11 +281,13 @@ class Exchanged:
 
     Args:
         heads, key_heads: of query and of key, on all ranks together.
+        rings: of the ranks that have the same heads, where rows are shared out too; ``shards`` are those of this rank's rows.
     """
 
     shards: Shards
     heads: int
     key_heads: int
+    rings: Rings | None = None
 
     @classmethod
     def of(cls, shards: Shards, query: Sent, key: Sent, value: Sent) -> Exchanged:
@@ -287,8 +308,14 @@ class Exchanged:
         return cls(shards, heads, key_heads)
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``."""
+        """``[B, H_r, S, D]`` of the tokens that ``shards`` share out -> ``[B, H, S_r, D]``."""
         return self.shards.to_tokens(out, self.heads, key_heads=self.key_heads)
+
+    def from_tiles(self, out: Tensor, tiles: TileLayout) -> Tensor:
+        """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``."""
+        if torch.compiler.is_compiling() or wants_gradient(out):
+            return self.to_tokens(tiles.untile(out))
+        return send_tiles(self.shards, out, self.shards.deal_heads(self.heads, self.key_heads), tiles)
 
     def all_heads(self, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
         """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,8 +30,7 @@ def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if group is outside:
         raise ValueError("group must hold this process, got a group of other processes")
     if not isinstance(group, dist.ProcessGroup):
-        from torch.distributed.device_mesh import DeviceMesh
-        if not isinstance(group, DeviceMesh):
+        if not is_mesh(group):
             raise TypeError(f"group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
         if group.ndim != 1:
             raise ValueError(f"group must be a DeviceMesh of one dimension, such as mesh['ulysses'], got {group.ndim} dimensions")
@@ -39,6 +38,11 @@ def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if dist.get_rank(group) < 0:
         raise ValueError("group must hold this process, got a group of other processes")
     return group
+
+
+def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
+    """Whether it is a DeviceMesh, which a torch without distributed does not have."""
+    return dist.is_available() and isinstance(group, dist.DeviceMesh)
 
 
 def check_ranks(group: ProcessGroup | DeviceMesh | None, **facts: object) -> None:
@@ -53,14 +57,21 @@ def check_ranks(group: ProcessGroup | DeviceMesh | None, **facts: object) -> Non
     Raises:
         ValueError: on all ranks, what differs and how.
     """
-    agree(resolve_group(group), None, facts)
+    agree((resolve_group(group),), None, facts)
 
 
-def agree(group: ProcessGroup, error: TypeError | ValueError | None, facts: dict[str, object]) -> None:
-    """Raises on every rank what went wrong on one of them: its ``error``, or facts that are not the same."""
+def agree(groups: Sequence[ProcessGroup], error: TypeError | ValueError | None, facts: dict[str, object]) -> None:
+    """Raises on every rank what went wrong on one of them: its ``error``, or facts that are not the same.
+
+    Args:
+        groups: one, or those of a mesh's dimensions, the last dimension first.
+    """
     mine = None if error is None else (isinstance(error, TypeError), str(error)), {name: told(value) for name, value in facts.items()}
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[Any] = [mine]
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = sum(gathered, [])
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
             kind = TypeError if failed[0] else ValueError

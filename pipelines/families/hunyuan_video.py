@@ -10,8 +10,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..call import CallState
 from ..canvas import from_bcfhw
-from ..context import CallState
 from ..family import Family, Site, stack_sites
 from ..split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor

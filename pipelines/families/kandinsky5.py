@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..after_gather import shared_gradients
+from ..call import CallState
 from ..canvas import from_bfhwc
-from ..context import CallState
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..split import Plan, Split, gathered, split

@@ -91,6 +91,13 @@ def test_the_kernel_does_what_the_modules_do(by_kernel, monkeypatch, case, dtype
     assert len(by_kernel) == (2 if case[0] is None and case[2] is None else 3) and found.stride() == torch.empty_like(found).stride()
 
 
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_one_of_them_by_itself_is_the_same(by_kernel, case):
+    parts = stream_of(case, 37, torch.float16), stream_of((case[0], case[1], None), 5, torch.float16)
+    options = dict(heads=HEADS, across_heads=case[1], norms=NORMS)
+    assert torch.equal(streams.finished(parts, **options), streams.joined(parts, parts, parts, **options)[0])
+
+
 def test_views_and_no_tokens(by_kernel):
     stream = stream_of(CASES[0], 20, torch.float16)
     whole = materialized(stream, heads=HEADS)

@@ -11,6 +11,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention
 from ssta.attention import ssta_layer
 from ssta.kernels import Deferred, Projection
 from ssta.parallel import Shards, check_ranks
+from ssta.rings import Rings
 
 TILE = (2, 4, 4)
 TEXT = TokenLayout.video_text((5, 9, 7), 37)
@@ -79,11 +80,15 @@ def gradients(layout=TEXT, split="video", heads=4, key_heads=None, batch=2, mask
     settings, shards = config(**options), Shards.of(None, layout, split)
     qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
     text_mask = mask(layout, batch) if masked else None
-    weight = inputs(layout, heads, batch=batch, dtype=torch.float64, seed=1)[0]
     expected = ssta_attention(*qkv, layout, settings, text_mask=text_mask)
-    (expected * weight).sum().backward()
     own = [local(x.detach(), shards).requires_grad_() for x in qkv]
     out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD, split=split)
+    same_gradients(own, out, qkv, expected, shards)
+
+
+def same_gradients(own, out, qkv, expected, shards):
+    weight = inputs(TokenLayout((DenseRun(expected.shape[2]),)), expected.shape[1], batch=len(expected), dtype=torch.float64, seed=1)[0]
+    (expected * weight).sum().backward()
     # Each rank's loss weighs the text by its own number, whose sum over the ranks is what one process has.
     share = torch.cat([torch.ones(place.held[shards.rank], dtype=torch.float64) * (1 if place.shared else (shards.rank + 1) / sum(
         range(shards.ranks + 1))) for place in shards.places])[:, None]
@@ -162,6 +167,36 @@ def in_a_mesh():
     out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
     assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
     refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
+
+
+def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch=2, masked=False, **options):
+    """Ranks with the same heads and rows of their own: the selection and the result of one process, and its gradients."""
+    shape = shape or (2, dist.get_world_size() // 2)
+    mesh, settings = dist.device_mesh.init_device_mesh("cpu", shape), config(**options)
+    shards = Rings.of(mesh, layout, split).outer
+    qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
+    text_mask = mask(layout, batch) if masked else None
+    expected = ssta_attention(*qkv, layout, settings, text_mask=text_mask)
+    own = [local(x.detach(), shards).requires_grad_() for x in qkv]
+    out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=mesh, split=split)
+    torch.testing.assert_close(out, local(expected, shards), rtol=0, atol=1e-13)
+    with torch.no_grad():
+        torch.testing.assert_close(ssta_attention(*own, layout, settings, text_mask=text_mask, group=mesh, split=split), out)
+    same_gradients(own, out, qkv, expected, shards)
+
+
+def rings_refuse():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    layout = TokenLayout.video_text((3, 5, 7), 29)
+    shards = Rings.of(mesh, layout).outer
+    own = [local(x, shards) for x in inputs(layout)]
+    last = dist.get_rank() == 1
+    refused(ValueError, "on rank 1: query must have rank 1 of", lambda: ssta_attention(
+        *[x[:, :, :-1] if last else x for x in own], layout, config(), group=mesh))
+    refused(ValueError, "config must be the same on all ranks", lambda: ssta_attention(*own, layout, config(topk=2 + last), group=mesh))
+    few = [x[:, :0] for x in own] if dist.get_world_size() == 2 else [x[:, :1] for x in own]
+    refused(ValueError, "query must have at least one head" if few[0].numel() == 0 else "got 2 ranks and 1 heads", lambda: ssta_attention(
+        *few, layout, config(), group=mesh))
 
 
 def traced():
@@ -327,9 +362,19 @@ GRADIENTS = {
     "gradients of one run": partial(gradients, TEXT, "all", batch=1),
     "gradients of estimates": partial(gradients, TWICE, topk=None, density=0.3, compensation="linear", batch=1),
 }
+# A row of a tile that a share cuts is computed beside fewer others.
+RINGS = {
+    "rings": partial(rings, masked=True),
+    "rings, sequence as one run": partial(rings, MIXED, "all", heads=5, batch=1),
+    "rings, two grids, key heads": partial(rings, TWICE, heads=6, key_heads=3),
+    "rings, zeros": partial(rings, pad_type="zero", sampling_type="importance", masked=True),
+    "rings, one pattern": partial(rings, MIXED, pad_type="repeat", mask_share_within_head=True, masked=True),
+    "rings, estimates": partial(rings, topk=None, density=0.3, allocation="head", compensation="linear", batch=1),
+    "rings of one head": partial(rings, SHORT, heads=2),
+}
 CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
-         "in a mesh": in_a_mesh}
+         "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
 import re
+import sys
 import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import diffusers.hooks.context_parallel as hooks
@@ -15,7 +20,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_models import TINY, cast
-from tiny_pipelines import PIPELINES, latents
+from tiny_pipelines import PIPELINES, latents, wan_with_frames
 from torch import nn
 
 from ssta import SSTAConfig
@@ -156,7 +161,7 @@ def same_gradients(got, want, bound):
         assert error < bound, (name, error)
 
 
-def gradients(name, rank, ranks):
+def gradients(name, rank, ranks, ring=1):
     """Ranks' gradients are parts that add up to one process', with checkpointing too."""
     model, call = tiny(name)
     apply_ssta(model, SPARSE, schedule=Schedule())
@@ -164,7 +169,7 @@ def gradients(name, rank, ranks):
     for checkpointing in (False, True):
         model, _ = tiny(name)
         apply_ssta(model, SPARSE, schedule=Schedule())
-        model.enable_parallelism(config=parallel(ranks))
+        model.enable_parallelism(config=parallel(ranks, ring))
         if checkpointing:
             model.enable_gradient_checkpointing()
             model.train()
@@ -332,6 +337,33 @@ def reported(rank, ranks):
         assert f"torch, 1 of 2 heads, rank 0 of {ranks}" in shown and "exchange, ms" in shown.splitlines()[0]
 
 
+def example(rank, ranks):
+    """A script under torchrun: one video, which the first rank writes and reports."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import generate
+    import wan
+
+    written, printed = [], io.StringIO()
+    generate.require_video_writer = lambda: None
+    generate.write_video = lambda video, path, fps: written.append(video)
+    pipe = wan_with_frames()
+    pipe.to = lambda device: pipe
+    diffusers.WanPipeline.from_pretrained = staticmethod(lambda model, **_: pipe)
+    arguments = ["--cpu", "--height", "96", "--width", "128", "--num-frames", "9", "--num-inference-steps", "2", "--topk", "1",
+                 "--dense-steps", "0", "--side-by-side"]
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        generate.main(wan.WAN, "about", arguments)
+    assert len(written) == (rank == 0) and bool(printed.getvalue()) == (rank == 0)
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0"}
+    pipe = wan_with_frames()
+    pipe.to = lambda device: pipe
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
+        generate.main(wan.WAN, "about", arguments)
+    if rank == 0:
+        assert "1 of 2 heads, rank 0 of 2" in printed.getvalue()
+        assert torch.equal(*written)
+
+
 # Mistakes: every rank raises the same, nobody waits for another
 
 
@@ -408,11 +440,15 @@ def caches_that_look(rank, ranks):
 
 
 def shared_patterns(rank, ranks):
+    """A scorer of the user's own sees a rank's heads, and the pattern is for all."""
     model, call = tiny("wan")
-    model.enable_parallelism(config=parallel(ranks))
+    processor = model.blocks[0].attn1.processor
     shared = replace(SPARSE, mask_share_within_head=True, sampling_type=similarity)
     with apply_ssta(model, shared, schedule=Schedule()), torch.no_grad():
-        refused(ValueError, "mask_share_within_head", lambda: forward(model, call))
+        model.enable_parallelism(config=parallel(ranks))
+        refused(ValueError, "on several ranks with mask_share_within_head", lambda: forward(model, call))
+    refused(ValueError, "on several ranks with mask_share_within_head", lambda: apply_ssta(model, shared, schedule=Schedule()))
+    assert model.blocks[0].attn1.processor is processor and processor._parallel_config is model._parallel_config
 
 
 def similarity(q, k):
@@ -435,11 +471,12 @@ def ranks_that_differ(rank, ranks):
 
 
 def more_ranks_than_heads(rank, ranks):
-    for name in ("wan", "hunyuan_video_15", "ltx2", "minimax_h3"):
+    for name, ring in (("wan", 1), ("hunyuan_video_15", 1), ("ltx2", 1), ("ltx2", 2), ("minimax_h3", 1)):
         model, call = tiny(name)
+        message = "must have heads that 4 ranks divide, .*, got 2 heads" if name == "ltx2" else "4 ranks and 2 heads"
         with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
-            model.enable_parallelism(config=parallel(ranks))
-            refused(ValueError, "4 ranks and 2 heads", lambda model=model, call=call: forward(model, call))
+            model.enable_parallelism(config=parallel(ranks, ring))
+            refused(ValueError, message, lambda model=model, call=call: forward(model, call))
 
 
 # Four ranks
@@ -453,6 +490,21 @@ def four(name, ring, rank, ranks):
     model.enable_parallelism(config=parallel(ranks, ring))
     with torch.no_grad():
         close(name, forward(model, call), want, even=name != "minimax_h3")
+
+
+def beyond_the_heads(name, rank, ranks):
+    """2 heads on 2 x 2 ranks: along the ring each has rows of its own."""
+    model, call = tiny(name, prompts=(4, 2))
+    linear = replace(SPARSE, compensation="linear")
+    for config, schedule in ((SPARSE, Schedule()), (linear, Schedule()), (SPARSE, Schedule(dense_above=0.0))):
+        want = alone(model, call, config, schedule)
+        again, _ = tiny(name)
+        handle = apply_ssta(again, config, schedule=schedule)
+        again.enable_parallelism(config=parallel(ranks, ring=2))
+        with torch.no_grad():
+            close(name, forward(again, call), want, even=False)
+        run = handle.report()[0]
+        assert (run.rank, run.ranks, run.own_heads, run.heads) == (rank, 4, 1, 2) and run.exchange_seconds > 0
 
 
 def uneven_heads(rank, ranks):
@@ -472,12 +524,15 @@ TWO = {
     **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in TINY},
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
-    **{case.__name__: case for case in (settings, masks, pipelines, cached, compiled, reported, mistakes, refused_programs,
+    **{case.__name__: case for case in (settings, masks, pipelines, cached, compiled, reported, example, mistakes, refused_programs,
                                         caches_that_look, shared_patterns, ranks_that_differ)},
 }
 FOUR = {
     **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)
        for name, ring in (("wan", 2), ("hunyuan_video_i2v", 1), ("motif_video", 2), ("ltx", 4), ("ltx2", 2), ("cogvideox", 1), ("mochi", 2),
                           ("kandinsky5", 1), ("minimax_h3", 2), ("skyreels_v2", 4))},
+    **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
+       for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
+    "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
     "uneven heads": uneven_heads, "more ranks than heads": more_ranks_than_heads,
 }

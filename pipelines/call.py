@@ -1,0 +1,43 @@
+"""CallState: what belongs to one forward of a model; Ranks: who shares it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ssta.parallel import deal
+
+
+class Ranks(NamedTuple):
+    """The ranks that share one forward.
+
+    Attributes:
+        group: their process group.
+        rank: this one's number in it.
+        size: how many they are.
+        mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
+        tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    tokens: int | None
+    mesh: Any = None
+
+    def share(self, tokens: int) -> int:
+        """How many of ``tokens`` are this rank's."""
+        return deal(tokens, self.size)[self.rank]
+
+    def start(self, tokens: int) -> int:
+        """The first of this rank's."""
+        return sum(deal(tokens, self.size)[:self.rank])
+
+
+class CallState(NamedTuple):
+    """One forward's own: its canvas in tokens, whether its step is dense, which of the schedule's densities it has, if these follow the
+    noise and it is not, and the ranks that share it, if there are several."""
+
+    thw: tuple[int, int, int]
+    dense_step: bool
+    level: int | None = None
+    ranks: Ranks | None = None
