@@ -38,7 +38,7 @@ from measure import RESULTS, failure, interleaved, print_machine, print_rows, wr
 from shapes import SHARED, SHARED_CPU, LayerShape
 from shared_layer import measure_layer, reckon_layer, row
 from table import draw, ranks_table
-from world import OnRanks, World
+from world import OnRanks, World, meshes
 
 # Bytes of an all-to-all's buffer, own part included: what layers exchange.
 BUFFERS, BUFFERS_CPU = (50e6, 115e6, 230e6), (2.5e5,)
@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         if world.rank == 0:
             print_machine()
             print(f"{world.size} ranks, measured on {', '.join(map(str, sizes))}", flush=True)
-        for ranks in sizes[1:]:
-            world.mesh(ranks)
+        for mesh in meshes(sizes[1:], options.ring):
+            world.mesh(*mesh)
         run(world, options, sizes)
         world.end()
     finally:
@@ -74,7 +74,8 @@ def arguments(argv: list[str] | None, gpu: bool) -> argparse.Namespace:
     add_names(parser, "layer", layers)
     add_names(parser, "model", models)
     parser.add_argument("--what", nargs="+", default=["all-to-all", "layer", "step"], choices=["all-to-all", "layer", "step"])
-    parser.add_argument("--ring", nargs="+", type=number, default=[], help="also steps on meshes with rings of so many ranks")
+    parser.add_argument("--ring", nargs="+", type=number, default=[], help="also meshes with rings of so many ranks, which in a "
+                        "layer have rows of their own, and in a step where there are fewer heads than ranks")
     parser.add_argument("--reckon", nargs="*", type=number, default=[2, 4, 8], help="for how many ranks to reckon (default 2 4 8)")
     parser.add_argument("--bandwidth", type=float, help="GB/s that a rank sends, for reckoning, in place of what is measured")
     parser.add_argument("--limit", type=float, default=5.0, metavar="MINUTES", help="begin nothing after so long (default 5)")
@@ -137,7 +138,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
 
 def sections(world: World, options: argparse.Namespace, sizes: list[int], rows: list[dict]) -> Iterator[Section]:
     """The most important ones first; ``rows`` are those that were found so far."""
-    rounds, shared = options.rounds, [ranks for ranks in sizes if ranks > 1]
+    rounds, shared, over = options.rounds, [ranks for ranks in sizes if ranks > 1], meshes(sizes, options.ring)
     reckoned = sorted({1, *options.reckon})
 
     def rate(ranks: int) -> float | None:
@@ -149,15 +150,15 @@ def sections(world: World, options: argparse.Namespace, sizes: list[int], rows: 
     for layer in options.layers:
         model = next((shape for shape in models if shape.thw == layer.thw), None)
         if "layer" in options.what:
-            yield dict(what="layer", shape=layer.name), partial(measure_layer, world, layer, sizes, rounds)
+            yield dict(what="layer", shape=layer.name), partial(measure_layer, world, layer, over, rounds)
         if "step" in options.what and model:
             models.remove(model)
-            yield dict(what="step", shape=model.name), partial(measure_model, world, model, sizes, options.ring, rounds)
+            yield dict(what="step", shape=model.name), partial(measure_model, world, model, over, rounds)
         if "layer" in options.what and options.reckon:
             about = dict(what="layer", shape=layer.name, basis="reckoned")
             yield about, partial(reckon, world, layer, model, reckoned, rounds, rate, rows)
     for model in models if "step" in options.what else ():
-        yield dict(what="step", shape=model.name), partial(measure_model, world, model, sizes, options.ring, rounds)
+        yield dict(what="step", shape=model.name), partial(measure_model, world, model, over, rounds)
     if options.profile:
         yield dict(what="profile", shape=options.layers[0].name), partial(profile, world, options.layers[0], sizes[-1], options.profile)
 

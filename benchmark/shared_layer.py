@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from measure import NO_TIMES, elapsed_ms, failure, interleaved, now, peak_extra_
 from shapes import LayerShape
 from stages import Stopwatch
 from torch import Tensor
-from world import OnRanks, World
+from world import Mesh, OnRanks, World, mesh_name
 
-from ssta import TokenLayout, ssta_attention
-from ssta.parallel import Shards
+from ssta import TokenLayout, exchange, ssta_attention
+from ssta.kernels import BlockLists
+from ssta.parallel import Shards, runs_of
+from ssta.rings import Rings
 
 # What every row has, in this order.
 COLUMNS = dict(what="", shape="", attention="", ranks="", mesh="", stage="", basis="measured", **NO_TIMES, step_s="", speed_up="",
@@ -44,28 +47,30 @@ class SharedLayer:
         self.qkv = [torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=world.device, dtype=dtype) for _ in range(3)]
         self.text_mask = torch.arange(shape.text, device=world.device)[None] < shape.valid if shape.text else None
 
-    def call(self, ranks: int) -> Callable[[], Tensor]:
+    def call(self, mesh: Mesh) -> Callable[[], Tensor]:
         """The layer on this rank's tokens; [B, H, S_r, D] -> the same."""
-        if ranks == 1:
+        if mesh == (1, 1):
             return self.of_heads(self.shape.heads)
-        shards = self.shards(ranks)
+        group, shards = self.world.shared(*mesh), self.shards(mesh)
         local = [share(x, shards).transpose(1, 2) for x in self.qkv]
-        return lambda: ssta_attention(*local, self.layout, self.config, text_mask=self.text_mask, group=shards.group)
+        return lambda: ssta_attention(*local, self.layout, self.config, text_mask=self.text_mask, group=group)
 
     def of_heads(self, heads: int) -> Callable[[], Tensor]:
         """The layer on one rank, of the first ``heads``, in the memory that an exchange leaves them in."""
         own = [x[:, :, :heads].contiguous().transpose(1, 2) for x in self.qkv]
         return lambda: ssta_attention(*own, self.layout, self.config, text_mask=self.text_mask)
 
-    def shards(self, ranks: int) -> Shards:
-        return Shards.of(self.world.group(ranks), self.layout)
+    def shards(self, mesh: Mesh) -> Shards:
+        """Which tokens each rank has."""
+        group = self.world.shared(*mesh)
+        return Shards.of(group, self.layout) if mesh[1] == 1 else Rings.of(group, self.layout).outer
 
-    def errors(self, ranks: int, expected: Tensor, blocks: object) -> tuple[float, float]:
+    def errors(self, mesh: Mesh, expected: Tensor, blocks: BlockLists) -> tuple[float, float]:
         """(the largest difference from one rank's result over its largest value, error of sampled tiles against float64)."""
-        out = self.call(ranks)()
-        if ranks == 1:
+        out = self.call(mesh)()
+        if mesh == (1, 1):
             return 0.0, sampled_error(self.shape, *self.heads_first(), out, blocks, self.layout, self.config)
-        shards = self.shards(ranks)
+        shards = self.shards(mesh)
         own = share(expected.transpose(1, 2), shards).transpose(1, 2)
         difference = float((out - own).abs().max() / expected.abs().max())
         # Each token's row is one rank's, whole runs' are rank 0's, and adding zeros changes no bit.
@@ -75,7 +80,7 @@ class SharedLayer:
                 held = place.held[shards.rank]
                 start = place.start + (sum(place.held[:shards.rank]) if place.shared else 0)
                 whole[:, start:start + held] = out.transpose(1, 2)[:, place.local:place.local + held]
-        dist.all_reduce(whole, group=shards.group)
+        dist.all_reduce(whole, group=self.world.group(mesh[0]))
         return difference, sampled_error(self.shape, *self.heads_first(), whole.transpose(1, 2), blocks, self.layout, self.config)
 
     def heads_first(self) -> list[Tensor]:
@@ -88,8 +93,8 @@ def share(x: Tensor, shards: Shards) -> Tensor:
     return torch.cat([x.narrow(1, start, place.held[shards.rank]) for start, place in zip(starts, shards.places)], 1)
 
 
-def measure_layer(world: World, shape: LayerShape, sizes: list[int], rounds: int) -> list[dict]:
-    """Rows of the layer on each number of ranks: a row for every stage and one for the whole.
+def measure_layer(world: World, shape: LayerShape, over: list[Mesh], rounds: int) -> list[dict]:
+    """Rows of the layer on each mesh: a row for every stage and one for the whole.
 
     Times of stages are those of the rank that attended longest, which the others wait for in the exchange that follows.
     """
@@ -97,34 +102,34 @@ def measure_layer(world: World, shape: LayerShape, sizes: list[int], rounds: int
     alone = world.attempt(lambda: ssta_attention(*layer.heads_first(), layer.layout, layer.config, text_mask=layer.text_mask,
                                                  return_blocks=True))
     calls, watches, facts, notes = {}, {}, {}, {}
-    for ranks in sizes:
+    for mesh in over:
+        ranks = mesh[0]
         try:
-            found = world.gather(world.attempt(lambda ranks=ranks: layer.errors(ranks, *alone), ranks))
-            call = world.attempt(lambda ranks=ranks: layer.call(ranks), ranks)
+            found = world.gather(world.attempt(lambda mesh=mesh: layer.errors(mesh, *alone), ranks))
+            call = world.attempt(lambda mesh=mesh: layer.call(mesh), ranks)
             memory = world.gather(world.attempt(lambda call=call: peak_extra_mib(call), ranks))
         except Exception as error:
-            notes[ranks] = failure(error)
+            notes[mesh] = failure(error)
             continue
-        facts[ranks] = dict(difference=max(of[0] for of in found if of), error=max(of[1] for of in found if of),
-                            extra_mib=max(memory[:ranks]))
-        watches[ranks] = Stopwatch(call)
-        calls[ranks, "total"], calls[ranks, "stages"] = OnRanks(ranks, call), OnRanks(ranks, watches[ranks])
+        facts[mesh] = dict(difference=max(of[0] for of in found if of), error=max(of[1] for of in found if of),
+                           extra_mib=max(memory[:ranks]))
+        watches[mesh] = Stopwatch(call)
+        calls[mesh, "total"], calls[mesh, "stages"] = OnRanks(ranks, call), OnRanks(ranks, watches[mesh])
     alone = None
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
-    one = times.get((1, "total"), NO_TIMES)["median_ms"]
-    for ranks in sizes:
-        about = dict(what="layer", shape=shape.name, attention=layer.config.pad_type, ranks=ranks, mesh=f"1 x {ranks}")
-        if ranks in notes:
-            rows.append(row(**about, stage="total", note=notes[ranks]))
+    one = times.get(((1, 1), "total"), NO_TIMES)["median_ms"]
+    for mesh in over:
+        about = dict(what="layer", shape=shape.name, attention=layer.config.pad_type, ranks=mesh[0], mesh=mesh_name(mesh))
+        if mesh in notes:
+            rows.append(row(**about, stage="total", note=notes[mesh]))
             continue
-        total = times[ranks, "total"]
-        imbalance = ""
-        if not times[ranks, "stages"]["note"]:
-            runs = [of for of in world.gather(watches[ranks].runs(rounds) if world.rank < ranks else None) if of]
+        total, imbalance = times[mesh, "total"], ""
+        if not times[mesh, "stages"]["note"]:
+            runs = [of for of in world.gather(watches[mesh].runs(rounds) if world.rank < mesh[0] else None) if of]
             stages, imbalance = slowest(runs)
             rows += [row(**about, stage=stage, **quartiles(measured)) for stage, measured in stages.items()]
-        rows.append(row(**about, stage="total", **total, **facts[ranks], imbalance=imbalance,
+        rows.append(row(**about, stage="total", **total, **facts[mesh], imbalance=imbalance,
                         speed_up=one / total["median_ms"] if one and total["median_ms"] else ""))
     return rows
 
@@ -188,26 +193,25 @@ def sent_bytes(layer: SharedLayer, ranks: int) -> dict[str, float]:
 
 
 class Copies:
-    """What ranks copy around their exchanges, on one of them: q, k and v into packets, and the parts of the result next to one another."""
+    """What a rank copies around its exchanges, on one: q, k and v into packets, and the parts of the result next to one another."""
 
     def __init__(self, layer: SharedLayer, ranks: int) -> None:
         shape = layer.shape
-        self._ranks, self._tokens = ranks, (shape.tokens - shape.text) // ranks + shape.text
-        self._xs = [x[:, :self._tokens] for x in layer.qkv]
-        heads = shape.heads // ranks
-        self._parts = [layer.qkv[0].new_zeros(1, self._tokens, heads, shape.head_dim) for _ in range(ranks)]
-        self._whole = layer.qkv[0].new_zeros(1, shape.tokens, heads, shape.head_dim) if shape.text else None
+        heads, words = shape.heads // ranks, 16 // layer.qkv[0].element_size()
+        self._shards = Shards(object(), runs_of(layer.layout, "video"), ranks, 0)
+        self._xs = [share(x, self._shards).transpose(1, 2) for x in layer.qkv]
+        self._deals = ((heads,) * ranks,) * 3
+        # In words of 16 bytes, as they are copied.
+        part = layer.qkv[0].new_zeros(self._shards.local_length, heads * shape.head_dim // words * words)
+        self._parts = [part.view(torch.complex128) for _ in range(ranks)]
         self._marks: list[tuple] = []
 
     def __call__(self) -> None:
         marks = [now()]
-        packets = [x.unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4).contiguous() for x in self._xs]
-        del packets
+        with patch.object(exchange, "Exchange", _Still):
+            exchange.Arrival(self._shards, self._xs, self._deals).wait()
         marks.append(now())
-        if self._whole is not None:
-            # Packets hold the text as well as a share of the video.
-            self._whole.clone()
-        torch.cat(self._parts, 2)
+        torch.cat(self._parts, 1)
         marks.append(now())
         self._marks.append(tuple(marks))
 
@@ -215,3 +219,13 @@ class Copies:
         """Milliseconds (before the layer, after it), over the last ``rounds`` calls."""
         before, after = zip(*[(elapsed_ms(a, b), elapsed_ms(b, c)) for a, b, c in self._marks[-rounds:]])
         return quartiles(before)["median_ms"], quartiles(after)["median_ms"]
+
+
+class _Still:
+    """In place of ``exchange.Exchange``: nothing moves."""
+
+    def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
+        self._into = send.new_empty(sum(comes)) if into is None else into
+
+    def wait(self) -> Tensor:
+        return self._into

@@ -15,7 +15,7 @@ from measure import failure, interleaved, peak_extra_mib
 from models import ModelShape, blocks_of
 from shared_layer import row
 from torch import Tensor, nn
-from world import OnRanks, World
+from world import Mesh, OnRanks, World, mesh_name
 
 from ssta.parallel import Shards
 from ssta.pipelines.exchange import OnItsWay
@@ -31,8 +31,8 @@ def attentions(shape: ModelShape) -> list[str]:
 
 
 @torch.no_grad()
-def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[int], rounds: int) -> list[dict]:
-    """Rows of the model's step on each number of ranks, and of SSTA on meshes with each of ``rings``.
+def measure_step(world: World, shape: ModelShape, over: list[Mesh], rounds: int) -> list[dict]:
+    """Rows of the model's step on each mesh, of other attention than SSTA on those without rings.
 
     ``difference`` is that of the forward's output from one rank's, relative to its length.
     """
@@ -40,11 +40,10 @@ def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     model = world.attempt(lambda: shape.build(world.device.type, dtype))
     call = world.attempt(lambda: shape.call(world.device.type, dtype))
-    meshes = [(ranks, 1) for ranks in sizes] + [(ranks, ring) for ring in rings for ranks in sizes if ring > 1 and ranks % ring == 0]
     models, watches, facts, notes = {}, {}, {}, {}
     for what in attentions(shape):
         expected = None
-        for ranks, ring in meshes:
+        for ranks, ring in over:
             key = what, ranks, ring
             if ring > 1 and what != "none":
                 continue
@@ -65,9 +64,9 @@ def measure_step(world: World, shape: ModelShape, sizes: list[int], rings: list[
     calls = {key: OnRanks(key[1], partial(forward, of, call)) for key, of in models.items()}
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
-    for what, ranks, ring in [(what, *mesh) for what in attentions(shape) for mesh in meshes if (what, *mesh) in {**times, **notes}]:
+    for what, ranks, ring in [(what, *mesh) for what in attentions(shape) for mesh in over if (what, *mesh) in {**times, **notes}]:
         key = what, ranks, ring
-        about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, mesh=f"{ring} x {ranks // ring}", stage="total")
+        about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, mesh=mesh_name((ranks, ring)), stage="total")
         if key in notes or times[key]["note"]:
             rows.append(row(**about, note=notes.get(key) or times[key]["note"]))
             continue
@@ -109,4 +108,4 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
 def unmasked(group: object, query: OnItsWay, key: OnItsWay, value: OnItsWay, layout: object, text_mask: Tensor | None = None) -> Tensor:
     """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
     out = dense(*(x.sent.wait() for x in (query, key, value)))
-    return Shards.of(group, layout).to_tokens(out, sum(query.sent.deals[0])).transpose(1, 2)
+    return Shards.of(group, layout).to_tokens(out, query.heads).transpose(1, 2)

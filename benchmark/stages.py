@@ -15,10 +15,11 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 from ssta import attention, selection
 from ssta.layout import TileLayout
 from ssta.parallel import Exchanged, Shards
+from ssta.rings import Rings
 
 # Stage -> the functions that it consists of, each with the module or class in which the layer looks it up. What runs inside another
 # stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are
-# scored are made while tiling. The exchanges are those between ranks.
+# scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way.
 STAGES = {
     "tile": ((TileLayout, TileLayout.tile_qkv),),
     "estimate": ((attention, attention.estimate_tiles),),
@@ -27,8 +28,8 @@ STAGES = {
     "attend": ((attention, attention.attend_owned),),
     "combine": ((attention, attention.compensate),),
     "untile": ((TileLayout, TileLayout.untile),),
-    "exchange in": ((Shards, Shards.to_heads),),
-    "exchange out": ((Exchanged, Exchanged.to_tokens),)}
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange)),
+    "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens))}
 
 
 class Stopwatch:

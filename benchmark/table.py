@@ -270,13 +270,13 @@ def shared_time(row: Row | None) -> str:
 
 
 def shared_stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer and number of ranks, with what each stage takes on the rank that attends longest."""
+    """One line a layer and mesh, with what each stage takes on the rank that attends longest."""
     shown = ["exchange in", "tile", "score", "select", "attend", "untile", "exchange out", "total"]
-    lines = [["layer", "ranks", *(f"{stage}, ms" for stage in shown)]]
+    lines = [["layer", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
     measured = [row for row in rows if row["what"] == "layer" and row["basis"] == "measured" and not row["note"]]
-    for (shape, ranks), found in grouped(measured, lambda row: (row["shape"], str(row["ranks"]))).items():
+    for (shape, mesh), found in grouped(measured, lambda row: (row["shape"], row["mesh"])).items():
         of = {row["stage"]: row for row in found}
-        lines.append([shape, ranks, *(milliseconds(of.get(stage)) for stage in shown)])
+        lines.append([shape, mesh, *(milliseconds(of.get(stage)) for stage in shown)])
     return lines
 
 

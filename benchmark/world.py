@@ -34,6 +34,20 @@ class OnRanks:
         return self.call()
 
 
+# Numbers of ranks, each with the size of the rings in it, 1 = none.
+Mesh = tuple[int, int]
+
+
+def meshes(sizes: list[int], rings: list[int]) -> list[Mesh]:
+    """Each number of ranks without rings, then those that rings of each size divide."""
+    return [(ranks, 1) for ranks in sizes] + [(ranks, ring) for ring in rings for ranks in sizes if ring > 1 and ranks % ring == 0]
+
+
+def mesh_name(mesh: Mesh) -> str:
+    ranks, ring = mesh
+    return f"{ring} x {ranks // ring}"
+
+
 class World:
     """All ranks of a program that torchrun started.
 
@@ -49,7 +63,7 @@ class World:
         self.rank, self.size, self.device = rank, size, device
         self._store, self._section, self._said = store, 0, 0
         self._start = time.monotonic()
-        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
+        self._meshes: dict[Mesh, DeviceMesh] = {}
         self._zero = torch.zeros(1, device=device)
 
     @classmethod
@@ -171,6 +185,10 @@ class World:
     def group(self, ranks: int) -> dist.ProcessGroup:
         """Of the first ``ranks``; on the others a group of their own."""
         return self.mesh(ranks).get_group("ulysses")
+
+    def shared(self, ranks: int, ring: int) -> dist.ProcessGroup | DeviceMesh:
+        """What ``ssta_attention`` takes for ``group``."""
+        return self.group(ranks) if ring == 1 else self.mesh(ranks, ring)["ring", "ulysses"]
 
     def meet(self, ranks: int) -> None:
         """The devices of the first ``ranks`` wait for one another, not the hosts."""

@@ -37,11 +37,12 @@ def test_two_ranks_end_to_end(measured):
     assert not of([row for row in rows if row["note"]])
     assert [row["what"] for row in rows][0] == "all-to-all" and float(rows[0]["gb_s"]) > 0
     for layer in ("small", "small, no text"):
-        one, two = (of(rows, what="layer", shape=layer, basis="measured", ranks=ranks) for ranks in "12")
-        inside = ["tile", "score", "select", "attend", "untile"]
-        assert [row["stage"] for row in one] == [*inside, "total"]
-        assert [row["stage"] for row in two] == ["exchange in", *inside, "exchange out", "total"]
+        one, two, ring = (of(rows, what="layer", shape=layer, basis="measured", mesh=mesh) for mesh in ("1 x 1", "1 x 2", "2 x 1"))
+        inside = ["tile", "score", "select", "attend"]
+        assert [row["stage"] for row in one] == [*inside, "untile", "total"]
+        assert [row["stage"] for row in two] == [row["stage"] for row in ring] == ["exchange in", *inside, "exchange out", "total"]
         assert two[-1]["difference"] == "0.0", "ranks with as many heads each do not give one rank's bits"
+        assert float(ring[-1]["difference"]) < 1e-5
         assert float(two[-1]["imbalance"]) >= 1 and 0 < float(two[-1]["error"]) < 1e-5
         assert float(two[-1]["speed_up"]) == pytest.approx(float(one[-1]["median_ms"]) / float(two[-1]["median_ms"]))
     steps = of(rows, what="step", basis="measured")
@@ -189,30 +190,29 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     import shared_layer
     from shapes import SHARED, LayerShape
 
-    from ssta import SSTAConfig, TokenLayout
-    from ssta import exchange as module
-    from ssta.parallel import Shards, _shards
+    from ssta import SSTAConfig, TokenLayout, exchange
+    from ssta.parallel import Shards, runs_of
 
     sent = []
 
-    class Counted:
-        def __init__(self, shards, send, comes, goes, into=None):
-            sent.append(send.element_size() * (sum(goes) - goes[shards.rank]))
-            self._out = send.new_zeros(sum(comes)) if into is None else into.view(-1).zero_()
+    class Counted(shared_layer._Still):
+        def __init__(self, group, send, comes, goes, into=None):
+            super().__init__(group, send, comes, goes, into)
+            sent.append(send.element_size() * (sum(goes) - goes[1]))
 
-        def wait(self):
-            return self._out
-
-    monkeypatch.setattr(module, "_Exchange", Counted)
+    monkeypatch.setattr(exchange, "Exchange", Counted)
     shape = LayerShape("tiny", (2, 3, 4), 5, 5, 4, 8, SSTAConfig())
-    layer = types.SimpleNamespace(shape=shape, qkv=[torch.zeros(1, shape.tokens, 4, 8)] * 3)
+    layout = TokenLayout.video_text(shape.thw, shape.text)
+    layer = types.SimpleNamespace(shape=shape, layout=layout, qkv=[torch.zeros(1, shape.tokens, 4, 8)] * 3)
     for ranks in (2, 4):
-        shards = _shards(Shards, object(), TokenLayout.video_text(shape.thw, shape.text), "video", ranks, 1)
-        monkeypatch.setattr(Shards, "agreed", lambda self, check, facts: check())
+        shards, deal = Shards(object(), runs_of(layout, "video"), ranks, 1), (4 // ranks,) * ranks
         sent.clear()
-        shards.to_heads(*(shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv))
-        shards.to_tokens(torch.zeros(1, 4 // ranks, shape.tokens, 8), 4)
+        exchange.Arrival(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3).wait()
+        exchange.send_tokens(shards, (torch.zeros(1, 4 // ranks, shape.tokens, 8),), (deal,), gather=True)
         assert sent == list(shared_layer.sent_bytes(layer, ranks).values())
+        copies = shared_layer.Copies(layer, ranks)
+        copies()
+        assert len(sent) == 2 and all(ms > 0 for ms in copies.median(1)), "what is copied is copied without an exchange"
     wan = types.SimpleNamespace(shape=SHARED[1], qkv=[torch.zeros(0, dtype=torch.bfloat16)])
     assert sum(shared_layer.sent_bytes(wan, 8).values()) == 4 * 75600 * 40 * 128 * 2 * 7 / 64
 
@@ -297,5 +297,5 @@ def test_tables_of_several_gpus(tmp_path):
         '| M, step | SSTA, `pad_type="none"` | 2 | 1 x 2 | 1.40 s | 1.93 | – | – | – | – | – | – |',
         '| L, layer | `pad_type="none"` | 8 | 1 x 8 | – | – | 1.30 ms | 8.00 | – | – | – | – |',
         '| M, step | diffusers as it comes | 2 | 1 x 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
-    assert "| L | 2 | – | – | – | – | 4.50 | – | – | 5.20 |\n" in stages and "| L | 4 |" not in stages
+    assert "| L | 1 x 2 | – | – | – | – | 4.50 | – | – | 5.20 |\n" in stages and "| L | 1 x 4 |" not in stages
     assert "| 2 | 50.0 | 10.0 | 10.0% | 333 |\n" in exchange and exchange.count("\n| ") == 2
