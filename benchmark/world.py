@@ -89,15 +89,13 @@ class World:
 
     def end(self) -> None:
         """Waits for all, and takes the process group down."""
-        self.gather(None)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.section(torch.cuda.synchronize if self.device.type == "cuda" else lambda: None)
         dist.destroy_process_group()
 
     # What ranks tell one another
 
     def gather(self, value: Any) -> list:
-        """``value`` of every rank. The host waits for all of them, the device for none.
+        """``value`` of every rank, within a section. The host waits for all of them, the device for none.
 
         Raises:
             Elsewhere: a rank has left the section.
