@@ -94,12 +94,17 @@ def measure_model(shape: ModelShape, whats: list[str], rounds: int, device: str)
         measured = times.get(what, {**NO_TIMES, "note": notes.get(what, "")})
         blocks = len(blocks_of(models[what])[1]) if what in models else shape.stock_blocks if what == "stock" else shape.blocks
         blocks_ms = watches[what].median(rounds) if measured["median_ms"] else ""
-        step_s = (measured["median_ms"] - blocks_ms + shape.depth * blocks_ms / blocks) / 1e3 if blocks_ms else ""
+        step_s = step_seconds(shape, blocks, measured["median_ms"], blocks_ms) if blocks_ms else ""
         rows.append(dict(
             model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, step_s=step_s, blocks=shape.depth, blocks_measured=blocks,
             **{column: measured[column] for column in NO_TIMES}, blocks_ms=blocks_ms, extra_mib=memory.get(what, ""),
             weights_mib=weights_mib + (shape.depth - shape.blocks) * block_mib, error=errors.get(what, ""), note=measured["note"]))
     return rows
+
+
+def step_seconds(shape: ModelShape, blocks: int, forward_ms: float, blocks_ms: float) -> float:
+    """Of the whole model, of whose forward ``blocks`` blocks were measured, which took blocks_ms of it."""
+    return (forward_ms - blocks_ms + shape.depth * blocks_ms / blocks) / 1e3
 
 
 def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ def before_round() -> None:
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1,
-                failed: Callable[[Hashable, str], None] = lambda name, note: None) -> dict[Hashable, dict[str, object]]:
+                failed: Callable[[Hashable, str], None] = lambda name, note: None,
+                timed: Callable[[Callable[[], object], float], tuple[float, float]] | None = None) -> dict[Hashable, dict[str, object]]:
     """Times of each call, in rounds of one call each, so that a card that throttles slows all alike.
 
     The order changes from round to round (seeded): the call after the hottest one finds lower clocks than the others. The inputs are far
@@ -37,8 +39,9 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, wa
         host_ms                     median time until the call returns to the host
         note                        empty, or why there are no times: a call that raises is left out from then on
 
-    ``failed`` is told at once which call raised, and may raise itself.
+    ``failed`` is told at once which call raised, and may raise itself. ``timed`` stands in for ``milliseconds``.
     """
+    timed = timed or milliseconds
     times: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in calls}
     notes = dict.fromkeys(calls, "")
     order = random.Random(0)
@@ -49,7 +52,7 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, wa
             if notes[name]:
                 continue
             try:
-                times[name].append(_milliseconds(calls[name], wait))
+                times[name].append(timed(calls[name], wait))
             except Exception as error:
                 notes[name] = failure(error)
                 failed(name, notes[name])
@@ -78,11 +81,13 @@ def quartiles(times: Sequence[float]) -> dict[str, float]:
     return dict(median_ms=middle, q1_ms=low, q3_ms=high)
 
 
-def _milliseconds(call: Callable[[], object], wait: float) -> tuple[float, float]:
-    """(on the device, which first waits so many ms; until the call returns); without a GPU they are the same."""
+def milliseconds(call: Callable[[], object], wait: float, ready: Callable[[], object] = lambda: None) -> tuple[float, float]:
+    """(on the device, which first waits so many ms and does what ``ready`` gives it; until the call returns); without a GPU they are the
+    same."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda._sleep(int(wait * CYCLES_PER_MS))
+    ready()
     first = now()
     start = time.perf_counter()
     call()
@@ -144,11 +149,16 @@ def machine() -> dict[str, str]:
     cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        driver=_driver(),
         torch=torch.__version__, triton=triton_version,
         # SSTA_COMMIT names it for a copy that has left its git folder behind.
         commit=os.environ.get("SSTA_COMMIT") or commit_of(Path(__file__).parent),
         date=datetime.date.today().isoformat())
+
+
+@cache
+def _driver() -> str:
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def commit_of(tree: Path) -> str:

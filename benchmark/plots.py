@@ -147,6 +147,39 @@ def plot_quality(rows: list[Row]) -> Figure:
     return figure
 
 
+def plot_timeline(rows: list[Row]) -> Figure:
+    """What every rank's device and host do: exchanges, the kernel that takes longest, the other kernels; calls of a host, and its waits."""
+    from timeline import is_wait
+
+    ranks = sorted({int(row["rank"]) for row in rows})
+    spent: dict[str, float] = {}
+    for row in rows:
+        if row["lane"] == "device" and "nccl" not in row["name"].lower():
+            spent[row["name"]] = spent.get(row["name"], 0.0) + float(row["end_us"]) - float(row["start_us"])
+    longest = max(spent, key=spent.__getitem__, default="")
+
+    def kind(row: Row) -> str:
+        if row["lane"] == "host":
+            return "host waits" if is_wait(row["name"]) else "host"
+        return "exchange" if "nccl" in row["name"].lower() else "attention" if row["name"] == longest else "other kernels"
+
+    colours = {"attention": COLOURS[2], "exchange": COLOURS[1], "other kernels": COLOURS[4], "host": COLOURS[8], "host waits": COLOURS[0]}
+    figure = Figure((13, 0.7 * len(ranks) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    lanes = [(rank, lane) for rank in ranks for lane in ("device", "host")]
+    for of, found in grouped(rows, kind).items():
+        for (rank, lane), spans in grouped(found, lambda row: (int(row["rank"]), row["lane"])).items():
+            bars = [(float(row["start_us"]) / 1e3, (float(row["end_us"]) - float(row["start_us"])) / 1e3) for row in spans]
+            axes.broken_barh(bars, (lanes.index((rank, lane)) - 0.4, 0.8), color=colours[of], label=of)
+    axes.set_yticks(range(len(lanes)), [f"rank {rank}, {lane}" for rank, lane in lanes], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, fontsize="small", frameon=False)
+    figure.supxlabel(caption(rows), fontsize="x-small")
+    return figure
+
+
 def place_label(rows: list[Row], place: tuple) -> str:
     problem, pattern, kept = place
     tokens, heads, head_dim, *_ = problem
@@ -161,4 +194,4 @@ def caption(rows: list[Row]) -> str:
 
 # Which CSVs are drawn, and how.
 PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline,
-         "quality": plot_quality}
+         "quality": plot_quality, "timeline": plot_timeline}

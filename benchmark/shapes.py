@@ -154,6 +154,12 @@ LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128,
 LAYERS_CPU = (LayerShape("small", (7, 12, 20), 40, 25, 2, 64, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
               LayerShape("small, no text", (5, 12, 20), 0, 0, 2, 64, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
 
+# What ranks share out in bench_parallel.py: these layers of the models in models.py, with as many tiles as they have there.
+SHARED = (LAYERS[0], LayerShape("Wan 2.1 14B, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=32)),
+          LayerShape("HunyuanVideo 1.5, 720p, 241 frames", (61, 45, 80), 1985, 900, 16, 128, HUNYUAN))
+SHARED_CPU = (LayerShape("small", (7, 12, 16), 18, 6, 4, 32, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
+              LayerShape("small, no text", (5, 12, 16), 0, 0, 4, 32, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
+
 ERRORS = (ErrorShape("uniform", (384,) * 8, 4, 2, 128),
           ErrorShape("ragged", (384, 336, 7, 0, 384, 320, 250, 384), 4, 2, 128, real=(384, 336, 7, 0, 300, 320, 1, 0)))
 # Small enough for Triton's interpreter.

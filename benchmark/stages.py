@@ -14,10 +14,12 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 
 from ssta import attention, selection
 from ssta.layout import TileLayout
+from ssta.parallel import Exchanged, Shards
+from ssta.rings import Rings
 
 # Stage -> the functions that it consists of, each with the module or class in which the layer looks it up. What runs inside another
 # stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are
-# scored are made while tiling.
+# scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way.
 STAGES = {
     "tile": ((TileLayout, TileLayout.tile_qkv),),
     "estimate": ((attention, attention.estimate_tiles),),
@@ -25,7 +27,9 @@ STAGES = {
     "select": ((attention, attention.select_tiles),),
     "attend": ((attention, attention.attend_owned),),
     "combine": ((attention, attention.compensate),),
-    "untile": ((TileLayout, TileLayout.untile),)}
+    "untile": ((TileLayout, TileLayout.untile),),
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange)),
+    "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens))}
 
 
 class Stopwatch:
@@ -41,11 +45,15 @@ class Stopwatch:
             self._layer()
         self._runs.append(marks)
 
+    def runs(self, rounds: int) -> list[dict[str, float]]:
+        """Of each of the last ``rounds`` calls what its stages took, in milliseconds."""
+        return [_alone(marks) for marks in self._runs[-rounds:]]
+
     def summary(self, rounds: int) -> dict[str, dict[str, object]]:
         """Stage -> the columns of ``measure.interleaved``, over the last ``rounds`` calls; what the host needs is not taken apart."""
         found: dict[str, list[float]] = {stage: [] for stage in STAGES}
-        for marks in self._runs[-rounds:]:
-            for stage, ms in _alone(marks).items():
+        for run in self.runs(rounds):
+            for stage, ms in run.items():
                 found[stage].append(ms)
         return {stage: {**NO_TIMES, **quartiles(times), "note": ""} for stage, times in found.items() if times}
 

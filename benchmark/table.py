@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
         draw(RESULTS)
 
 
-def draw(results: Path) -> None:
+def draw(results: Path, sources: Iterable[str] = ()) -> None:
+    """Draws the CSVs of ``sources``, by default of all that there is a plot for."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -60,7 +61,7 @@ def draw(results: Path) -> None:
     from plots import PLOTS
 
     for source, plot in PLOTS.items():
-        for path in sorted(results.glob(f"{source}_*.csv")):
+        for path in sorted(results.glob(f"{source}_*.csv")) if not sources or source in sources else ():
             plot(read_rows(path)).savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
             print(f"drew {path.with_suffix('.png')}")
 
@@ -253,6 +254,50 @@ def steps_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+# Several GPUs
+
+
+def ranks_table(rows: list[Row]) -> list[list[str]]:
+    """One line a layer or step, attention and number of ranks: measured beside reckoned."""
+    lines = [["of", "attention", "ranks", "ring x ulysses", "time", "speed-up", "reckoned", "its speed-up", "imbalance", "MiB a rank",
+              "from one rank", "error"]]
+    totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and not row["note"]]
+    names = "what", "shape", "attention", "ranks", "mesh"
+    for (what, shape, attention, ranks, mesh), found in grouped(totals, lambda row: tuple(str(row[name]) for name in names)).items():
+        of = {row["basis"]: row for row in found}
+        measured, reckoned = of.get("measured"), of.get("reckoned")
+        if measured is None and ranks == "1":
+            continue
+        lines.append([f"{shape}, {what}", PADDINGS[attention] if what == "layer" else STEPS[attention], ranks, mesh, shared_time(measured),
+                      figures((measured or {}).get("speed_up")), shared_time(reckoned), figures((reckoned or {}).get("speed_up")),
+                      *(figures((measured or {}).get(column)) for column in ("imbalance", "extra_mib", "difference", "error"))])
+    return lines
+
+
+def shared_time(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return f"{figures(row['median_ms'])} ms" if row["what"] == "layer" else f"{figures(row['step_s'])} s"
+
+
+def shared_stages_table(rows: list[Row]) -> list[list[str]]:
+    """One line a layer and mesh, with what each stage takes on the rank that attends longest."""
+    shown = ["exchange in", "tile", "score", "select", "attend", "untile", "exchange out", "total"]
+    lines = [["layer", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
+    measured = [row for row in rows if row["what"] == "layer" and row["basis"] == "measured" and not row["note"]]
+    for (shape, mesh), found in grouped(measured, lambda row: (row["shape"], row["mesh"])).items():
+        of = {row["stage"]: row for row in found}
+        lines.append([shape, mesh, *(milliseconds(of.get(stage)) for stage in shown)])
+    return lines
+
+
+def exchange_table(rows: list[Row]) -> list[list[str]]:
+    """One line a number of ranks and buffer of an all-to-all."""
+    lines = [["ranks", "MiB a rank", "ms", "spread", "GB/s to others"]]
+    return lines + [[row["ranks"], figures(row["mib"]), milliseconds(row), spread(row), figures(row["gb_s"])] for row in rows
+                    if row["what"] == "all-to-all" and not row["note"]]
+
+
 # Exactness
 
 
@@ -308,7 +353,8 @@ def figures(number: float | str | None) -> str:
 TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table),
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
-          "steps": ("pipeline", steps_table), "host": ("host", host_table),
+          "steps": ("pipeline", steps_table), "ranks": ("parallel", ranks_table), "shared_stages": ("parallel", shared_stages_table),
+          "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "errors": ("errors", errors_table), "quality": ("quality", quality_table),
           "samples": ("quality", samples_table), "fine_tune": ("fine_tune", fine_tune_table)}
 

@@ -25,7 +25,7 @@ def test_interleaved_reports_the_median_without_the_warm_rounds(monkeypatch):
     import measure
 
     clock, waits = iter([(100.0, 0.5), (3.0, 1.0), (1.0, 1.0), (2.0, 3.0), (8.0, 9.0)]), []
-    monkeypatch.setattr(measure, "_milliseconds", lambda call, wait: waits.append(wait) or next(clock))
+    monkeypatch.setattr(measure, "milliseconds", lambda call, wait: waits.append(wait) or next(clock))
     assert measure.interleaved({"a": None}, rounds=4, warm=1) == {
         "a": {"median_ms": 2.5, "q1_ms": 1.75, "q3_ms": 4.25, "host_ms": 2.0, "note": ""}}
     assert waits == [measure.LONGEST_WAIT, *[pytest.approx(0.6)] * 4]

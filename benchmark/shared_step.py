@@ -1,0 +1,111 @@
+"""Steps of video models whose tokens ranks share out: SSTA beside diffusers' own Ulysses around SDPA, and beside unmasked SDPA."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import patch
+
+import diffusers
+import torch
+from bench_layer import dense
+from bench_pipeline import BlockWatch, prepared, step_seconds
+from diffusers import ContextParallelConfig
+from measure import failure, interleaved, peak_extra_mib
+from models import ModelShape, blocks_of
+from shared_layer import row
+from torch import Tensor, nn
+from world import Mesh, OnRanks, World, mesh_name
+
+from ssta.parallel import Shards
+from ssta.pipelines.exchange import OnItsWay
+from ssta.pipelines.family import family_of
+
+# diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.
+RIGHT_AS_STOCK = ("WanTransformer3DModel",)
+
+
+def attentions(shape: ModelShape) -> list[str]:
+    """In bench_pipeline.py's names."""
+    return ["none", "stock" if shape.model in RIGHT_AS_STOCK else "unmasked"]
+
+
+@torch.no_grad()
+def measure_step(world: World, shape: ModelShape, over: list[Mesh], rounds: int) -> list[dict]:
+    """Rows of the model's step on each mesh, of other attention than SSTA on those without rings.
+
+    ``difference`` is that of the forward's output from one rank's, relative to its length.
+    """
+    diffusers.logging.set_verbosity_error()
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    model = world.attempt(lambda: shape.build(world.device.type, dtype))
+    call = world.attempt(lambda: shape.call(world.device.type, dtype))
+    models, watches, facts, notes = {}, {}, {}, {}
+    for what in attentions(shape):
+        expected = None
+        for ranks, ring in over:
+            key = what, ranks, ring
+            if ring > 1 and what != "none":
+                continue
+            try:
+                of = models[key] = world.attempt(lambda key=key: on_ranks(world, shape, model, *key))
+                watches[key] = BlockWatch(of)
+                # Alone every rank runs the whole, so that each has it to compare with.
+                out = world.attempt(partial(forward, of, call), None if ranks == 1 else ranks)
+                expected = out if ranks == 1 else expected
+                memory = world.gather(world.attempt(lambda of=of: peak_extra_mib(partial(forward, of, call)), ranks))
+                found = world.gather(distance(out, expected) if out is not None and expected is not None else "")
+            except Exception as error:
+                notes[key] = failure(error)
+                models.pop(key, None)
+                continue
+            facts[key] = dict(extra_mib=max(memory[:ranks]), difference=max(found[:ranks]))
+        del expected
+    calls = {key: OnRanks(key[1], partial(forward, of, call)) for key, of in models.items()}
+    times = interleaved(calls, rounds, timed=world.milliseconds)
+    rows = []
+    for what, ranks, ring in [(what, *mesh) for what in attentions(shape) for mesh in over if (what, *mesh) in {**times, **notes}]:
+        key = what, ranks, ring
+        about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, mesh=mesh_name((ranks, ring)), stage="total")
+        if key in notes or times[key]["note"]:
+            rows.append(row(**about, note=notes.get(key) or times[key]["note"]))
+            continue
+        blocks_ms = max(world.gather(watches[key].median(rounds) if world.rank < ranks else 0.0))
+        step_s = step_seconds(shape, len(blocks_of(models[key])[1]), times[key]["median_ms"], blocks_ms)
+        one = next((of["step_s"] for of in rows if of["attention"] == what and of["ranks"] == 1), None)
+        rows.append(row(**about, **times[key], **facts[key], step_s=step_s,
+                        speed_up=1.0 if ranks == 1 else one / step_s if one else ""))
+    return rows
+
+
+def forward(model: nn.Module, call: dict) -> Tensor:
+    """The output, arrived: what ranks gather last is on its way until something reads it, and views do not."""
+    return model(**call)[0].clone()
+
+
+def distance(out: Tensor, expected: Tensor) -> float:
+    return float((out.float() - expected.float()).norm() / expected.float().norm())
+
+
+def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks: int, ring: int) -> nn.Module:
+    """A model that attends as ``what`` says, shared out over the first ``ranks``; every rank has to ask for it."""
+    of = prepared(shape, model, what)
+    if ranks == 1:
+        return of
+    # Every size of group is made on all ranks at once, so the others have their own.
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ranks // ring, mesh=world.mesh(ranks, ring))
+    # diffusers divides ranks by the number of accelerators, of which a CPU has none.
+    counted = nullcontext() if world.device.type == "cuda" else patch.object(torch.accelerator, "device_count", lambda: 1)
+    with counted:
+        of.enable_parallelism(config=config)
+    if what == "unmasked":
+        group = world.group(ranks)
+        for site in family_of(of).sites(of):
+            site.module.processor.attend = partial(unmasked, group)
+    return of
+
+
+def unmasked(group: object, query: OnItsWay, key: OnItsWay, value: OnItsWay, layout: object, text_mask: Tensor | None = None) -> Tensor:
+    """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
+    out = dense(*(x.sent.wait() for x in (query, key, value)))
+    return Shards.of(group, layout).to_tokens(out, query.heads).transpose(1, 2)
