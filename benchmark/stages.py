@@ -29,7 +29,7 @@ STAGES = {
     "combine": ((attention, attention.compensate),),
     "untile": ((TileLayout, TileLayout.untile),),
     "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange)),
-    "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens))}
+    "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens), (Rings, Rings.join))}
 
 
 class Stopwatch:

@@ -224,7 +224,9 @@ def test_a_layer_through_the_kernels_has_the_gradients_of_the_layer_in_plain_tor
     layout = TokenLayout.video_text((2, 4, 5), 3)
     inputs = [torch.randn(1, heads, layout.length, 16, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)]
     weight = torch.randn(1, 2, layout.length, 16, device=DEVICE)
-    config = SSTAConfig(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 1), topk=2, compensation="linear", compensation_parts=2)
+    # By "error" tiles whose estimates are rounded otherwise might be selected, which are about as good.
+    config = SSTAConfig(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 1), topk=2, compensation="linear", compensation_parts=2,
+                        sampling_type="similarity")
 
     def layer(q, k, v):
         return ssta_attention(q, k, v, layout, config, impl="torch")

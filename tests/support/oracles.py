@@ -28,10 +28,11 @@ def eager_attention(q, k, v, blocks, scale, causal):
     return weights @ v.repeat_interleave(group, 1), lse
 
 
-def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=False, block=16):
+def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=False, block=16, slack=1.0):
     """out, lse and all gradients of ``attention`` against float64: no worse than FACTOR times eager torch in the same dtype, plus rounding.
 
-    Checked over whole tensors (largest error) and in every run of ``block`` rows (root mean square), so that one wrong block shows.
+    Checked over whole tensors (largest error) and in every run of ``block`` rows (root mean square), so that one wrong block shows;
+    ``slack`` times as much is allowed there.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=q.device)
@@ -52,7 +53,7 @@ def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=Fals
         assert error.max() <= worst, f"{name} is off by {error.max():.3e} at {_first(error == error.max())}; {worst:.3e} is allowed"
         error, allowed, size = (_block_rms(x, block) for x in (error, allowed, truth))
         # A block's own rounding; of the typical block for those that cancel to nearly nothing.
-        allowed = allowed + rounding * torch.maximum(size, size.mean())
+        allowed = slack * (allowed + rounding * torch.maximum(size, size.mean()))
         wrong = error > allowed
         assert not wrong.any(), f"{name}: block {_first(wrong)} is off by {(error / allowed).max():.2f} of what is allowed"
 
