@@ -124,8 +124,8 @@ def overflown(acc, row_sum):
     """(bool [M], whether there is one): rows in which a weight or a weighted value became too large, or is not finite for another reason.
     What is not finite stays so in sums."""
     heavy = (row_sum <= LARGEST_SUM) == 0
-    # Once more over all of acc: reducing what was reduced does not compile for sm_100 (Triton 3.6).
-    some = (tl.max(heavy.to(tl.int32), 0) > 0) | (tl.sum(tl.ravel(acc, can_reorder=True) * 0.0, 0) != 0)
+    # Over all of acc at once: reducing once more what was reduced by rows does not compile for sm_100 (Triton 3.6).
+    some = (tl.max(heavy.to(tl.int32), 0) > 0) | (tl.sum(acc * 0.0) != 0)
     return heavy | (tl.sum(acc * 0.0, 1) != 0), some
 
 
