@@ -118,7 +118,10 @@ def plot_pipeline(rows: list[Row]) -> Figure:
 
 def plot_quality(rows: list[Row]) -> Figure:
     """PSNR and SSIM of samples against the dense ones, a colour for every group: on the left over density, with a line through those that
-    differ in nothing else; on the right over the time of sampling, with a line through the best for their time, by name."""
+    differ in nothing else; on the right over the time of sampling, with a line through the best for their time, by name. Means over the
+    models that a configuration was measured on."""
+    models = {(row["clips"], row["train_seed"]) for row in rows}
+    rows = [mean_row(found) for found in grouped(rows, lambda row: (row["what"], row["name"])).values()]
     points = [row for row in rows if row["what"] == "sample" and row["psnr"] and row["group"] != "dense" and float(row["density"]) < 0.999]
     figure = Figure((13, 9), layout="constrained")
     for (column, x), axes in zip([(y, x) for y in ("psnr", "ssim") for x in ("density", "sample_s")], figure.subplots(2, 2).flat):
@@ -142,9 +145,17 @@ def plot_quality(rows: list[Row]) -> Figure:
         axes.set_ylabel({"psnr": "PSNR against dense, dB", "ssim": "SSIM against dense"}[column], fontsize="small")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small", frameon=False)
     of = rows[0]
-    what = f"{of['clips']}, {of['videos']} videos x {of['seeds']} seeds, {of['steps']} steps"
+    what = f"{'; '.join(sorted({clips for clips, _ in models}))}: {len(models)} trained, {of['videos']} videos x {of['seeds']} seeds, " \
+           f"{of['steps']} steps"
     figure.supxlabel(f"{what}\n{caption(rows)}", fontsize="x-small")
     return figure
+
+
+def mean_row(rows: list[Row]) -> Row:
+    """The first of them, with the means of what samples are judged by."""
+    columns = ("psnr", "ssim", "psnr_spread", "ssim_spread", "sample_s")
+    found = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
+    return rows[0] | {column: str(sum(values) / len(values)) for column, values in found.items() if values}
 
 
 def plot_timeline(rows: list[Row]) -> Figure:

@@ -188,35 +188,56 @@ def host_table(rows: list[Row]) -> list[list[str]]:
 # Quality
 
 
+# Of the configurations, what the main README shows.
+SAMPLES = ("dense, backend cudnn", "dropped 0.156", "mean 0.156", "linear 0.156", "linear 2 parts 0.156", "linear 0.156, tile 4x4x8",
+           "dropped 0.156, warm-up 15 %", "linear 0.156, warm-up 15 %", "linear 0.3", "linear 0.3, tile 4x4x8")
+
+
+def samples_of(rows: list[Row]) -> tuple[list[tuple[str, str]], dict[str, list[Row]]]:
+    """(trained models as (clips, seed), rows of each configuration, by its name)."""
+    samples = [row for row in rows if row["what"] == "sample" and row["psnr"]]
+    found = {name: of for (name,), of in grouped(samples, lambda row: (row["name"],)).items()}
+    return list(dict.fromkeys((row["clips"], row["train_seed"]) for row in samples)), found
+
+
+def mean_of(rows: list[Row], column: str) -> float | None:
+    values = [float(row[column]) for row in rows if row[column]]
+    return fmean(values) if values else None
+
+
 def quality_table(rows: list[Row]) -> list[list[str]]:
-    """One line a configuration of the samples, as they were measured; a CSV may hold several trained models."""
-    lines = [["model", "configuration", "density", "PSNR, dB", "SSIM", "velocity error", "loss above dense"]]
-    for row in rows:
-        if row["what"] == "sample" and row["psnr"]:
-            lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['density']):.1%}",
-                          f"{float(row['psnr']):.1f}" + (f" +- {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else ""),
-                          f"{float(row['ssim']):.3f}", figures(row["velocity_error"]),
-                          f"{float(row['loss_above']):+.2f} %" if row["loss_above"] else "–"])
+    """One line a configuration of the samples: PSNR and its spread over videos for each trained model, and means over the models."""
+    models, found = samples_of(rows)
+    lines = [["configuration", "density", *(f"{clips}, training {seed}: PSNR, dB" for clips, seed in models), "SSIM", "velocity error",
+              "loss above dense", "s a sample"]]
+    for name, of in found.items():
+        own = {(row["clips"], row["train_seed"]): row for row in of}
+        psnr = [own.get(model) for model in models]
+        ssim, error, loss, seconds = (mean_of(of, column) for column in ("ssim", "velocity_error", "loss_above", "sample_s"))
+        lines.append([name, f"{float(of[0]['density']):.1%}",
+                      *("–" if row is None else f"{float(row['psnr']):.1f}"
+                        + (f" ± {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else "") for row in psnr),
+                      f"{ssim:.3f}", figures(error), "–" if loss is None else f"{loss:+.2f} %",
+                      figures(seconds)])
     return lines
 
 
 def samples_table(rows: list[Row]) -> list[list[str]]:
-    """One line a configuration that was measured on every trained model: means over the models, with the lowest and the highest PSNR. Of
-    variants, which have a comma in their names, only the floor: what another kernel changes."""
-    samples = [row for row in rows if row["what"] == "sample" and row["psnr"] and ("," not in row["name"] or "cudnn" in row["name"])]
-    models = {(row["clips"], row["train_seed"]) for row in samples}
+    """One line for each of SAMPLES that was measured on every trained model: means over the models, with the lowest and highest PSNR."""
+    models, found = samples_of(rows)
     lines = [["configuration", "tile pairs computed", "PSNR, dB", "SSIM", "loss above dense"]]
-    for (name,), found in grouped(samples, lambda row: (row["name"],)).items():
-        if len(found) == len(models):
-            psnr, ssim, loss = ([float(row[column]) for row in found] for column in ("psnr", "ssim", "loss_above"))
-            lines.append([name, f"{float(found[0]['density']):.1%}", f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
-                          f"{fmean(ssim):.3f}", f"{fmean(loss):+.1f} %"])
+    for name in SAMPLES:
+        of = found.get(name, [])
+        if of and len(of) == len(models):
+            psnr = [float(row["psnr"]) for row in of]
+            lines.append([name, f"{float(of[0]['density']):.1%}", f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
+                          f"{mean_of(of, 'ssim'):.3f}", f"{mean_of(of, 'loss_above'):+.1f} %"])
     return lines
 
 
 def fine_tune_table(rows: list[Row]) -> list[list[str]]:
     """One line a configuration and way of training, with the share of the gap that it closed."""
-    lines = [["model", "configuration", "held-out loss", "above dense", "velocity error", "gap closed"]]
+    lines = [["model", "configuration", "loss", "above dense", "velocity error", "gap closed"]]
     for row in rows:
         if row["what"] == "fine-tune" and row["loss"]:
             lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",

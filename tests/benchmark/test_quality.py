@@ -252,12 +252,12 @@ def test_the_plot_shows_every_sample_and_the_best_for_their_time(trained):
     pytest.importorskip("matplotlib")
     import plots
 
-    def row(name, density, seconds, psnr, group="dropped"):
+    def row(name, density, seconds, psnr, group="dropped", seed="0"):
         where = dict(device="Card", torch="2", triton="3", commit="abc", date="2026-01-02")
         return dict(what="sample", group=group, name=name, density=str(density), sample_s=str(seconds), psnr=str(psnr), psnr_spread="0.5",
-                    ssim="0.9", ssim_spread="", clips="film", videos="2", seeds="1", steps="3", **where)
+                    ssim="0.9", ssim_spread="", clips="film", train_seed=seed, videos="2", seeds="1", steps="3", **where)
 
-    rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 20), row("b", 0.2, 3, 19), row("c", 0.3, 4, 30)]
+    rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 18), row("a", 0.1, 1, 22, seed="1"), row("b", 0.2, 3, 19), row("c", 0.3, 4, 30)]
     axes = plots.plot_quality(rows).axes
     assert [text.get_text() for text in axes[1].texts] == ["a", "c"]
     assert axes[0].lines[-1].get_xydata().tolist() == [[0.1, 20], [0.2, 19], [0.3, 30]]
