@@ -32,7 +32,6 @@ from pathlib import Path
 
 import torch
 from arguments import Unusable, named, new_parser, number
-from calibrated import calibrated
 from clips import Clips, read_clips
 from fine_tune import LOSSES, fine_tune
 from measure import RESULTS, print_machine
@@ -70,9 +69,6 @@ def main(argv: list[str] | None = None) -> None:
             print(f"--limit: left out {entry.name!r} and what follows", flush=True)
             break
         bench.measure(entry)
-    if options.calibrate and left():
-        for entry in calibrated(bench, tiles.main):
-            bench.measure(entry)
     if options.fine_tune and left():
         assert clips is not None
         for row in fine_tune(bench, clips, fine_tuned(tiles.main), options.fine_tune_seconds, options.fine_tune_loss):
@@ -105,7 +101,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
     parser.add_argument("--train-seed", type=int, help="chooses the clips, and all that is random in training (default 0)")
     parser.add_argument("--head-dim", type=int, choices=(32, 64, 128), help="of the transformer, whose width stays (default 64)")
-    parser.add_argument("--calibrate", action="store_true", help="also densities chosen layer by layer, by ssta.pipelines.calibrate")
     parser.add_argument("--fine-tune", action="store_true", help="also train through SSTA")
     parser.add_argument("--fine-tune-seconds", type=_positive, default=60.0 if gpu else 1.0, help="of the dense one (default %(default)s)")
     parser.add_argument("--fine-tune-loss", nargs="+", choices=tuple(LOSSES), default=["diffusion"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ssta import SSTAConfig
-from ssta.pipelines import Calibration, Schedule
+from ssta.pipelines import Schedule
 from ssta.pipelines.families.wan import WAN
 from ssta.pipelines.presets import PRESETS, preset_settings
 
@@ -37,7 +37,7 @@ class Entry:
 
     group: str
     name: str
-    config: SSTAConfig | Calibration | None = None
+    config: SSTAConfig | None = None
     schedule: Schedule = field(default_factory=Schedule)
     backend: str = "native"
     noise: int = 0

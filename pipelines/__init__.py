@@ -9,7 +9,6 @@ from .families import PLACES
 
 if TYPE_CHECKING:
     from .apply import SSTAHandle, apply_ssta, remove_ssta
-    from .calibration import Calibration
     from .context import ModelContext
     from .family import Family, Site, register_family, stack_sites, supported_models
     from .parallel import cp_plan
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
     from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
 
 __all__ = [
-    "Calibration", "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site", "Split",
-    "Velocities", "apply_sla", "apply_ssta", "apply_vsa", "cp_plan", "frozen_checkpoint", "register_family", "remove_ssta", "set_density",
-    "stack_sites", "supported_models", "teacher_student",
+    "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site", "Split", "Velocities",
+    "apply_sla", "apply_ssta", "apply_vsa", "cp_plan", "frozen_checkpoint", "register_family", "remove_ssta", "set_density", "stack_sites",
+    "supported_models", "teacher_student",
 ]
 
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
-    "Calibration": "calibration", "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report",
-    "SSTAHandle": "apply", "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split",
-    "apply_sla": "sparse_checkpoints", "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "cp_plan": "parallel",
-    "register_family": "family", "remove_ssta": "apply", "stack_sites": "family", "supported_models": "family",
+    "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report", "SSTAHandle": "apply",
+    "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split", "apply_sla": "sparse_checkpoints",
+    "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "cp_plan": "parallel", "register_family": "family", "remove_ssta": "apply",
+    "stack_sites": "family", "supported_models": "family",
     **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),
 }
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.

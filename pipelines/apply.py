@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.kernels import require_bool, require_impl
 
-from .calibration import Calibration
 from .context import ModelContext
 from .density import with_density
 from .family import Family, Site, family_of
@@ -30,8 +27,8 @@ _WARM_UP_NOISE = 0.95
 
 
 def apply_ssta(
-    model: Any, config: SSTAConfig | Calibration | str | PathLike[str] | None = None, *, schedule: Schedule | None = None,
-    preset: str | None = None, scheduler: Any = None, impl: str = "auto", check_ranks: bool = False,
+    model: Any, config: SSTAConfig | None = None, *, schedule: Schedule | None = None, preset: str | None = None, scheduler: Any = None,
+    impl: str = "auto", check_ranks: bool = False,
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
@@ -47,8 +44,7 @@ def apply_ssta(
 
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
-        config: what is attended; default the family's. Or a ``Calibration``, or its file's name: a configuration for each layer, with the
-            schedule that they were measured with, in whose place ``schedule`` may be dense more often.
+        config: what is attended; default the family's.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
         preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
             for every family's densely trained weights (``pipelines/presets.py`` has their settings and reasons); or one for weights that
@@ -66,23 +62,19 @@ def apply_ssta(
         A handle, also a context manager: ``with apply_ssta(pipe): ...`` removes at the end.
 
     Raises:
-        TypeError: not a model or a pipeline, not an ``SSTAConfig`` or calibration, not a ``Schedule``, not a scheduler, which has a tensor
-            of timesteps, or a family whose functions return something else than they should.
+        TypeError: not a model or a pipeline, not an ``SSTAConfig``, not a ``Schedule``, not a scheduler, which has a tensor of timesteps,
+            or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
             that runs on several ranks by another plan than ``cp_plan`` or by tensors, a schedule that names layers that the model does not
             have, that keeps a share of the steps dense without a scheduler, or whose density meets a configuration with a budget of its
-            own, an unknown impl or preset, a family whose sites are not the model's, or a calibration of another model or version, or no
-            file of one.
+            own, an unknown impl or preset, or a family whose sites are not the model's.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
     """
-    if isinstance(config, (str, PathLike)):
-        config = _calibration_in(config)
-    if config is not None and not isinstance(config, (SSTAConfig, Calibration)):
-        raise TypeError(f"config must be an SSTAConfig, a Calibration, the name of its file or None, got {type(config).__name__}")
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
+    for name, value, wanted in (("config", config, SSTAConfig), ("schedule", schedule, Schedule)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name} must be {'an' if name == 'config' else 'a'} {wanted.__name__} or None, got {type(value).__name__}")
     if scheduler is not None:
         _require_scheduler(scheduler)
     if preset is not None:
@@ -95,10 +87,8 @@ def apply_ssta(
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
-    found = transformers_of(model)
-    names = [name for name, _ in found]
-    return install_all([(name, module, *_plan(module, (name, names), config, schedule, preset, progress, impl, check_ranks), {})
-                        for name, module in found])
+    return install_all([(name, module, *_plan(module, config, schedule, preset, progress, impl, check_ranks), {})
+                        for name, module in transformers_of(model)])
 
 
 def install_all(
@@ -214,28 +204,16 @@ def _require_scheduler(scheduler: Any) -> None:
         raise TypeError(f"scheduler must be a diffusers scheduler, which has a tensor of timesteps, got {type(scheduler).__name__}{found}")
 
 
-def _calibration_in(file: str | PathLike[str]) -> Calibration:
-    if not Path(file).is_file():
-        raise ValueError(f"config must be an SSTAConfig, a Calibration or the name of its file, got {str(file)!r}, which is no file")
-    return Calibration.load(file)
-
-
 def _plan(
-    model: nn.Module, named: tuple[str, list[str]], config: SSTAConfig | Calibration | None, schedule: Schedule | None, preset: str | None,
-    progress: Progress, impl: str, check_ranks: bool,
+    model: nn.Module, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress, impl: str,
+    check_ranks: bool,
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
-    """The context and, for each site, the processor to install; changes nothing yet. ``named``: the model's name, and all of them."""
+    """The context and, for each site, the processor to install; changes nothing yet."""
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    calibration = None
-    if isinstance(config, Calibration):
-        calibration, config = config, config.config
-        schedule = calibration.schedule if schedule is None else schedule
     chosen = config is not None
     config, schedule = _settings(family, config, schedule, preset, progress)
-    if calibration is not None:
-        schedule = calibration.scheduled(named, model, sites, schedule)
     by_level: tuple[SSTAConfig, ...] = ()
     # Itself and not just equal: layers that have none of their own are known by it.
     config = replace(config)

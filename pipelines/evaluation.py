@@ -65,7 +65,7 @@ def compare(
         twice = [item for item, count in Counter(given).items() if count > 1]
         if twice:
             raise ValueError(f"{name} must each be there once, got {twice[0]!r} twice")
-    require_one_rank("compare", transformers_of(pipe))
+    require_one_rank(transformers_of(pipe))
     call = {"output_type": "pt", **call}
     if call["output_type"] not in ("pt", "latent"):
         raise ValueError(f"output_type must be 'pt' or 'latent', got {call['output_type']!r}")

@@ -38,7 +38,7 @@ def cp_plan(transformer: nn.Module) -> Plan:
     return _split(family_of(transformer)).plan(transformer)
 
 
-def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None:
+def require_one_rank(models: Iterable[tuple[str, nn.Module]]) -> None:
     """That none of the models is parallel.
 
     Raises:
@@ -47,8 +47,8 @@ def require_one_rank(what: str, models: Iterable[tuple[str, nn.Module]]) -> None
     for _, model in models:
         config = getattr(model, "_parallel_config", None)
         if config is not None:
-            raise ValueError(f"{what} must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what it finds holds on any "
-                             "number of them")
+            raise ValueError(f"pipe must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what is found on one "
+                             "holds on any number")
 
 
 def _split(family: Family) -> Split:

@@ -99,7 +99,7 @@ def set_density(handle: SSTAHandle, density: float) -> None:
     Raises:
         TypeError: no handle, or no number.
         ValueError: out of range; SSTA was removed; a schedule whose density follows the noise, or no layer without a configuration of its
-            own, as with a calibration; or a configuration in which the window alone selects.
+            own; or a configuration in which the window alone selects.
 
     Nothing has changed after any of them.
     """

@@ -266,7 +266,7 @@ def test_an_unsupported_model_is_refused_by_name():
 
 
 @pytest.mark.parametrize("options, error, message", [
-    ({"config": {"topk": 3}}, TypeError, "config must be an SSTAConfig, a Calibration, .* or None, got dict"),
+    ({"config": {"topk": 3}}, TypeError, "config must be an SSTAConfig or None, got dict"),
     ({"impl": "fastest"}, ValueError, "impl must be one of .*'auto'.*, got 'fastest'"),
     ({"preset": "sparse"}, ValueError, "preset must be one of 'hunyuan_video_15_sparse', 'near', 'balanced', 'fast' .*got 'sp"),
     ({"preset": ["sparse"]}, TypeError, "preset must be a name or None, got list"),
