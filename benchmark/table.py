@@ -190,7 +190,7 @@ def host_table(rows: list[Row]) -> list[list[str]]:
 
 # Of the configurations, what the main README shows.
 SAMPLES = ("dense, backend cudnn", "dropped 0.156", "mean 0.156", "linear 0.156", "linear 2 parts 0.156", "linear 0.156, tile 4x4x8",
-           "dropped 0.156, warm-up 15 %", "linear 0.156, warm-up 15 %", "linear 0.3", "linear 0.3, tile 4x4x8")
+           "dropped 0.156, warm-up 15 %", "linear 0.156, warm-up 15 %", "linear 0.3, tile 4x4x8")
 
 
 def samples_of(rows: list[Row]) -> tuple[list[tuple[str, str]], dict[str, list[Row]]]:
