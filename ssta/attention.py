@@ -208,6 +208,7 @@ def ssta_layer(
         shards: how ranks share ``layout`` out.
         note: with shards called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
+    require_bool("deterministic", deterministic)
     exchanged = None
     if shards is None:
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
