@@ -152,8 +152,8 @@ class SSTAProcessor:
             return self._sent(shards, key_heads, query, key, value)
         return query(), key(), value()
 
-    def _sent(self, shards: Shards, key_heads: int, query: Callable[[], Tensor], key: Callable[[], Tensor],
-              value: Callable[[], Tensor]) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
+    def _sent(self, shards: Shards, key_heads: int, query: Callable[[], Input], key: Callable[[], Input],
+              value: Callable[[], Input]) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         sent = []
         for make in (value, key, query):
             x = make()

@@ -77,12 +77,12 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
     return q, k, v
 
 
-def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor:
-    """One of q, k and v ``[B, S, H, D]`` by itself, as ``joined`` makes them all."""
+def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor | Deferred:
+    """One of q, k and v by itself, as ``joined`` makes them all: ``[B, S, H, D]``, or deferred where the kernel runs."""
     made, = _made(streams)
     if not all(_by_kernel(stream, heads, across_heads, norms) for stream in made):
         return _by_modules(made, heads, across_heads)
-    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in made)).materialize().transpose(1, 2)
+    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in made))
 
 
 def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention, ssta_attention
 from ssta.attention import ssta_layer
-from ssta.kernels import Deferred, Projection
+from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.parallel import Shards, check_ranks
 from ssta.rings import Rings
 
@@ -130,6 +130,10 @@ def by_hand():
             first, last = shards.heads(whole.shape[1], key_heads)
             assert torch.equal(x, whole[:, first:last]) and x.stride(3) == 1
             assert torch.equal(shards.to_tokens(x, whole.shape[1], key_heads=key_heads), local(whole, shards))
+        normed = Deferred((Projection(own[0], RMSNorm(torch.full((16,), 1.5), 0.0)),))
+        got, want = (shards.start(x, key_heads=key_heads).wait() for x in (normed, normed.materialize()))
+        assert torch.equal(got, want) and not torch.equal(got, arrived[0])
+        assert torch.equal(shards.start(Deferred((Projection(own[0]),)), key_heads=key_heads).wait(), arrived[0])
         # Any memory order.
         assert torch.equal(shards.to_heads(own[0].contiguous(), key_heads=key_heads), arrived[0])
         assert torch.equal(shards.to_tokens(arrived[0].contiguous(), heads, key_heads=key_heads), own[0])

@@ -20,7 +20,8 @@ from tiny_models import cast, note_projections
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta, cp_plan
+from ssta.kernels.prologue import norm_rope_kernel
+from ssta.pipelines import Schedule, apply_ssta, cp_plan, streams
 
 
 def settings(rank, ranks):
@@ -79,6 +80,28 @@ def order(rank, ranks):
         # The fourth is the result.
         steps = re.sub(r"([qkv])\1+", r"\1", "".join(kind for _, kind in calls))
         assert steps == "v>k>q>>" * len(handle.report()), (name, steps)
+
+
+def packed(rank, ranks):
+    """Where the kernel of norms and RoPE runs it writes what is sent: q and k, and v where its streams are joined."""
+    real, written = norm_rope_kernel.materialize, []
+
+    def noted(projection, out, order=None):
+        written.append(out.dim())
+        real(projection, out, order)
+
+    for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
+        model, call = tiny(name)
+        model, call = model.float(), cast(call, torch.float32)
+        with patch.object(streams, "kernels_run", lambda x: True), patch.object(norm_rope_kernel, "materialize", noted):
+            want = alone(model, call)
+            assert 5 not in written
+            apply_ssta(model, SPARSE, schedule=Schedule())
+            model.enable_parallelism(config=parallel(ranks))
+            with torch.no_grad():
+                assert torch.equal(forward(model, call), want), name
+        assert written.count(5) == sum(packets), (name, written)
+        written.clear()
 
 
 def pipelines(rank, ranks):
