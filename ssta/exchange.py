@@ -93,11 +93,18 @@ class Arrival:
                            for x, counts in zip(tensors, deals)]
                     self._parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=into))
 
+    def ahead(self) -> tuple[Tensor, ...] | None:
+        """What ``wait`` will return, to be looked at but not read; None in a graph, where waiting makes it."""
+        return None if self._buffer is None else self._apart(self._buffer)
+
     def wait(self) -> tuple[Tensor, ...]:
         parts = [part.wait().view(-1, *self._width) if isinstance(part, Exchange) else part for part in self._parts]
         buffer = self._buffer
         if buffer is None:
             buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._apart(buffer)
+
+    def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
 
 

@@ -271,6 +271,11 @@ class Sent:
         self._xs: tuple[Tensor, ...] | None = xs
         self._arrival = arrival
 
+    @property
+    def ahead(self) -> tuple[Tensor, ...] | None:
+        """What ``wait`` will return, one or several, of which only the shape may be asked before; None where waiting makes it."""
+        return None if self._xs or self._arrival is None else self._arrival.ahead()
+
     def wait(self) -> Any:
         """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.
 
