@@ -438,6 +438,8 @@ def on_gpus(rank, ranks):
     with torch.no_grad():
         sent = [shards.start(x) for x in own]
         ahead = ssta_layer(*sent, layout, settings, text_mask=text_mask, shards=shards).out
+        normed = Deferred((Projection(own[0], RMSNorm(torch.full((64,), 1.5, device="cuda", dtype=torch.bfloat16), 1e-6)),))
+        assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
         ring = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.device_mesh.init_device_mesh("cuda", (ranks, 1)))
     pairs = zip((*found, ahead, ring), (*expected, expected[0], expected[0]))
     errors = [float((x - y).double().norm() / y.double().norm()) for x, y in pairs]
