@@ -186,8 +186,8 @@ class Parallelism:
             vars(model).pop("_cp_plan", None)
             if self._own_plan is not None:
                 vars(model)["_cp_plan"] = self._own_plan
-        config = getattr(model, "_parallel_config", None)
-        if applied and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+        config, split = getattr(model, "_parallel_config", None), self._family.split
+        if applied and config is not None and config.context_parallel_config is not None and split is not None and not split.stock:
             remove_context_parallel(model, _hooked(model))
             for _, processor in _configured(model):
                 processor._parallel_config = None

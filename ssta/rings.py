@@ -15,6 +15,7 @@ from .exchange import Exchange, Place, Run, deal, wants_gradient
 from .kernels import BlockLists, take_tokens
 from .memo import remember, remember_plain
 from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
+from .ranks import group_of
 from .sequence import TokenLayout
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Rings:
     def of(cls, mesh: DeviceMesh, layout: TokenLayout, split: str = "video") -> Rings:
         """How ``mesh``, of two dimensions, shares ``layout`` out; the rest as ``Shards.of``."""
         runs = runs_of(layout, split)
-        ring, heads = mesh.get_group(0), mesh.get_group(1)
+        ring, heads = group_of(mesh, 0), group_of(mesh, 1)
         places = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
         return _rings(cls, ring, heads, runs, *places[0], *places[1])
 

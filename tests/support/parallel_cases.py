@@ -194,6 +194,10 @@ def in_a_mesh():
     out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
     assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
     refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
+    for others in (dist.DeviceMesh("cpu", [0, 1]), dist.DeviceMesh("cpu", [[0, 1]])):
+        if dist.get_rank() > 1:
+            refused(ValueError, "group must hold this process, got a DeviceMesh of the processes",
+                    partial(ssta_attention, *qkv, TEXT, config(), group=others))
 
 
 def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch=2, masked=False, **options):
