@@ -112,6 +112,9 @@ def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = [place for place in shards.places if place.shared or gather]
+    if not places:
+        # Each rank has what it wants of whole runs: there is nothing to send.
+        return tuple([_with_own_heads(shards, x, x, own).transpose(1, 2) for x, own in zip(xs, deals)])
     by_token = [x.permute(2, 0, 1, 3) for x in xs]
     joined = by_token[0] if len(xs) == 1 else torch.cat(by_token, 2)
     if len(places) == 1 and places[0].shared:

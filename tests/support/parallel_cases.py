@@ -391,6 +391,7 @@ GRADIENTS = {
     "gradients of 5 heads": partial(gradients, MIXED, heads=5, batch=1),
     "gradients of 5 key heads": partial(gradients, heads=10, key_heads=5, batch=1),
     "gradients of one run": partial(gradients, TEXT, "all", batch=1),
+    "gradients of text alone": partial(gradients, TokenLayout((DenseRun(9),)), masked=True),
     "gradients of estimates": partial(gradients, TWICE, topk=None, density=0.3, compensation="linear", batch=1),
 }
 # A row of a tile that a share cuts is computed beside fewer others.
