@@ -18,6 +18,7 @@ from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 from ssta.parallel import Exchanged, Sent, Shards
 from ssta.rings import Rings
+from ssta.selection import Selection
 
 from .backends import default_is_sdpa
 from .context import ModelContext
@@ -216,11 +217,24 @@ class SSTAProcessor:
         result, backend = attended(q, k, v, layout, text_mask, shards, shape)
         return self._noted(result, backend, layout, dense, part)
 
-    def attend_by(self, attended: Callable[[], LayerResult], device: torch.device, layout: TokenLayout) -> Tensor:
-        """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``, on one rank; notes what ran."""
+    def attend_by(self, attended: Callable[[Selection | None], LayerResult], query: Input, layout: TokenLayout) -> Tensor:
+        """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``, on one rank, attending to a selection if it is given
+        one; notes what ran."""
         if not torch.compiler.is_compiling():
-            self._stopwatch.start(device)
-        return self._noted(attended(), None, layout, False, None)
+            self._stopwatch.start(query.device)
+        return self._noted(self._selecting(attended, tuple(query.shape)), None, layout, False, None)
+
+    def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
+        """What ``attended`` gives with the selection that this layer keeps for a query of ``shape``, or with one that it then keeps."""
+        kept = self.holder.frozen
+        # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
+        if kept is None and self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
+            kept = self.holder.kept
+        selection = None if kept is None else kept.selection(shape)
+        result = attended(selection)
+        if kept is not None and selection is None:
+            kept.keep(result.selection, shape)
+        return result
 
     def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
                part: tuple[int, int, int, int] | None) -> Tensor:
@@ -248,18 +262,12 @@ class SSTAProcessor:
         level = self.context.call.level if self.by_level else None
         config = self.config if level is None else self.by_level[level]
         assert config is not None
-        selection = None
-        kept = self.holder.frozen
-        # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
-        if kept is None and self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
-            kept = self.holder.kept
-        if kept is not None:
-            selection = kept.selection(shape)
-        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
-                            note=self._exchange.note)
-        if kept is not None and selection is None:
-            kept.keep(result.selection, shape)
-        return result, None
+
+        def attended(selection: Selection | None) -> LayerResult:
+            return ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
+                              note=self._exchange.note)
+
+        return self._selecting(attended, shape), None
 
     def _attend_densely(
         self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | Rings | None,

@@ -39,7 +39,7 @@ class Kept:
             return None
         if self._fields is None:
             assert self._rest is not None
-            lists = BlockLists.from_mask(_unpacked(self._bits, self._rest.num_q_blocks), 1, 1)
+            lists = BlockLists.from_mask(_unpacked(self._bits, _columns(self._rest)), 1, 1)
             return Selection(self._rest.relisted(lists.counts, lists.indices), useful=self._useful)
         tiles, q_offsets, kv_offsets, q_lengths, kv_lengths, max_q_length, max_kv_length = self._fields
         return Selection(BlockLists.from_mask(_unpacked(self._bits, tiles), q_offsets, kv_offsets, q_lengths=q_lengths,
@@ -50,12 +50,17 @@ class Kept:
         of = selection.blocks
         self._bits, self._shape, self._useful = _packed(of.to_mask()), shape, selection.useful
         if torch.compiler.is_compiling():
-            self._fields = (of.num_q_blocks, of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.max_q_length, of.max_kv_length)
+            self._fields = (_columns(of), of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.max_q_length, of.max_kv_length)
         else:
             self._rest = of.relisted(of.counts, of.indices.new_empty(0).expand(*of.counts.shape, 0))
 
     def drop(self) -> None:
         self._bits = self._rest = self._fields = self._shape = self._useful = None
+
+
+def _columns(blocks: BlockLists) -> int:
+    """Lists over tiles have as many columns as rows, and need not say so."""
+    return blocks.num_kv_blocks or blocks.num_q_blocks
 
 
 def _packed(mask: Tensor) -> Tensor:

@@ -69,8 +69,13 @@ def sparse_linear_attention(
 def sla_layer(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, *, density: float, feature_map: str = "softmax",
     q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    selection: Selection | None = None,
 ) -> LayerResult:
-    """``sparse_linear_attention`` with all that it knows of itself. For use inside the package."""
+    """``sparse_linear_attention`` with all that it knows of itself. For use inside the package.
+
+    Args:
+        selection: attend to what an earlier call with the same blocks selected, instead of selecting anew.
+    """
     q, k, v = autocast_inputs(query=query, key=key, value=value)
     if q.dim() != 4 or q.shape[2] == 0:
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")
@@ -85,12 +90,13 @@ def sla_layer(
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
         require_int(name, size, 1)
     scale = resolve_scale(scale, dim)
-    with torch.no_grad(), without_autocast(q.device.type):
-        blocks = _select(q, k, density, q_block, kv_block)
-    exact, _, route = attend_owned(q, k, v, blocks, scale=scale, deterministic=deterministic, impl=impl, keep_q=True)
+    if selection is None:
+        with torch.no_grad(), without_autocast(q.device.type):
+            selection = Selection(_select(q, k, density, q_block, kv_block))
+    exact, _, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl, keep_q=True)
     with without_autocast(q.device.type):
         linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    return LayerResult(exact + linear, Selection(blocks), route)
+    return LayerResult(exact + linear, selection, route)
 
 
 def check_density(density: float) -> float:

@@ -38,7 +38,7 @@ from .kernels import (
 from .layout import Input, TileLayout, checked_layout
 from .memo import remember, remember_plain
 from .scoring import tile_means
-from .selection import select_tiles
+from .selection import Selection, select_tiles
 from .sequence import DenseRun, TokenLayout
 
 # Of the published checkpoints.
@@ -90,7 +90,7 @@ def vsa_config(sparsity: float, tile_thw: tuple[int, int, int] = TILE) -> SSTACo
 
 def vsa_layer(
     query: Input, key: Input, value: Input, gate: Tensor | None, layout: TokenLayout, config: SSTAConfig, *, scale: float | None = None,
-    deterministic: bool = True, impl: str = "auto",
+    deterministic: bool = True, impl: str = "auto", selection: Selection | None = None,
 ) -> LayerResult:
     """``video_sparse_attention`` with all that it knows of itself. For use inside the package.
 
@@ -98,6 +98,7 @@ def vsa_layer(
         query, key, value: as there, or all three deferred.
         layout: one video grid.
         config: what ``vsa_config`` makes.
+        selection: attend to what an earlier call with the same layout selected, instead of selecting anew.
     """
     if not isinstance(query, Deferred):
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
@@ -115,7 +116,8 @@ def vsa_layer(
     tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
     tiled = tiles.tile_qkv(query, key, value)
     assert config.density is not None
-    selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale, keep_scores=False)
+    if selection is None:
+        selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale, keep_scores=False)
     q_mean, k_mean, v_mean = (_means(x, tiles, known) for x, known in (
         (tiled.held_q(), tiled.q_mean), (tiled.k, tiled.k_mean), (tiled.v, None)))
     pooled = dense_attention(q_mean, k_mean, v_mean, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out

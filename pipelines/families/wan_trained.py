@@ -8,6 +8,7 @@ from ssta import TokenLayout
 from ssta.attention import LayerResult
 from ssta.kernels import Deferred
 from ssta.layout import Input
+from ssta.selection import Selection
 from ssta.sla import sla_layer
 from ssta.vsa import vsa_layer
 
@@ -22,10 +23,10 @@ class WanVSAProcessor(WanSSTAProcessor):
         q, k, v = (x if isinstance(x, Deferred) else x.transpose(1, 2) for x in (query, key, value))
         config = self.context.config
 
-        def attended() -> LayerResult:
-            return vsa_layer(q, k, v, gate, layout, config, impl=self.context.impl)
+        def attended(selection: Selection | None) -> LayerResult:
+            return vsa_layer(q, k, v, gate, layout, config, impl=self.context.impl, selection=selection)
 
-        return self.attend_by(attended, query.device, layout)
+        return self.attend_by(attended, query, layout)
 
 
 class WanSLAProcessor(WanSSTAProcessor):
@@ -36,7 +37,7 @@ class WanSLAProcessor(WanSSTAProcessor):
         projection, density = attn.proj_l, self.context.config.density
         assert density is not None
 
-        def attended() -> LayerResult:
-            return sla_layer(q, k, v, projection.weight, projection.bias, density=density, impl=self.context.impl)
+        def attended(selection: Selection | None) -> LayerResult:
+            return sla_layer(q, k, v, projection.weight, projection.bias, density=density, impl=self.context.impl, selection=selection)
 
-        return self.attend_by(attended, query.device, layout)
+        return self.attend_by(attended, query, layout)

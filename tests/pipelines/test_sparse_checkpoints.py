@@ -16,7 +16,16 @@ from tiny_pipelines import PIPELINES
 from torch import nn
 from vsa_oracle import sparse_linear_attention, video_sparse_attention
 
-from ssta.pipelines import apply_sla, apply_ssta, apply_vsa, remove_ssta, set_density, sparse_checkpoints, teacher_student
+from ssta.pipelines import (
+    apply_sla,
+    apply_ssta,
+    apply_vsa,
+    frozen_checkpoint,
+    remove_ssta,
+    set_density,
+    sparse_checkpoints,
+    teacher_student,
+)
 from ssta.pipelines.families.wan_attention import WanSSTAProcessor
 
 CANVAS = (5, 6, 7)
@@ -277,6 +286,24 @@ def test_a_branch_is_part_of_the_model_at_every_density(method):
         for teacher, got in ((None, "got None, and a model with"), (model, "got WanTransformer3DModel with")):
             with pytest.raises(ValueError, match=f"teacher must be the dense model, {got} {method.upper()}'s branches"):
                 teacher_student(model, teacher)
+
+
+@both
+def test_checkpointing_keeps_what_was_selected(method):
+    """Whatever density is set between a forward and its backward."""
+    model, call = WAN.build(), WAN.call(CANVAS)
+    with applied(method, model, branch(method)) as handle:
+        grads = []
+        for checkpointed in (False, True):
+            model.zero_grad()
+            if checkpointed:
+                model.enable_gradient_checkpointing(frozen_checkpoint)
+            loss = model.train()(**call)[0].square().sum()
+            if checkpointed:
+                set_density(handle, 0.1)
+            loss.backward()
+            grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert all(map(torch.equal, *grads))
 
 
 @both
