@@ -15,8 +15,8 @@ from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta, evaluation
 from ssta.pipelines.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
-from ssta.pipelines.evaluation import exact_mass
 from ssta.pipelines.evaluation_folder import Folder
+from ssta.pipelines.evaluation_parts import exact_mass
 
 STOCK = Configuration("stock", None)
 CLIP = Clip()

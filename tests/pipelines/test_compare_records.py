@@ -22,7 +22,7 @@ CLIPS = [Clip("a cat", 0), Clip("a cat", 1), Clip("a dog", 0, "dog.png")]
 def made(measurements: dict[str, list[Measurement]], clips=CLIPS, **settings) -> Evaluation:
     configurations = {name: plain(Configuration(name, None if name == "stock" else SSTAConfig(), Schedule())) for name in measurements}
     common = {"schema": "ssta.compare/1", "model": "some/model", "pipeline": "P", "transformers": ["T"], "dtype": "bfloat16",
-              "device": "cpu", "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
+              "device": "cpu", "ranks": 1, "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
               "configurations": configurations}
     return Evaluation(common | settings, {name: dict(zip(clips, found)) for name, found in measurements.items()})
 
