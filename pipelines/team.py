@@ -159,7 +159,8 @@ class Team:
 
         hooks: list[Any] = []
         if self.size > 1:
-            hooks += [model.register_forward_pre_hook(meet, with_kwargs=True) for _, model in self._models]
+            # Before SSTA's, in which ranks already talk to one another.
+            hooks += [model.register_forward_pre_hook(meet, with_kwargs=True, prepend=True) for _, model in self._models]
         try:
             yield
         finally:
