@@ -226,6 +226,6 @@ def share_over_world(models: Sequence[tuple[str, nn.Module]]) -> None:
 def quit_last(message: str) -> NoReturn:
     """Ends a process that is not the first one. What all ranks found the first one says too, and torchrun then ends the others: so this
     waits a little before it says what may have gone wrong here alone."""
-    time.sleep(1)
+    time.sleep(3)
     print(f"rank {world()[0]}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)

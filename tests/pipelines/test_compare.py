@@ -318,7 +318,7 @@ def test_the_command_without_a_folder(command, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_on_two_ranks(command, tmp_path):
+def test_the_command_on_two_ranks(command, tmp_path, capsys):
     """The first rank writes and prints what one process would, and the record says on how many it was measured."""
     arguments = ["--config", SMALL, "--prompt", "a cat", "--prompt", "a dog on the grass", "--json", tmp_path / "table.json"]
     run = torchrun(*arguments, "--output", tmp_path / "two", "--no-videos")
@@ -337,13 +337,24 @@ def test_the_command_on_two_ranks(command, tmp_path):
     assert run.stdout == shown and "measured on 2 ranks" in shown and run.stderr.count("[6/6]") == 1
     with pytest.raises(SystemExit):
         command(*arguments, "--output", tmp_path / "two", "--resume")
+    assert "got another: ranks is 2 there and 1 here" in capsys.readouterr().err
 
 
-def torchrun(*arguments: object, broken: str = "") -> subprocess.CompletedProcess:
+def torchrun(*arguments: object) -> subprocess.CompletedProcess:
     driver = Path(__file__).parents[1] / "support" / "compare_on_ranks.py"
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(driver), "some/model",
                            *SIZE, *map(str, arguments)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "BROKEN": broken})
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_more_processes_than_gpus(command, monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        command()
+    assert "--nproc-per-node must be at most the number of GPUs here, 1, got at least 2" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):
