@@ -60,7 +60,7 @@ class Team:
         # Its own words, whatever became of another comparison.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, group=self.group, group_src=0)
-        self._store = dist.PrefixStore(f"ssta.compare/{name[0]}", dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.PrefixStore(f"ssta.compare/{name[0]}", dist.distributed_c10d._get_default_store())
 
     @property
     def is_first(self) -> bool:

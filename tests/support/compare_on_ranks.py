@@ -7,7 +7,6 @@ from tiny_pipelines import wan_with_prompts
 
 from ssta.pipelines import compare
 
-
 if __name__ == "__main__":
     pipe = wan_with_prompts()
     diffusers.DiffusionPipeline.from_pretrained = staticmethod(lambda model, **_: pipe)
