@@ -101,7 +101,7 @@ def install_all(
             installed.append((name, module, install(module, context, replacements, added)))
     except BaseException:
         for _, module, _ in installed:
-            uninstall(module, applied=False)
+            uninstall(module, stays_split=True)
         raise
     return SSTAHandle(installed)
 
