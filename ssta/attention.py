@@ -126,8 +126,7 @@ def _config(*values: Any) -> SSTAConfig:
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: Literal[False] = ...,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: Literal[False] = ...,
 ) -> Tensor: ...
 
 
@@ -135,8 +134,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: Literal[True],
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: Literal[True],
 ) -> tuple[Tensor, BlockLists]: ...
 
 
@@ -144,8 +142,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: bool,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: bool,
 ) -> Tensor | tuple[Tensor, BlockLists]: ...
 
 
@@ -209,6 +206,7 @@ def ssta_layer(
         shards: how ranks share ``layout`` out.
         note: with shards called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
+    require_bool("deterministic", deterministic)
     exchanged, sent = None, None
     if shards is None:
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)

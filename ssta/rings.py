@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .exchange import Exchange, Place, Run, deal, wants_gradient
 from .kernels import BlockLists, take_tokens
@@ -127,6 +128,10 @@ class Rows(NamedTuple):
 
     def spread(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, n, D]`` and ``[B, H, n]`` of the rows, of all slots; others attended to nothing."""
+        if not len(self.slots):
+            # Of which nothing can be taken; they stay in the graph, whose backward all ranks walk.
+            number = len(self.of_slot)
+            return pad(out, (0, 0, 0, number)), pad(lse, (0, number), value=-torch.inf)
         others = self.of_slot < 0
         return take_tokens(out, self.of_slot), lse.index_select(2, self.of_slot.clamp(min=0)).masked_fill(others, -torch.inf)
 
@@ -139,9 +144,9 @@ def _rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> Rows:
     counts = torch.zeros_like(tiles.lengths).scatter_add(0, tile, torch.ones_like(tile, dtype=tiles.lengths.dtype))
     places = torch.arange(len(slots), device=tiles.device)
     of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    offsets = pad(counts.cumsum(0), (1, 0)).int()
     # A tile without rows has no first one, whatever is found here.
-    before = torch.nn.functional.pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
+    before = pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
     before[:tiles.num_video_tiles] = 0
     return Rows(slots, offsets, before, places.scatter(0, of_token, places), of_slot)
 

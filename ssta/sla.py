@@ -24,7 +24,7 @@ from torch.nn import functional
 from .attention import LayerResult, check_inputs
 from .checks import require_choice
 from .config import SSTAConfig
-from .kernels import BlockLists, attend_owned, autocast_inputs, require_int, require_number, resolve_scale, without_autocast
+from .kernels import BlockLists, attend_owned, autocast_inputs, require_bool, require_int, require_number, resolve_scale, without_autocast
 from .selection import Selection
 from .sequence import DenseRun, TokenLayout
 
@@ -80,6 +80,7 @@ def sla_layer(
     if bias is not None:
         _check_parameter("bias", bias, (dim,), q.device)
     density = check_density(density)
+    require_bool("deterministic", deterministic)
     require_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
         require_int(name, size, 1)

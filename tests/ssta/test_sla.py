@@ -69,6 +69,7 @@ def test_rows_without_features_get_the_bias_in_float16_too():
     (dict(query=torch.zeros(1, 2, 0, 8)), ValueError, r"with at least one token, got shape \(1, 2, 0, 8\)"),
     (dict(density=0.0), ValueError, r"density must lie in \(0, 1\], a share of the key blocks, got 0.0"),
     (dict(feature_map="hedgehog"), ValueError, "feature_map must be one of 'softmax', 'elu', 'relu', got 'hedgehog'"),
+    (dict(deterministic=1), TypeError, "deterministic must be a bool, got int"),
     (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
     (dict(query=torch.zeros(2, 12, 8)), ValueError, "query must be .batch, heads, tokens, head_dim. with at least one token, got shape"),
     (dict(value=torch.zeros(1, 2, 11, 8)), ValueError, "value must have"),

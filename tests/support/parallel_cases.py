@@ -404,6 +404,7 @@ RINGS = {
     "rings, a text that is shorter than a tile": partial(rings, TokenLayout.video_text((5, 9, 7), 21), masked=True),
     "rings of one head": partial(rings, SHORT, heads=2),
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
+    "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
 CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
