@@ -17,9 +17,9 @@ the others wait; a time is that of the slowest rank, and all of them begin toget
 
 basis "reckoned" is a layer measured on one GPU with the heads that one of so many ranks has, with the copies that packing takes and the
 bytes of the exchange at the rate of the largest all-to-all above (or --bandwidth); and a step whose layers are these, the rest of it
-divided by the ranks but for the text's share, v and k on their way under projections. --profile NAME also writes what every rank's host and device did to
-results/timeline_NAME.csv, and draws it where matplotlib is installed. After --limit no new section begins; rows are printed and written as
-they come.
+divided by the ranks but for the text's share, v and k on their way under projections. --profile NAME also writes what every rank's host and
+device did to results/timeline_NAME.csv, and draws it where matplotlib is installed. After --limit no new section begins; rows are printed
+and written as they come.
 """
 
 from __future__ import annotations
