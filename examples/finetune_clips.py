@@ -107,7 +107,8 @@ def load_sample(path: Path) -> Sample:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
                 values = json.loads((file.metadata() or {}).get("call", "{}"))
             latents, call = tensors.pop("latents"), {}
-            for name in sorted(tensors):
+            # The tenth part of a tuple comes after the second.
+            for name in sorted(tensors, key=lambda name: (len(name), name)):
                 kind, argument, *place = name.split(".")
                 if kind != "call":
                     raise KeyError(f"call.* or latents, got {name}")

@@ -75,6 +75,8 @@ class ModelContext:
         self.impl = impl
         # Set with a density, by training.set_density, that leaves next to nothing out.
         self.wholly_dense = False
+        # The method of which every layer has a trained branch, with which attention to all tiles is not dense attention either.
+        self.method: str | None = None
         self.stopwatch = Stopwatch()
         self.parallel = Parallelism(model, family)
         # Whether all ranks are asked, once a generation, if they do the same.

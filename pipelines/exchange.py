@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssta.kernels import Deferred, autocast_inputs
+from ssta.kernels import autocast_inputs
 from ssta.layout import Input
 from ssta.parallel import Sent, Shards
 
@@ -48,23 +48,26 @@ class Exchange:
             self._device = device
             self._before.start(device)
 
-    def send(self, shards: Shards, x: Tensor, key_heads: int) -> OnItsWay:
-        """This rank's tokens of all heads ``[B, S_r, H, D]``, to the ranks whose heads they are."""
+    def send(self, shards: Shards, x: Input, key_heads: int) -> OnItsWay:
+        """This rank's tokens of all heads ``[B, S_r, H, D]``, or deferred, to the ranks whose heads they are."""
         self.begin(x.device)
-        # Attention would do it, but later.
-        x, = autocast_inputs(x=x)
-        batch, _, heads, dim = x.shape
+        if isinstance(x, Tensor):
+            # Attention would do it, but later.
+            x, = autocast_inputs(x=x)
+            x = x.transpose(1, 2)
+        batch, heads, _, dim = x.shape
         own = shards.deal_heads(heads, key_heads)[shards.rank]
-        return OnItsWay(shards.start(x.transpose(1, 2), key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device)
+        return OnItsWay(shards.start(x, key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device)
 
     def sent(self, shards: Shards, query: Given, key: Given, value: Given) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         """All three, unless they are on their way already."""
         if isinstance(query, OnItsWay) and isinstance(key, OnItsWay) and isinstance(value, OnItsWay):
             return query, key, value
+        assert not isinstance(query, OnItsWay) and not isinstance(key, OnItsWay) and not isinstance(value, OnItsWay)
+        key_heads = key.shape[2 if isinstance(key, Tensor) else 1]
         # Each is packed while the one before it is on its way.
-        v, k, q = (_finished(x) for x in (value, key, query))
-        value, key, query = (self.send(shards, x, k.shape[2]) for x in (v, k, q))
-        return query, key, value
+        v, k, q = (self.send(shards, x, key_heads) for x in (value, key, query))
+        return q, k, v
 
     def note(self, step: str) -> None:
         """That a step is launched: what was sent has "arrived", attention is over ("attended"), or heads have "returned"."""
@@ -81,10 +84,3 @@ class Exchange:
         """Of both; None where nothing was exchanged, or inside a graph. Waits for the device."""
         before, after = self._before.seconds(), self._after.seconds()
         return None if before is None or after is None else before + after
-
-
-def _finished(x: Given) -> Tensor:
-    if isinstance(x, Deferred):
-        return x.materialize().transpose(1, 2)
-    assert isinstance(x, Tensor)
-    return x

@@ -243,8 +243,9 @@ class Parallelism:
             vars(model).pop("_cp_plan", None)
             if self._own_plan is not None:
                 vars(model)["_cp_plan"] = self._own_plan
-        config = getattr(model, "_parallel_config", None)
-        if not stays_split and config is not None and config.context_parallel_config is not None and not _split(self._family).stock:
+        config, split = getattr(model, "_parallel_config", None), self._family.split
+        shared = config is not None and config.context_parallel_config is not None
+        if shared and not stays_split and split is not None and not split.stock:
             make_whole(model)
             config = None
         for processor in originals:

@@ -135,21 +135,35 @@ class SSTAProcessor:
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
-        to them while k is made, and k while q is."""
+        to them while k is made, and k while q is, from their projections on where streams have functions for them."""
         shards = self._shards(layout, heads)
         if not isinstance(shards, Shards):
             return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
                           tiles=shards is None and not self.dense)
+        finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms)
+        return self._sent(shards, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
+
+    def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,
+             key_heads: int) -> tuple[Given, Given, Given]:
+        """q, k and v for ``attend`` out of functions that make them, ``[B, S, H, D]``, where ``joined`` does not know how. They are called
+        once, in this order, or on several ranks v's first, then k's while v is on its way, then q's while k is."""
+        shards = self._shards(layout, key_heads)
+        if isinstance(shards, Shards):
+            return self._sent(shards, key_heads, query, key, value)
+        return query(), key(), value()
+
+    def _sent(self, shards: Shards, key_heads: int, query: Callable[[], Input], key: Callable[[], Input],
+              value: Callable[[], Input]) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         sent = []
-        for streams in (values, keys, queries):
-            x = finished(streams, heads=heads, across_heads=across_heads, norms=self.norms)
+        for make in (value, key, query):
+            x = make()
             if not torch.compiler.is_compiling():
                 # q's start is the last, and the one that counts.
                 self._stopwatch.start(x.device)
-            sent.append(self._exchange.send(shards, x, heads))
+            sent.append(self._exchange.send(shards, x, key_heads))
             del x
-        value, key, query = sent
-        return query, key, value
+        value_sent, key_sent, query_sent = sent
+        return query_sent, key_sent, value_sent
 
     def _shards(self, layout: TokenLayout, key_heads: int) -> Shards | Rings | None:
         """How the ranks share ``layout`` and ``key_heads`` out; None on one rank."""
@@ -166,7 +180,7 @@ class SSTAProcessor:
 
         Args:
             query: ``[B, S, H, D]``, with S = ``layout.length``, or on several ranks this rank's part of it; memory order as diffusers'
-                processors have it. Or what ``joined`` returned, and so are then key and value.
+                processors have it. Or what ``joined`` or ``made`` returned, and so are then key and value.
             key: ``[B, S, Hkv, D]``.
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.

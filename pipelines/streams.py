@@ -6,7 +6,8 @@ roundings (which each family says, see ``Norms``), and in what RoPE is applied t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +20,33 @@ from .rope import apply_rope
 # Classes of RMSNorm that the kernel computes as they do -> whether they round to the weight's dtype before they multiply by the weight.
 Norms = Mapping[type[nn.Module], bool]
 TORCH_NORMS: Norms = {nn.RMSNorm: False}
+# What a projection gives, or the function that projects: called once, when it is needed.
+Projected = Tensor | Callable[[], Tensor]
 
 
 class Stream(NamedTuple):
     """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
 
     Attributes:
-        projected: ``[B, S, H * D]``.
+        projected: ``[B, S, H * D]``, or what makes it.
         norm: the model's own module; None = no norm.
         angles: cosines and sines of RoPE on neighbouring channels, float32, which broadcast to ``[B, S, H, D]`` with both angles of a pair,
             which are the same, or to ``[B, S, H, D / 2]``; None = no RoPE.
+        rotated: angles are for so many of the first tokens, others have none; None = for all.
     """
 
-    projected: Tensor
+    projected: Projected
     norm: nn.Module | None = None
     angles: tuple[Tensor, Tensor] | None = None
+    rotated: int | None = None
+
+
+class _Made(NamedTuple):
+    """A stream, or a part of it, whose projection is there and whose angles are for all tokens."""
+
+    projected: Tensor
+    norm: nn.Module | None
+    angles: tuple[Tensor, Tensor] | None
 
 
 def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
@@ -43,6 +56,8 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
     One kernel makes each of them where nothing needs a gradient and the modules are of the classes ``norms``, unchanged: it computes as
     they do, but for the order in which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
 
+    Projections that are still to be made are made first, q's, k's and v's of each stream, stream after stream.
+
     Args:
         queries, keys, values: streams with the same B, H, D, dtype and device.
         heads: H.
@@ -50,11 +65,11 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
         norms: classes of RMSNorm that the kernel may stand in for; another norm is left to its module.
         tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
-    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in (*queries, *keys, *values)):
-        q, k, v = (_by_modules(streams, heads, across_heads) for streams in (queries, keys, values))
+    made = _made(queries, keys, values)
+    if not all(_by_kernel(stream, heads, across_heads, norms) for streams in made for stream in streams):
+        q, k, v = (_by_modules(streams, heads, across_heads) for streams in made)
         return q, k, v
-    deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams))
-                for streams in (queries, keys, values))
+    deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)) for streams in made)
     if tiles:
         query, key, value = deferred
         return query, key, value
@@ -62,14 +77,39 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
     return q, k, v
 
 
-def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor:
-    """One of q, k and v ``[B, S, H, D]`` by itself, as ``joined`` makes them all."""
-    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in streams):
-        return _by_modules(streams, heads, across_heads)
-    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)).materialize().transpose(1, 2)
+def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor | Deferred:
+    """One of q, k and v by itself, as ``joined`` makes them all: ``[B, S, H, D]``, or deferred where the kernel runs."""
+    made, = _made(streams)
+    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in made):
+        return _by_modules(made, heads, across_heads)
+    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in made))
 
 
-def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
+def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:
+    """What ``linear``, a module, makes of x when it is called."""
+    return partial(linear, x)
+
+
+def projection_of(projected: Projected) -> Tensor:
+    return projected if isinstance(projected, Tensor) else projected()
+
+
+def _made(*kinds: Sequence[Stream]) -> list[list[_Made]]:
+    """Each kind's streams with their projections, which are made in the order in which diffusers' processors make them."""
+    made: list[list[_Made]] = [[] for _ in kinds]
+    for number in range(max(len(streams) for streams in kinds)):
+        for streams, into in zip(kinds, made):
+            if number < len(streams):
+                projected, norm, angles, rotated = streams[number]
+                x = projection_of(projected)
+                if rotated is None:
+                    into.append(_Made(x, norm, angles))
+                else:
+                    into.extend((_Made(x[:, :rotated], norm, angles), _Made(x[:, rotated:], norm, None)))
+    return made
+
+
+def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm: Any = stream.norm
     x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
@@ -82,12 +122,12 @@ def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) ->
     return Projection(x, norm, angles)
 
 
-def _by_modules(streams: Sequence[Stream], heads: int, across_heads: bool) -> Tensor:
+def _by_modules(streams: Sequence[_Made], heads: int, across_heads: bool) -> Tensor:
     parts = [_normed_and_rotated(stream, heads, across_heads) for stream in streams]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _normed_and_rotated(stream: Stream, heads: int, across_heads: bool) -> Tensor:
+def _normed_and_rotated(stream: _Made, heads: int, across_heads: bool) -> Tensor:
     x, norm = stream.projected, stream.norm
     if norm is not None and across_heads:
         x = norm(x)
@@ -100,7 +140,7 @@ def _normed_and_rotated(stream: Stream, heads: int, across_heads: bool) -> Tenso
     return apply_rope(x, *(of[..., ::step] for of in stream.angles))
 
 
-def _by_kernel(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> bool:
+def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> bool:
     """Whether the kernel runs here, does what the stream's modules do, and nobody wants a gradient."""
     x, norm, angles = stream
     if torch.compiler.is_compiling() or not kernels_run(x) or torch.is_autocast_enabled(x.device.type):

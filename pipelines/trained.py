@@ -63,7 +63,9 @@ def apply_branch(model: Any, weights: Weights | Mapping[str, Weights] | None, br
         sites = _sites(family, module, branch)
         layers = _layers(sites, _found(weights, module, name, names, branch), branch)
         # Not over several ranks: the gate and the linear part are of all heads.
-        context = ModelContext(module, replace(family, split=None), config, Schedule(), progress, impl)
+        family = replace(family, model=f"{family.model} with {branch.method}", split=None)
+        context = ModelContext(module, family, config, Schedule(), progress, impl)
+        context.method = branch.method
         replacements = processors_for(context, [replace(site, replacement=branch.processor) for site in sites])
         plans.append((name, module, context, replacements, layers))
     return install_all(plans)

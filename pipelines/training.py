@@ -47,21 +47,26 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
         model: has SSTA applied, itself or a module in it: a transformer, a model that holds one, or what DistributedDataParallel, FSDP,
             torch.compile or accelerate made of either, which is then what is called.
         teacher: the frozen dense model, called in ``model``'s place, such as ``copy.deepcopy(model).requires_grad_(False)``; it may have
-            SSTA too, which is then dense. None = ``model`` itself, dense and with its PEFT adapters off, whose training leaves its
-            weights alone.
+            SSTA too, which is then dense, but no branches of ``apply_vsa`` or ``apply_sla``. None = ``model`` itself, dense and with its
+            PEFT adapters off, whose training leaves its weights alone.
 
     Returns:
         ``f(*args, **kwargs) -> Velocities``.
 
     Raises:
         TypeError: no modules.
-        ValueError: a model without SSTA, or one whose own weights are trained without a ``teacher``: it would move with them.
+        ValueError: a model without SSTA, or one whose own weights are trained without a ``teacher``: it would move with them; a teacher
+            with a trained branch, which is not the dense model.
     """
     for name, given in (("model", model), ("teacher", teacher)):
         if not isinstance(given, nn.Module) and not (name == "teacher" and given is None):
             raise TypeError(f"{name} must be a module, got {type(given).__name__}")
     if not _contexts(model):
         raise ValueError(f"model must have SSTA applied, got {type(model).__name__} without it; call apply_ssta(model) first")
+    branches = sorted({context.method for context in _contexts(model if teacher is None else teacher) if context.method is not None})
+    if branches:
+        raise ValueError(f"teacher must be the dense model, got {'None, and a model' if teacher is None else type(teacher).__name__} with "
+                         f"{branches[0]}'s branches in it; a frozen copy from before they were applied is one")
     if teacher is None:
         adapted = {id(parameter) for parameter in _adapter_parameters(model)}
         own = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in adapted]
@@ -90,7 +95,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
     """Changes the share of the video's tile pairs that is computed exactly, in place of the budget that SSTA was applied with.
 
     For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. From
-    63/64 on forwards are dense. Dense layers, and layers with a configuration of their own, stay as they are.
+    63/64 on forwards are dense; those of ``apply_vsa`` and ``apply_sla`` keep their trained branches. Dense layers, and layers with a
+    configuration of their own, stay as they are.
 
     Args:
         handle: what ``apply_ssta`` returned, still applied.
@@ -120,7 +126,9 @@ def set_density(handle: SSTAHandle, density: float) -> None:
                              f"{name or type(module).__name__}")
         plans.append((context, own, with_density(context.config, density)))
     for context, own, config in plans:
-        context.config, context.wholly_dense = config, density >= DENSE_FROM
+        context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
+        # Those of a schedule's refresh are of the density before.
+        context.forget_selections()
         if context.schedule.density is not None:
             context.schedule = replace(context.schedule, density=density)
         for processor in own:
@@ -187,7 +195,8 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
     ``torch.utils.checkpoint`` alone selects anew in the backward. That gives the same where the same numbers come out of the same
     operations, and where nothing else ran in between: another forward, a ``set_density``, on a GPU in any thread. This one keeps each
     layer's selection, a bit for each pair of tiles and head, and saves the recomputation its scoring. A model whose whole forward
-    torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by themselves keep.
+    torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by themselves keep. Layers of
+    ``apply_vsa`` and ``apply_sla`` select anew.
 
     Args:
         function: a block, or a method of one, such as ``block.__call__``.

@@ -19,13 +19,14 @@ from .kernels import (
     attend_owned,
     autocast_inputs,
     choose_route,
+    kernels_run,
     require_bool,
     require_impl,
     require_strided,
     resolve_scale,
     take_tokens,
 )
-from .layout import Input, TileLayout, checked_layout
+from .layout import Input, TiledQKV, TileLayout, checked_layout
 from .memo import remember_plain
 from .parallel import Exchanged, Sent, Shards, alike
 from .ranks import is_mesh
@@ -125,8 +126,7 @@ def _config(*values: Any) -> SSTAConfig:
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: Literal[False] = ...,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: Literal[False] = ...,
 ) -> Tensor: ...
 
 
@@ -134,8 +134,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: Literal[True],
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: Literal[True],
 ) -> tuple[Tensor, BlockLists]: ...
 
 
@@ -143,8 +142,7 @@ def ssta_attention(
 def ssta_attention(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *,
     text_mask: Tensor | TextMask | None = ..., scale: float | None = ..., deterministic: bool = ..., impl: str = ...,
-    group: ProcessGroup | DeviceMesh | None = ..., split: str = ...,
-    return_blocks: bool,
+    group: ProcessGroup | DeviceMesh | None = ..., split: str = ..., return_blocks: bool,
 ) -> Tensor | tuple[Tensor, BlockLists]: ...
 
 
@@ -208,17 +206,16 @@ def ssta_layer(
         shards: how ranks share ``layout`` out.
         note: with shards called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
-    exchanged = None
+    require_bool("deterministic", deterministic)
+    exchanged, sent = None, None
     if shards is None:
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
     else:
-        checked, exchanged = _exchanged(query, key, value, layout, config, text_mask, scale, impl, shards)
-        if note is not None:
-            note("arrived")
-    query, key, value, text_mask, config, scale, tiles = checked
-    tiled = tiles.tile_qkv(query, key, value)
+        checked, exchanged, sent = _exchanged(query, key, value, layout, config, text_mask, scale, impl, shards)
+    _, _, _, text_mask, config, scale, tiles = checked
+    tiled = _tiled(checked, sent, None if exchanged is None else note)
     # What came from other ranks is this function's own.
-    del query, key, value, checked
+    del query, key, value, checked, sent
     estimates = scores = None
     if config.compensation != "none" and tiles.num_video_tiles:
         estimates = estimate_tiles(tiled, config, scale, None if selection is None else selection.useful)
@@ -295,8 +292,8 @@ def _checked(
 def _exchanged(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
     impl: str, shards: Shards | Rings,
-) -> tuple[_Checked, Exchanged]:
-    """The arguments with all tokens of this rank's heads, and the way back."""
+) -> tuple[_Checked, Exchanged, tuple[Sent, Sent, Sent] | None]:
+    """The arguments with all tokens of this rank's heads, the way back, and what has to be waited for before they are read."""
     options = layout, config, text_mask, scale, impl, shards
     sent = [isinstance(x, Sent) for x in (query, key, value)]
     if any(sent):
@@ -306,14 +303,30 @@ def _exchanged(
             raise TypeError("query, key and value must all three be sent, or none, got "
                             f"{', '.join([type(x).__name__ for x in (query, key, value)])}")
         exchanged = Exchanged.of(shards, query, key, value)
-        return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged
+        q, k, v = (x.ahead for x in (query, key, value))
+        # Under autocast checks may have to read.
+        if q is not None and k is not None and v is not None and kernels_run(q[0]) and not torch.is_autocast_enabled(q[0].device.type):
+            return _checked(q[0], k[0], v[0], *options), exchanged, (query, key, value)
+        return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged, None
     checked = shards.agreed(lambda: _checked(query, key, value, *options, local=True),
                             lambda own: {**alike("query", own.query), **alike("key", own.key), "config": config, "impl": impl,
                                          "text_mask": text_mask is not None})
     # Deferred ones were refused.
     q, k, v = (x for x in (checked.query, checked.key, checked.value) if isinstance(x, Tensor))
     q, k, v, exchanged = shards.exchange(q, k, v)
-    return checked._replace(query=q, key=k, value=v), exchanged
+    return checked._replace(query=q, key=k, value=v), exchanged, None
+
+
+def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callable[[str], object] | None) -> TiledQKV:
+    def arrived(q: Any) -> Any:
+        if note is not None:
+            note("arrived")
+        return q
+
+    if sent is None:
+        return checked.tiles.tile_qkv(arrived(checked.query), checked.key, checked.value)
+    query, key, value = sent
+    return checked.tiles.tile_arriving(lambda: arrived(query.wait()), key.wait, value.wait)
 
 
 def _shards_of(group: ProcessGroup | DeviceMesh, layout: TokenLayout, split: str = "video") -> Shards | Rings:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import take_tokens
+from .kernels import Deferred, take_tokens
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -59,14 +59,20 @@ def wants_gradient(*xs: Tensor) -> bool:
 
 
 class Arrival:
-    """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``."""
+    """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``.
 
-    def __init__(self, shards: Shards, xs: Sequence[Tensor], deals: Deals) -> None:
+    What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
+    """
+
+    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
         self._own = [counts[shards.rank] for counts in deals]
+        deferred = xs[0] if isinstance(xs[0], Deferred) else None
+        tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if torch.compiler.is_compiling() else xs[0].new_empty(shards.length, *self._width)
+        self._buffer = None if torch.compiler.is_compiling() else torch.empty(
+            shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
         self._parts: list[Exchange | Tensor] = []
         with torch.no_grad():
             for place in shards.places:
@@ -75,17 +81,30 @@ class Arrival:
                     held = place.held[shards.rank]
                     comes = [count * prod(self._width) for count in place.held]
                     goes = [held * batch * total * dim for total in _totals(deals)]
-                    self._parts.append(Exchange(shards.group, _packets(xs, deals, place.local, held), comes, goes, into))
+                    packets = _packets(tensors, deals, place.local, held) if deferred is None else _finished_packets(
+                        deferred, shards.ranks, place.local, held)
+                    self._parts.append(Exchange(shards.group, packets, comes, goes, into))
+                elif deferred is not None and into is not None:
+                    first = shards.rank * self._own[0]
+                    deferred.part(place.local, place.length, slice(first, first + self._own[0])).write(into.permute(1, 2, 0, 3))
+                    self._parts.append(into)
                 else:
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
-                           for x, counts in zip(xs, deals)]
+                           for x, counts in zip(tensors, deals)]
                     self._parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=into))
+
+    def ahead(self) -> tuple[Tensor, ...] | None:
+        """What ``wait`` will return, to be looked at but not read; None in a graph, where waiting makes it."""
+        return None if self._buffer is None else self._apart(self._buffer)
 
     def wait(self) -> tuple[Tensor, ...]:
         parts = [part.wait().view(-1, *self._width) if isinstance(part, Exchange) else part for part in self._parts]
         buffer = self._buffer
         if buffer is None:
             buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._apart(buffer)
+
+    def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
 
 
@@ -186,6 +205,14 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
+
+
+def _finished_packets(x: Deferred, ranks: int, first: int, tokens: int) -> Tensor:
+    """``_packets`` of what the kernel writes there at once; each rank has as many heads."""
+    batch, heads, _, dim = x.shape
+    packets = torch.empty(ranks, tokens, batch, heads // ranks, dim, dtype=x.dtype, device=x.device)
+    x.part(first, tokens).write(packets.permute(2, 0, 3, 1, 4))
+    return packets.view(-1)
 
 
 def _totals(deals: Deals) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -155,6 +156,20 @@ class TileLayout:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):  # type: ignore[union-attr]
             return TiledQKV(self, *_TileQKV.apply(q, k, v, self))
         return TiledQKV(self, *gather_blocks(q, k, v, self.source, self.offsets, self.num_video_tiles))  # type: ignore[arg-type]
+
+    def tile_arriving(self, q: Callable[[], Tensor], k: Callable[[], Tensor], v: Callable[[], Tensor]) -> TiledQKV:
+        """``tile_qkv`` of what functions wait for, v, then k, then q, each tiled while those after it are on their way. Where
+        ``kernels_run`` and nobody wants a gradient."""
+        tiled_v = take_tokens(v(), self.source)
+        tiled_k, k_mean = self._tile_one(k())
+        tiled_q, q_mean = self._tile_one(q())
+        return TiledQKV(self, tiled_q, tiled_k, tiled_v, q_mean, k_mean)
+
+    def _tile_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q by itself, with its means: the same kernel without heads of k and v."""
+        no_heads = x[:, :0]
+        out, _, _, means, _ = gather_blocks(x, no_heads, no_heads, self.source, self.offsets, self.num_video_tiles)
+        return out, means
 
     def untile(self, x: Tensor) -> Tensor:
         """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order, no padding, in x's memory order; differentiable."""

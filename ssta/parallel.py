@@ -114,11 +114,13 @@ class Shards:
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-        length = self.local_length if length is None else length
-        if x.shape[2] != length:
-            raise ValueError(f"{name} must have {self._expected(length)}, got {x.shape[2]} in shape {tuple(x.shape)}")
+        self._check_shape(name, x.shape, self.local_length if length is None else length)
+
+    def _check_shape(self, name: str, shape: torch.Size, length: int) -> None:
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
+        if shape[2] != length:
+            raise ValueError(f"{name} must have {self._expected(length)}, got {shape[2]} in shape {tuple(shape)}")
 
     def _expected(self, length: int) -> str:
         if length != self.local_length or self.length == length:
@@ -172,13 +174,19 @@ class Shards:
         """
         return self.start(*xs, key_heads=key_heads).wait()
 
-    def start(self, *xs: Tensor, key_heads: int | None = None) -> Sent:
+    def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
-        order."""
+        order. What is deferred is finished on its way into what is sent."""
         deals = self.agreed(lambda: self._deals(xs, key_heads), lambda deals: {**alike("x", xs[0]), "heads": deals})
-        traced_gradient = torch.compiler.is_compiling() and wants_gradient(*xs)
+        only = xs[0] if len(xs) == 1 else None
+        if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
+            return Sent(self, (), deals, Arrival(self, xs, deals))
+        tensors = tuple([x.materialize() if isinstance(x, Deferred) else x for x in xs])
+        wanted = wants_gradient(*tensors)
         # A graph with gradients has the exchange inside one autograd function.
-        return Sent(self, xs, deals, None if traced_gradient else Arrival(self, xs, deals))
+        arrival = None if wanted and torch.compiler.is_compiling() else Arrival(self, tensors, deals)
+        # Packets are copies: what nobody wants a gradient of need not be kept.
+        return Sent(self, tensors if wanted else (), deals, arrival)
 
     def to_tokens(self, x: Tensor, heads: int, *, key_heads: int | None = None) -> Tensor:
         """Back: all tokens of a rank's heads, exchanged for its tokens of all heads: ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``.
@@ -201,12 +209,15 @@ class Shards:
             return ToTokens.apply(self, deals, x)
         return send_tokens(self, (x,), deals, gather=True)[0]
 
-    def _deals(self, xs: tuple[Tensor, ...], key_heads: int | None) -> Deals:
+    def _deals(self, xs: tuple[Tensor | Deferred, ...], key_heads: int | None) -> Deals:
         """How many heads of each of xs each rank has, after the checks of ``start``."""
         if not xs:
             raise ValueError("to_heads must be given at least one tensor, got none")
         for x in xs:
-            self.check("x", x)
+            if isinstance(x, Deferred):
+                self._check_shape("x", x.shape, self.local_length)
+            else:
+                self.check("x", x)
         like = xs[0]
         for x in xs[1:]:
             if x.shape[0] != like.shape[0] or x.shape[3] != like.shape[3] or x.dtype != like.dtype or x.device != like.device:
@@ -256,8 +267,14 @@ class Sent:
 
     def __init__(self, shards: Shards, xs: tuple[Tensor, ...], deals: Deals, arrival: Arrival | None) -> None:
         self.shards, self.deals = shards, deals
+        # Those that want a gradient.
         self._xs: tuple[Tensor, ...] | None = xs
         self._arrival = arrival
+
+    @property
+    def ahead(self) -> tuple[Tensor, ...] | None:
+        """What ``wait`` will return, one or several, of which only the shape may be asked before; None where waiting makes it."""
+        return None if self._xs or self._arrival is None else self._arrival.ahead()
 
     def wait(self) -> Any:
         """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.
@@ -267,10 +284,11 @@ class Sent:
         """
         if self._xs is None:
             raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
-        if wants_gradient(*self._xs):
+        if self._xs:
             outs = ToHeads.apply(self.shards, self.deals, self._arrival, *self._xs)
         else:
-            outs = (self._arrival or Arrival(self.shards, self._xs, self.deals)).wait()
+            assert self._arrival is not None
+            outs = self._arrival.wait()
         self._xs = self._arrival = None
         return outs[0] if len(outs) == 1 else tuple(outs)
 

@@ -34,10 +34,17 @@ def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
             raise TypeError(f"group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
         if group.ndim != 1:
             raise ValueError(f"group must be a DeviceMesh of one dimension, such as mesh['ulysses'], got {group.ndim} dimensions")
-        group = group.get_group()
+        group = group_of(group, 0)
     if dist.get_rank(group) < 0:
         raise ValueError("group must hold this process, got a group of other processes")
     return group
+
+
+def group_of(mesh: DeviceMesh, dimension: int) -> ProcessGroup:
+    """The ranks of ``mesh`` along ``dimension`` that this process belongs to; ValueError where it belongs to none."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group must hold this process, got a DeviceMesh of the processes {mesh.mesh.tolist()}")
+    return mesh.get_group(dimension)
 
 
 def is_mesh(group: object) -> TypeGuard[DeviceMesh]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .exchange import Exchange, Place, Run, deal, wants_gradient
 from .kernels import BlockLists, take_tokens
 from .memo import remember, remember_plain
 from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
+from .ranks import group_of
 from .sequence import TokenLayout
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Rings:
     def of(cls, mesh: DeviceMesh, layout: TokenLayout, split: str = "video") -> Rings:
         """How ``mesh``, of two dimensions, shares ``layout`` out; the rest as ``Shards.of``."""
         runs = runs_of(layout, split)
-        ring, heads = mesh.get_group(0), mesh.get_group(1)
+        ring, heads = group_of(mesh, 0), group_of(mesh, 1)
         places = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
         return _rings(cls, ring, heads, runs, *places[0], *places[1])
 
@@ -126,6 +128,10 @@ class Rows(NamedTuple):
 
     def spread(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, n, D]`` and ``[B, H, n]`` of the rows, of all slots; others attended to nothing."""
+        if not len(self.slots):
+            # Of which nothing can be taken; they stay in the graph, whose backward all ranks walk.
+            number = len(self.of_slot)
+            return pad(out, (0, 0, 0, number)), pad(lse, (0, number), value=-torch.inf)
         others = self.of_slot < 0
         return take_tokens(out, self.of_slot), lse.index_select(2, self.of_slot.clamp(min=0)).masked_fill(others, -torch.inf)
 
@@ -138,9 +144,9 @@ def _rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> Rows:
     counts = torch.zeros_like(tiles.lengths).scatter_add(0, tile, torch.ones_like(tile, dtype=tiles.lengths.dtype))
     places = torch.arange(len(slots), device=tiles.device)
     of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    offsets = pad(counts.cumsum(0), (1, 0)).int()
     # A tile without rows has no first one, whatever is found here.
-    before = torch.nn.functional.pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
+    before = pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
     before[:tiles.num_video_tiles] = 0
     return Rows(slots, offsets, before, places.scatter(0, of_token, places), of_slot)
 

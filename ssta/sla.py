@@ -24,7 +24,7 @@ from torch.nn import functional
 from .attention import LayerResult, check_inputs
 from .checks import require_choice
 from .config import SSTAConfig
-from .kernels import BlockLists, attend_owned, autocast_inputs, require_int, require_number, resolve_scale, without_autocast
+from .kernels import BlockLists, attend_owned, autocast_inputs, require_bool, require_int, require_number, resolve_scale, without_autocast
 from .selection import Selection
 from .sequence import DenseRun, TokenLayout
 
@@ -72,15 +72,15 @@ def sla_layer(
 ) -> LayerResult:
     """``sparse_linear_attention`` with all that it knows of itself. For use inside the package."""
     q, k, v = autocast_inputs(query=query, key=key, value=value)
-    if q.dim() == 4:
-        check_inputs(q, k, v, TokenLayout((DenseRun(max(q.shape[2], 1)),)), _PLAIN)
-    else:
-        raise ValueError(f"query must be [batch, heads, tokens, head_dim], got shape {tuple(q.shape)}")
+    if q.dim() != 4 or q.shape[2] == 0:
+        raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")
+    check_inputs(q, k, v, TokenLayout((DenseRun(q.shape[2]),)), _PLAIN)
     dim = q.shape[3]
-    for name, x, shape in (("weight", weight, (dim, dim)), ("bias", bias, (dim,))):
-        if x is not None:
-            _check_parameter(name, x, shape, q.device)
+    _check_parameter("weight", weight, (dim, dim), q.device)
+    if bias is not None:
+        _check_parameter("bias", bias, (dim,), q.device)
     density = check_density(density)
+    require_bool("deterministic", deterministic)
     require_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
         require_int(name, size, 1)
@@ -142,5 +142,7 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None
     total = features.sum(2, dtype=wide)[..., None] / tokens
     matrix, total = (x.repeat_interleave(group, 1).to(q.dtype) for x in (matrix, total))
     features = feature_map(q)
-    out = (features @ matrix) / (features @ total + EPS / tokens)
+    # In float16 EPS / tokens is 0, and so are all features of some rows under "relu".
+    eps = max(EPS / tokens, torch.finfo(q.dtype).tiny * torch.finfo(q.dtype).eps)
+    out = (features @ matrix) / (features @ total + eps)
     return out if bias is None else out + bias.to(q.dtype)

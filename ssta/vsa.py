@@ -24,7 +24,17 @@ from torch import Tensor
 from .attention import LayerResult, check_inputs, check_lengths
 from .config import SSTAConfig
 from .dense import dense_attention
-from .kernels import Deferred, attend_owned, autocast_inputs, choose_route, require_impl, require_number, resolve_scale, take_tokens
+from .kernels import (
+    Deferred,
+    attend_owned,
+    autocast_inputs,
+    choose_route,
+    require_bool,
+    require_impl,
+    require_number,
+    resolve_scale,
+    take_tokens,
+)
 from .layout import Input, TileLayout, checked_layout
 from .memo import remember, remember_plain
 from .scoring import tile_means
@@ -94,6 +104,7 @@ def vsa_layer(
         query, key, value, *rest = autocast_inputs(**inputs)
         gate = rest[0] if rest else None
     check_inputs(query, key, value, layout, config)
+    require_bool("deterministic", deterministic)
     if layout.dense or len(layout.video) != 1:
         raise ValueError(f"layout must be one video grid, got {layout}")
     if gate is not None:

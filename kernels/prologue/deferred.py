@@ -41,15 +41,36 @@ class Deferred:
 
     def materialize(self) -> Tensor:
         """``[B, H, S, D]`` in the projections' memory order."""
+        if self.ready is not None:
+            return self.ready
+        out = new_tokens(self._first, self.shape[2])
+        self.write(out)
+        return out
+
+    @property
+    def ready(self) -> Tensor | None:
+        """The tensor, where nothing needs to be done to have it."""
+        only = self.projections[0]
+        return only.x if len(self.projections) == 1 and only.norm is None and only.angles is None else None
+
+    def write(self, out: Tensor) -> None:
+        """Writes the tensor to ``out``, ``[B, H, S, D]`` or ``[B, G, H / G, S, D]``, of any strides but the last, which is 1."""
         from .norm_rope_kernel import materialize
 
-        only = self.projections[0]
-        if len(self.projections) == 1 and only.norm is None and only.angles is None:
-            return only.x
-        out = new_tokens(self._first, self.shape[2])
-        for projection, part in zip(self.projections, out.split(self.lengths, 2)):
-            materialize(projection, part)
-        return out
+        first = 0
+        for projection, length in zip(self.projections, self.lengths):
+            materialize(projection, out.narrow(-2, first, length))
+            first += length
+
+    def part(self, first: int, tokens: int, heads: slice = slice(None)) -> Deferred:
+        """Of ``tokens`` tokens from ``first`` on, and of some heads."""
+        parts, start = [], 0
+        for projection, length in zip(self.projections, self.lengths):
+            begin, end = max(first - start, 0), min(first + tokens - start, length)
+            if begin < end:
+                parts.append(projection.part(slice(begin, end), heads))
+            start += length
+        return Deferred(tuple(parts))
 
     def gather_blocks(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
         """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``kernels.reorder.gather_blocks``.

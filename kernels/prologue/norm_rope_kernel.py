@@ -54,10 +54,12 @@ def _materialized(x, weight, rstd, cos, sin, token, there, head, x_row, x_head, 
 
 @triton.jit
 def _rotary_kernel(x, out, weight, rstd, cos, sin, source, offsets, means, x_batch, x_head, x_row, out_batch, out_head, out_row,
-                   weight_head, angle_batch, angle_head, angle_row, heads, tokens, begin, mean_blocks, eps, ORDERED: tl.constexpr,
-                   MEANS: tl.constexpr, NORM: tl.constexpr, CAST: tl.constexpr, ROPE: tl.constexpr, PER_HEAD: tl.constexpr,
-                   ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                   out_group, group_heads, weight_head, angle_batch, angle_head, angle_row, heads, tokens, begin, mean_blocks, eps,
+                   ORDERED: tl.constexpr, GROUPS: tl.constexpr, MEANS: tl.constexpr, NORM: tl.constexpr, CAST: tl.constexpr,
+                   ROPE: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+                   DIM_PAD: tl.constexpr):
     """ORDERED: the blocks whose tokens are among the ``tokens`` from ``begin`` on, with MEANS of the first of them; else as they come.
+    GROUPS: in out every ``group_heads`` heads begin ``out_group`` after those before them.
     NORM: over each "head", by the given rstd of a "token", or "none". CAST: to x's dtype before the weight.
     ROPE: how often an angle stands in memory; 0 = none is applied. PER_HEAD: angles of each head's own."""
     groups = tl.cdiv(heads, HEADS)
@@ -80,6 +82,10 @@ def _rotary_kernel(x, out, weight, rstd, cos, sin, source, offsets, means, x_bat
     else:
         first = block * ROWS
         last = first + ROWS
+    if GROUPS:
+        head_place = head // group_heads * out_group + head % group_heads * out_head
+    else:
+        head_place = head * out_head
     # Summed over rows once, at the end.
     total = tl.zeros([ROWS, HEADS, DIM_PAD] if MEANS else [1, 1, 1], tl.float32)
     for start in range(first, last, ROWS):
@@ -94,7 +100,7 @@ def _rotary_kernel(x, out, weight, rstd, cos, sin, source, offsets, means, x_bat
         there = (token >= 0)[:, None, None] & (head < heads)
         value = _materialized(x, weight, rstd, cos, sin, token, there, tl.minimum(head, heads - 1), x_row, x_head, weight_head, angle_row,
                               angle_head, eps, NORM, CAST, ROPE, PER_HEAD, ROWS, HEADS, DIM, DIM_PAD)
-        tl.store(out + place.to(tl.int64)[:, None, None] * out_row + head * out_head + dim, value.to(kind),
+        tl.store(out + place.to(tl.int64)[:, None, None] * out_row + head_place + dim, value.to(kind),
                  mask=inside[:, None, None] & (head < heads) & (dim < DIM))
         if MEANS:
             total += value
@@ -120,7 +126,8 @@ def _rstd_kernel(x, rstd, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.c
 
 
 def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
-    """Writes what ``projection`` stands for to ``out``, whose last stride is 1.
+    """Writes what ``projection`` stands for to ``out``, whose last stride is 1: ``[B, H, S, D]``, or ``[B, G, H / G, S, D]``, the heads in
+    groups.
 
     ``order``: source, offsets and means of ``Deferred.gather_blocks``, and the number of the projection's first token. ``out`` is then all
     of the new order, of which only the blocks with this projection's tokens are written, and so are the means.
@@ -134,7 +141,7 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
     # A pointer that is not used is x.
     kind, weight, rstd = "none", x, x
     if norm is not None:
-        kind, weight, rstd = ("head", norm.weight, x) if norm.rstd is None else ("token", norm.weight, norm.rstd)
+        kind, weight, rstd = ("head", norm.weight, x) if norm.rstd is None else ("token", norm.weight, norm.rstd.contiguous())
         weight = weight.contiguous()
     rope, cos, sin = 0, x, x
     strides: tuple[int, ...] = (0, 0, 0)
@@ -145,11 +152,13 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
         rope, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
     together = min(HEADS, triton.next_power_of_2(heads))
     rows = max(1, NUMBERS // (together * dim_pad))
+    grouped = out.dim() == 5
+    into = (out.stride(0), *out.stride()[2:4], out.stride(1), out.shape[2]) if grouped else (*out.stride()[:3], 0, heads)
     source, offsets, means, begin = order or (x, x, x, 0)
     blocks = triton.cdiv(tokens, rows) if order is None else len(offsets) - 1
     _rotary_kernel[(blocks * triton.cdiv(heads, together), batch)](
-        x, out, weight, rstd, cos, sin, source, offsets, means, *x.stride()[:3], *out.stride()[:3], dim if weight.dim() == 2 else 0,
-        *strides, heads, tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps, ORDERED=order is not None,
+        x, out, weight, rstd, cos, sin, source, offsets, means, *x.stride()[:3], *into, dim if weight.dim() == 2 else 0, *strides, heads,
+        tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps, ORDERED=order is not None, GROUPS=grouped,
         MEANS=order is not None and means.shape[2] > 0, NORM=kind, CAST=norm is not None and norm.casts_before_weight, ROPE=rope,
         PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
 

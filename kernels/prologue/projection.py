@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -39,3 +39,14 @@ class Projection:
     x: Tensor
     norm: RMSNorm | None = None
     angles: tuple[Tensor, Tensor] | None = None
+
+    def part(self, tokens: slice, heads: slice) -> Projection:
+        """Of some of its tokens and heads."""
+        norm, angles = self.norm, self.angles
+        if norm is not None:
+            norm = replace(norm, weight=norm.weight[heads] if norm.weight.dim() == 2 else norm.weight,
+                           rstd=None if norm.rstd is None else norm.rstd[:, tokens])
+        if angles is not None:
+            cos, sin = (of[:, heads if of.shape[1] > 1 else slice(None), tokens] for of in angles)
+            angles = cos, sin
+        return Projection(self.x[:, heads, tokens], norm, angles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
@@ -13,6 +14,7 @@ from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..rope import apply_rope
 from ..split import Plan, Split, gathered, split
+from ..streams import Projected, later, projection_of
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
@@ -31,29 +33,34 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         text_len = encoder_hidden_states.shape[1]
         layout = self.around(text_len + hidden_states.shape[1], before=text_len)
-        query, key, value = (x.unflatten(2, (attn.heads, -1))
-                             for x in self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1)))
-        if attn.norm_q is not None:
-            query = attn.norm_q(query)
-        if attn.norm_k is not None:
-            key = attn.norm_k(key)
-        if image_rotary_emb is not None:
-            # Both angles of a pair are given, and are the same.
-            cos, sin = (angles[:, None, 0::2] for angles in image_rotary_emb)
-            query, key = (torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], cos, sin)], dim=1) for x in (query, key))
+        # Both angles of a pair are given, and are the same.
+        angles = None if image_rotary_emb is None else tuple(of[:, None, 0::2] for of in image_rotary_emb)
+        q, k, v = self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1))
+
+        def finished(projected: Projected, norm: nn.Module | None, angles: tuple[Tensor, ...] | None) -> Tensor:
+            x = projection_of(projected).unflatten(2, (attn.heads, -1))
+            if norm is not None:
+                x = norm(x)
+            if angles is not None:
+                x = torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], *angles)], dim=1)
+            return x
+
+        query, key, value = self.made(partial(finished, q, attn.norm_q, angles), partial(finished, k, attn.norm_k, angles),
+                                      partial(finished, v, None, None), layout, attn.heads)
+        del q, k, v
         out = self.attend(query, key, value, layout).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text_len:], out[:, :text_len]
 
-    def project(self, attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: nn.Module, x: Tensor) -> tuple[Projected, Projected, Projected]:
         """q, k and v of ``[B, S, C]``, flat."""
-        return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+        return later(attn.to_q, x), later(attn.to_k, x), later(attn.to_v, x)
 
 
 class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
     """The same after ``fuse_qkv_projections``."""
 
-    def project(self, attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: nn.Module, x: Tensor) -> tuple[Projected, Projected, Projected]:
         return attn.to_qkv(x).chunk(3, dim=-1)
 
 

@@ -7,7 +7,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from ..processor import SSTAProcessor
-from ..streams import Stream
+from ..streams import Stream, later
 
 
 class JointSSTAProcessor(SSTAProcessor):
@@ -36,19 +36,15 @@ class JointSSTAProcessor(SSTAProcessor):
         both = hidden_states
         if encoder_hidden_states is not None and attn.add_q_proj is None:
             both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        query, key, value = attn.to_q(both), attn.to_k(both), attn.to_v(both)
-        queries = [Stream(query[:, :video_len], attn.norm_q, angles)]
-        keys = [Stream(key[:, :video_len], attn.norm_k, angles)]
-        values = [Stream(value)]
-        if both is not hidden_states:
-            queries.append(Stream(query[:, video_len:], attn.norm_q))
-            keys.append(Stream(key[:, video_len:], attn.norm_k))
-        elif encoder_hidden_states is not None:
-            queries.append(Stream(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q))
-            keys.append(Stream(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k))
-            values.append(Stream(attn.add_v_proj(encoder_hidden_states)))
+        rotated = None if both is hidden_states else video_len
+        queries = [Stream(later(attn.to_q, both), attn.norm_q, angles, rotated)]
+        keys = [Stream(later(attn.to_k, both), attn.norm_k, angles, rotated)]
+        values = [Stream(later(attn.to_v, both))]
+        if encoder_hidden_states is not None and both is hidden_states:
+            queries.append(Stream(later(attn.add_q_proj, encoder_hidden_states), attn.norm_added_q))
+            keys.append(Stream(later(attn.add_k_proj, encoder_hidden_states), attn.norm_added_k))
+            values.append(Stream(later(attn.add_v_proj, encoder_hidden_states)))
         query, key, value = self.joined(queries, keys, values, layout, heads=attn.heads)
-        del queries, keys, values
 
         if attention_mask is not None and attention_mask.dim() == 4:
             # Over the whole sequence, of which `hidden_states` may be a rank's share.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
@@ -32,11 +33,17 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
         if sparse_params is not None:
             raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
         layout = self.around(hidden_states.shape[1])
-        query, key, value = (linear(hidden_states).unflatten(-1, (attn.num_heads, -1))
-                             for linear in (attn.to_query, attn.to_key, attn.to_value))
-        query, key = attn.query_norm(query.float()).type_as(query), attn.key_norm(key.float()).type_as(key)
-        if rotary_emb is not None:
-            query, key = _rotated(query, rotary_emb), _rotated(key, rotary_emb)
+
+        def projected(linear: nn.Module) -> Tensor:
+            return linear(hidden_states).unflatten(-1, (attn.num_heads, -1))
+
+        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
+            x = projected(linear)
+            x = norm(x.float()).type_as(x)
+            return x if rotary_emb is None else _rotated(x, rotary_emb)
+
+        query, key, value = self.made(partial(finished, attn.to_query, attn.query_norm), partial(finished, attn.to_key, attn.key_norm),
+                                      partial(projected, attn.to_value), layout, attn.num_heads)
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 

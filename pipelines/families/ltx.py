@@ -12,7 +12,7 @@ from ..canvas import from_numbers
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..split import Plan, Split, gathered, split, split_outputs
-from ..streams import Stream
+from ..streams import Stream, later
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -33,8 +33,9 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
         layout = self.around(hidden_states.shape[1], before=None)
         query, key, value = self.joined(
-            [Stream(attn.to_q(hidden_states), attn.norm_q, angles)], [Stream(attn.to_k(hidden_states), attn.norm_k, angles)],
-            [Stream(attn.to_v(hidden_states))], layout, heads=attn.heads, across_heads=True)
+            [Stream(later(attn.to_q, hidden_states), attn.norm_q, angles)],
+            [Stream(later(attn.to_k, hidden_states), attn.norm_k, angles)],
+            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads, across_heads=True)
         out = self.attend(query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,18 @@ class LTX2SSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"video_self_attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}; "
                              "call remove_ssta for pipelines that need it")
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        if rotary_emb is not None:
-            query, key = (_ROPE[attn.rope_type](x, rotary_emb) for x in (query, key))
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        return self.attend(query, key, value, self.around(query.shape[1], after=None)).flatten(2, 3).to(query.dtype)
+        layout = self.around(hidden_states.shape[1], after=None)
+
+        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
+            x = norm(linear(hidden_states))
+            if rotary_emb is not None:
+                x = _ROPE[attn.rope_type](x, rotary_emb)
+            return x.unflatten(2, (attn.heads, -1))
+
+        # v comes from outside, where it may be all that is asked for.
+        query, key, v = self.made(partial(finished, attn.to_q, attn.norm_q), partial(finished, attn.to_k, attn.norm_k),
+                                  partial(value.unflatten, 2, (attn.heads, -1)), layout, attn.heads)
+        return self.attend(query, key, v, layout).flatten(2, 3).to(query.dtype)
 
     def _project_out(self, attn: nn.Module, hidden_states: Tensor, out: Tensor) -> Tensor:
         if attn.to_gate_logits is not None:

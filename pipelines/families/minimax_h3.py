@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..canvas import from_coordinates
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..split import Split, stock_plan
+from ..streams import Projected, later, projection_of
 
 
 class MiniMaxH3SSTAProcessor(SSTAProcessor):
@@ -28,16 +30,27 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, others + t*h*w, C]``; the model gives no mask."""
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
+        layout = self.around(hidden_states.shape[1], before=None)
+        q: Projected
+        k: Projected
+        v: Projected
         if attn.fused_projections:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (query, key, value))
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if rotary_emb is not None:
-            query, key = _rotated(query, *rotary_emb), _rotated(key, *rotary_emb)
-        out = self.attend(query, key, value, self.around(query.shape[1], before=None))
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+            q, k, v = (later(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+
+        def by_head(projected: Projected) -> Tensor:
+            return projection_of(projected).unflatten(-1, (attn.heads, -1))
+
+        def finished(projected: Projected, norm: nn.Module) -> Tensor:
+            x = norm(by_head(projected))
+            return x if rotary_emb is None else _rotated(x, *rotary_emb)
+
+        query, key, value = self.made(partial(finished, q, attn.norm_q), partial(finished, k, attn.norm_k), partial(by_head, v), layout,
+                                      attn.heads)
+        del q, k, v
+        out = self.attend(query, key, value, layout)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

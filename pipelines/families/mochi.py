@@ -12,7 +12,7 @@ from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..split import Plan, Split, gathered, split, split_outputs
-from ..streams import Stream
+from ..streams import Stream, later
 
 
 class MochiSSTAProcessor(SSTAProcessor):
@@ -35,9 +35,9 @@ class MochiSSTAProcessor(SSTAProcessor):
         angles, text = image_rotary_emb, encoder_hidden_states
         layout = self.around(video_len + text.shape[1], after=text.shape[1])
         query, key, value = self.joined(
-            [Stream(attn.to_q(hidden_states), attn.norm_q, angles), Stream(attn.add_q_proj(text), attn.norm_added_q)],
-            [Stream(attn.to_k(hidden_states), attn.norm_k, angles), Stream(attn.add_k_proj(text), attn.norm_added_k)],
-            [Stream(attn.to_v(hidden_states)), Stream(attn.add_v_proj(text))], layout, heads=attn.heads)
+            [Stream(later(attn.to_q, hidden_states), attn.norm_q, angles), Stream(later(attn.add_q_proj, text), attn.norm_added_q)],
+            [Stream(later(attn.to_k, hidden_states), attn.norm_k, angles), Stream(later(attn.add_k_proj, text), attn.norm_added_k)],
+            [Stream(later(attn.to_v, hidden_states)), Stream(later(attn.add_v_proj, text))], layout, heads=attn.heads)
         out = self.attend(query, key, value, layout, text_mask=attention_mask.bool()).flatten(2, 3)
         video, text = out[:, :video_len], out[:, video_len:]
         video = attn.to_out[1](attn.to_out[0](video))

@@ -8,7 +8,7 @@ from ssta import TokenLayout
 from ssta.layout import Input
 
 from ..processor import SSTAProcessor
-from ..streams import Stream
+from ..streams import Projected, Stream, later
 
 
 class WanSSTAProcessor(SSTAProcessor):
@@ -27,12 +27,16 @@ class WanSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None, got shape {tuple(attention_mask.shape)}; SSTA does not attend causally: "
                              "call remove_ssta, or generate with a causal_block_size of 1")
         layout = self.around(hidden_states.shape[1])
+        q: Projected
+        k: Projected
+        v: Projected
         if attn.fused_projections:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key, value = self.joined([Stream(query, attn.norm_q, rotary_emb)], [Stream(key, attn.norm_k, rotary_emb)], [Stream(value)],
-                                         layout, heads=attn.heads, across_heads=True)
+            q, k, v = (later(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        query, key, value = self.joined([Stream(q, attn.norm_q, rotary_emb)], [Stream(k, attn.norm_k, rotary_emb)], [Stream(v)], layout,
+                                        heads=attn.heads, across_heads=True)
+        del q, k, v
         out = self.attend_in(attn, hidden_states, query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 

@@ -257,7 +257,9 @@ def test_the_plot_shows_every_sample_and_the_best_for_their_time(trained):
         return dict(what="sample", group=group, name=name, density=str(density), sample_s=str(seconds), psnr=str(psnr), psnr_spread="0.5",
                     ssim="0.9", ssim_spread="", clips="film", train_seed=seed, videos="2", seeds="1", steps="3", **where)
 
-    rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 18), row("a", 0.1, 1, 22, seed="1"), row("b", 0.2, 3, 19), row("c", 0.3, 4, 30)]
+    # Of the first one on two models; their mean is shown.
+    rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 18), row("a", 0.1, 1, 22, seed="1"), row("b", 0.2, 3, 19),
+            row("c", 0.3, 4, 30)]
     axes = plots.plot_quality(rows).axes
     assert [text.get_text() for text in axes[1].texts] == ["a", "c"]
     assert axes[0].lines[-1].get_xydata().tolist() == [[0.1, 20], [0.2, 19], [0.3, 30]]

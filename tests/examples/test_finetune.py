@@ -335,8 +335,8 @@ def test_clips_are_encoded_once_and_when_something_changed(script, tmp_path, mon
 
 
 def test_what_is_cached_comes_back(script, tmp_path):
-    call = {"rope": (torch.ones(2), torch.zeros(3)), "encoder_attention_mask": torch.tensor([[True, False]]), "num_frames": 3,
-            "scale": (0.5, 32, 32), "encoder_hidden_states": torch.ones(1, 2)}
+    call = {"rope": tuple(torch.full((2,), float(i)) for i in range(11)), "encoder_attention_mask": torch.tensor([[True, False]]),
+            "num_frames": 3, "scale": (0.5, 32, 32), "encoder_hidden_states": torch.ones(1, 2)}
     sample = script.clips.Sample(torch.randn(1, 2, 3), call)
     script.clips.save_sample(tmp_path / "a.safetensors", sample, prompt="a cat")
     torch.save({"latents": sample.latents, "call": call}, tmp_path / "b.pt")

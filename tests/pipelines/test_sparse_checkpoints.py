@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny_pipelines import PIPELINES
 from torch import nn
 from vsa_oracle import sparse_linear_attention, video_sparse_attention
 
-from ssta.pipelines import apply_sla, apply_ssta, apply_vsa, remove_ssta, sparse_checkpoints
+from ssta.pipelines import apply_sla, apply_ssta, apply_vsa, remove_ssta, set_density, sparse_checkpoints, teacher_student
 from ssta.pipelines.families.wan_attention import WanSSTAProcessor
 
 CANVAS = (5, 6, 7)
@@ -258,6 +259,38 @@ def test_a_copy_lives_on_its_own_and_a_dropped_model_is_freed():
         assert alive() is None
     finally:
         gc.enable()
+
+
+@both
+def test_a_branch_is_part_of_the_model_at_every_density(method):
+    """What leaves next to nothing out is not dense attention, and a teacher is."""
+    model, call = WAN.build(), WAN.call(CANVAS)
+    dense, frozen = run(model, call), copy.deepcopy(model).requires_grad_(False)
+    whole = {"sparsity": 0.0} if method == "vsa" else {"density": 1.0}
+    with applied(method, model, branch(method), **whole):
+        expected = run(model, call)
+    with applied(method, model, branch(method)) as handle:
+        set_density(handle, 1.0)
+        assert torch.equal(run(model, call), expected) and handle.report()[0].dense_steps == 0
+        velocities = teacher_student(model, frozen)(**call)
+        assert torch.equal(velocities.teacher, dense) and torch.equal(velocities.student, expected)
+        for teacher, got in ((None, "got None, and a model with"), (model, "got WanTransformer3DModel with")):
+            with pytest.raises(ValueError, match=f"teacher must be the dense model, {got} {method.upper()}'s branches"):
+                teacher_student(model, teacher)
+
+
+@both
+def test_several_ranks_are_refused_and_leave_the_way_back(method):
+    model, call = WAN.build(), WAN.call(CANVAS)
+    before = run(model, call)
+    handle = applied(method, model, branch(method))
+    model._parallel_config = SimpleNamespace(context_parallel_config=object())
+    with pytest.raises(ValueError, match=f"how it is split over ranks, got WanTransformer3DModel with {method.upper()}"):
+        run(model, call)
+    handle.remove()
+    for owner in (model, *(block.attn1.processor for block in model.blocks)):
+        owner._parallel_config = None
+    assert not handle.active and not hasattr(model.blocks[0].attn1, METHODS[method][1]) and torch.equal(run(model, call), before)
 
 
 def test_fused_projections_and_autocast_run():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run
@@ -173,6 +174,21 @@ def test_a_density_that_is_set_is_the_one_that_was_applied():
             set_density(handle, 0.5)
             assert torch.equal(run(model, call), expected[0.5])
         assert torch.equal(run(model, call), dense)
+
+
+def test_a_density_that_is_set_ends_what_an_earlier_one_selected():
+    """Under a schedule whose selections serve several steps too."""
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(6)
+    with apply_ssta(model, TILES, schedule=Schedule(refresh=3), scheduler=scheduler) as handle:
+        found = []
+        for step, timestep in enumerate(scheduler.timesteps):
+            if step == 1:
+                set_density(handle, 0.5)
+            run(model, call | {"timestep": timestep[None]})
+            found.append((handle.report()[0].density, handle.report()[0].chosen_steps))
+    assert found == [(0.25, 1), (0.5, 2), (0.5, 2), (0.5, 2), (0.5, 3), (0.5, 3)]
 
 
 def test_bad_densities():

@@ -9,10 +9,13 @@ import torch.distributed as dist
 from parallel_cases import ON_RANKS, TEXT, WAN
 from ranks import on_ranks, values_of
 
-from ssta import SSTAConfig, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, exchange, ssta_attention
 from ssta.exchange import Run, deal
+from ssta.kernels import Deferred, Projection, RMSNorm, token_rstd
 from ssta.parallel import Shards, check_ranks
 from ssta.ranks import told
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @cache
@@ -57,6 +60,51 @@ def test_key_heads_are_dealt_out_with_all_their_query_heads():
         of[0].heads(2)
     with pytest.raises(ValueError, match="multiple of key's 4, got 10"):
         of[0].heads(10, 4)
+
+
+class Still:
+    """In place of ``exchange.Exchange``: what is sent arrives nowhere."""
+
+    sent: list = []
+
+    def __init__(self, group, send, comes, goes, into=None):
+        self.sent.append((send, comes, goes))
+        self.into = into.zero_()
+
+    def wait(self):
+        return self.into
+
+
+def projections(shards, batch, heads, dim, across_heads, dtype=torch.float16):
+    """The video's tokens and the text's as projections leave them, the video's turned; a run's share may be several projections."""
+    def of(tokens, turned):
+        x = torch.randn(batch, tokens, heads, dim, device=DEVICE).to(dtype).transpose(1, 2)
+        weight = 1 + torch.rand(*((heads,) if across_heads else ()), dim, device=DEVICE).to(dtype)
+        angles = tuple(torch.randn(batch if across_heads else 1, heads if across_heads else 1, tokens, dim, device=DEVICE) for _ in "cs")
+        return Projection(x, RMSNorm(weight, 1e-5, rstd=token_rstd(x, 1e-5) if across_heads else None), angles if turned else None)
+
+    held = [place.held[shards.rank] for place in shards.places]
+    return Deferred((of(held[0] - 3, True), of(3, True), *[of(tokens, False) for tokens in held[1:]]))
+
+
+@pytest.mark.parametrize("across_heads", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_norm_and_rope_write_packets(monkeypatch, rank, across_heads):
+    """What is sent, and what needs no sending, is what comes of the finished tensor."""
+    layout = TokenLayout((VideoGrid(1, 5, 3), DenseRun(4)))
+    held = shards(2, rank, layout)
+    x = projections(held, 2, 4, 8, across_heads)
+    Still.sent = []
+    monkeypatch.setattr(exchange, "Exchange", Still)
+    found = exchange.Arrival(held, (x,), ((2, 2),)).wait()[0]
+    expected = exchange.Arrival(held, (x.materialize(),), ((2, 2),)).wait()[0]
+    assert torch.equal(found, expected) and found.stride() == expected.stride() and found[:, :, 15:].any()
+    (send, *sizes), (expected, *same) = Still.sent
+    assert torch.equal(send, expected) and sizes == same
+    # One projection of several runs, and none of a share without tokens.
+    whole = Deferred((Projection(torch.cat([of.x for of in x.projections], 2)),))
+    assert torch.equal(torch.cat([whole.part(0, 2).ready, whole.part(2, x.shape[2] - 2).ready], 2), whole.ready)
+    assert not whole.part(4, 0).projections
 
 
 def test_without_torch_distributed_a_group_is_refused():

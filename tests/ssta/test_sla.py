@@ -54,14 +54,24 @@ def test_at_least_one_block_is_kept_and_the_projection_keeps_its_dtype():
     assert one.dtype == torch.float32
 
 
+def test_rows_without_features_get_the_bias_in_float16_too():
+    q, k, v, weight, bias = (x.detach() for x in inputs(2000, dtype=torch.float16))
+    q[:, :, 3] = -1
+    linear = sparse_linear_attention(q, k, v, weight, bias, feature_map="relu") - sparse_linear_attention(q, k, v, 0 * weight)
+    torch.testing.assert_close(linear[:, :, 3], bias.expand(1, 2, 8), rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("change, error, message", [
     (dict(weight=torch.zeros(4, 8)), ValueError, r"weight must have shape \(8, 8\) for this head_dim, got \(4, 8\)"),
     (dict(bias=torch.zeros(4)), ValueError, r"bias must have shape \(8,\) for this head_dim, got \(4,\)"),
     (dict(weight=[1.0]), TypeError, "weight must be a floating-point tensor, got list"),
+    (dict(weight=None), TypeError, "weight must be a floating-point tensor, got NoneType"),
+    (dict(query=torch.zeros(1, 2, 0, 8)), ValueError, r"with at least one token, got shape \(1, 2, 0, 8\)"),
     (dict(density=0.0), ValueError, r"density must lie in \(0, 1\], a share of the key blocks, got 0.0"),
     (dict(feature_map="hedgehog"), ValueError, "feature_map must be one of 'softmax', 'elu', 'relu', got 'hedgehog'"),
+    (dict(deterministic=1), TypeError, "deterministic must be a bool, got int"),
     (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
-    (dict(query=torch.zeros(2, 12, 8)), ValueError, "query must be .batch, heads, tokens, head_dim., got shape"),
+    (dict(query=torch.zeros(2, 12, 8)), ValueError, "query must be .batch, heads, tokens, head_dim. with at least one token, got shape"),
     (dict(value=torch.zeros(1, 2, 11, 8)), ValueError, "value must have"),
 ])
 def test_refuses(change, error, message):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from torch.nn.functional import scaled_dot_product_attention
 from vsa_oracle import video_sparse_attention as by_definition
 
@@ -86,6 +87,7 @@ def test_it_compiles_whole():
     (dict(tile_thw=(4, 4)), ValueError, "tile_thw must have three entries"),
     (dict(key=torch.zeros(1, 2, 11, 8)), ValueError, "key must have the layout's 12 tokens, got 11"),
     (dict(impl="fast"), ValueError, "impl must be one of"),
+    (dict(deterministic=1), TypeError, "deterministic must be a bool, got int"),
 ])
 def test_refuses(change, error, message):
     x = torch.zeros(1, 2, 12, 8)
@@ -118,24 +120,7 @@ def test_never_waits_for_the_gpu_and_can_be_captured():
         out = video_sparse_attention(*tensors, thw, 0.6)
         return out, *torch.autograd.grad(out.float().square().sum(), tensors)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            again = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-    assert all(torch.equal(a, b) for a, b in zip(again, expected))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+    assert_never_waits_and_fits_a_cuda_graph(step)
 
 
 @pytest.mark.slow

@@ -2,14 +2,18 @@
 
 import time
 import traceback
+from contextlib import ExitStack
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, attention, ssta_3d_attention, ssta_attention
 from ssta.attention import ssta_layer
-from ssta.kernels import Deferred, Projection
+from ssta.exchange import Exchange
+from ssta.kernels import Deferred, Projection, RMSNorm
+from ssta.kernels.prologue import reorder, reorder_kernel
 from ssta.parallel import Shards, check_ranks
 from ssta.rings import Rings
 
@@ -113,6 +117,25 @@ def sent_ahead():
         q_sent = shards.start(q, key_heads=key_heads)
         out = ssta_layer(q_sent, k_sent, v_sent, TEXT, settings, shards=shards).out
         assert torch.equal(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
+        # Where Triton's kernels run: v and k are in tiles before q is waited for.
+        steps: list[str] = []
+        with ExitStack() as stack:
+            for module in (attention, reorder):
+                stack.enter_context(patch.object(module, "kernels_run", lambda x: True))
+            for owner, name in ((Exchange, "wait"), (reorder_kernel, "take"), (reorder_kernel, "gather_blocks")):
+                stack.enter_context(patch.object(owner, name, noting(getattr(owner, name), name, steps)))
+            sent = [shards.start(v), shards.start(k), shards.start(q, key_heads=key_heads)]
+            launched = ssta_layer(*sent[::-1], TEXT, settings, shards=shards, note=steps.append)
+        assert torch.equal(launched.out, out)
+        assert steps[:9] == ["wait", "take", "wait", "gather_blocks", "wait", "arrived", "gather_blocks", "attended", "take"], steps
+
+
+def noting(call, name, steps):
+    def noted(*args):
+        steps.append(name)
+        return call(*args)
+
+    return noted
 
 
 def by_hand():
@@ -130,6 +153,10 @@ def by_hand():
             first, last = shards.heads(whole.shape[1], key_heads)
             assert torch.equal(x, whole[:, first:last]) and x.stride(3) == 1
             assert torch.equal(shards.to_tokens(x, whole.shape[1], key_heads=key_heads), local(whole, shards))
+        normed = Deferred((Projection(own[0], RMSNorm(torch.full((16,), 1.5), 0.0)),))
+        got, want = (shards.start(x, key_heads=key_heads).wait() for x in (normed, normed.materialize()))
+        assert torch.equal(got, want) and not torch.equal(got, arrived[0])
+        assert torch.equal(shards.start(Deferred((Projection(own[0]),)), key_heads=key_heads).wait(), arrived[0])
         # Any memory order.
         assert torch.equal(shards.to_heads(own[0].contiguous(), key_heads=key_heads), arrived[0])
         assert torch.equal(shards.to_tokens(arrived[0].contiguous(), heads, key_heads=key_heads), own[0])
@@ -167,6 +194,10 @@ def in_a_mesh():
     out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
     assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
     refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
+    for others in (dist.DeviceMesh("cpu", [0, 1]), dist.DeviceMesh("cpu", [[0, 1]])):
+        if dist.get_rank() > 1:
+            refused(ValueError, "group must hold this process, got a DeviceMesh of the processes",
+                    partial(ssta_attention, *qkv, TEXT, config(), group=others))
 
 
 def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch=2, masked=False, **options):
@@ -373,6 +404,7 @@ RINGS = {
     "rings, a text that is shorter than a tile": partial(rings, TokenLayout.video_text((5, 9, 7), 21), masked=True),
     "rings of one head": partial(rings, SHORT, heads=2),
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
+    "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
 CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
@@ -411,6 +443,8 @@ def on_gpus(rank, ranks):
     with torch.no_grad():
         sent = [shards.start(x) for x in own]
         ahead = ssta_layer(*sent, layout, settings, text_mask=text_mask, shards=shards).out
+        normed = Deferred((Projection(own[0], RMSNorm(torch.full((64,), 1.5, device="cuda", dtype=torch.bfloat16), 1e-6)),))
+        assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
         ring = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.device_mesh.init_device_mesh("cuda", (ranks, 1)))
     pairs = zip((*found, ahead, ring), (*expected, expected[0], expected[0]))
     errors = [float((x - y).double().norm() / y.double().norm()) for x, y in pairs]

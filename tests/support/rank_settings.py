@@ -6,18 +6,22 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import diffusers
 import torch
+import torch.distributed as dist
 from rank_harness import EVEN, SPARSE, alone, close, distance, forward, parallel, tiny
-from tiny_models import cast
+from tiny_models import cast, note_projections
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta, cp_plan
+from ssta.kernels.prologue import norm_rope_kernel
+from ssta.pipelines import Schedule, apply_ssta, cp_plan, streams
 
 
 def settings(rank, ranks):
@@ -53,6 +57,51 @@ def masks(rank, ranks):
         finally:
             type(attn.processor).__call__ = stock
     assert len(seen) == 2
+
+
+def order(rank, ranks):
+    """v is sent before k is projected, and k before q is; each is projected once, the text's too."""
+    real, calls = dist.all_to_all_single, []
+
+    def noted(*args, **options):
+        calls.append((None, ">"))
+        return real(*args, **options)
+
+    for name in ("wan", "hunyuan_video_15", "hunyuan_video_i2v", "mochi", "cogvideox", "kandinsky5", "ltx", "ltx2", "minimax_h3"):
+        model, call = tiny(name)
+        want = alone(model, call)
+        projections = note_projections(model, calls)
+        handle = apply_ssta(model, SPARSE, schedule=Schedule())
+        model.enable_parallelism(config=parallel(ranks))
+        calls.clear()
+        with torch.no_grad(), patch.object(dist, "all_to_all_single", noted):
+            close(name, forward(model, call), want)
+        assert projections == len({module for module, _ in calls}) - 1 == sum(module is not None for module, _ in calls)
+        # The fourth is the result.
+        steps = re.sub(r"([qkv])\1+", r"\1", "".join(kind for _, kind in calls))
+        assert steps == "v>k>q>>" * len(handle.report()), (name, steps)
+
+
+def packed(rank, ranks):
+    """Where the kernel of norms and RoPE runs it writes what is sent: q and k, and v where its streams are joined."""
+    real, written = norm_rope_kernel.materialize, []
+
+    def noted(projection, out, order=None):
+        written.append(out.dim())
+        real(projection, out, order)
+
+    for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
+        model, call = tiny(name)
+        model, call = model.float(), cast(call, torch.float32)
+        with patch.object(streams, "kernels_run", lambda x: True), patch.object(norm_rope_kernel, "materialize", noted):
+            want = alone(model, call)
+            assert 5 not in written
+            apply_ssta(model, SPARSE, schedule=Schedule())
+            model.enable_parallelism(config=parallel(ranks))
+            with torch.no_grad():
+                assert torch.equal(forward(model, call), want), name
+        assert written.count(5) == sum(packets), (name, written)
+        written.clear()
 
 
 def pipelines(rank, ranks):

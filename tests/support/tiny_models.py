@@ -231,3 +231,18 @@ def cast(call: dict, dtype: torch.dtype) -> dict:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return {name: one(x) for name, x in call.items()}
+
+
+# An attention module's projections, and whether they make q, k or v.
+PROJECTIONS = {**{name: name[3] for name in ("to_q", "to_k", "to_v", "to_query", "to_key", "to_value")},
+               **{f"add_{kind}_proj": kind for kind in "qkv"}}
+
+
+def note_projections(model: nn.Module, calls: list[tuple[nn.Module | None, str]]) -> int:
+    """From now on ``calls`` gets each projection that was called, and what it makes. Returns how many there are; ``model`` has its stock
+    processors still."""
+    found = [(module, PROJECTIONS[name]) for site in family_of(model).sites(model) for name, module in site.module.named_children()
+             if name in PROJECTIONS]
+    for module, kind in found:
+        module.register_forward_hook(lambda module, *_, kind=kind: calls.append((module, kind)))
+    return len(found)
