@@ -54,7 +54,6 @@ def apply_ssta(
             synchronises with the device once in each forward.
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
             for a model may still move to another device; so a model on the meta device is taken too.
-
         check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
             raise where they differ: other prompts, noise or settings give a wrong video without an error. It waits for the device.
 
@@ -101,7 +100,7 @@ def install_all(
             installed.append((name, module, install(module, context, replacements, added)))
     except BaseException:
         for _, module, _ in installed:
-            uninstall(module, applied=False)
+            uninstall(module, stays_split=True)
         raise
     return SSTAHandle(installed)
 

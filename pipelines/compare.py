@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
 
+from .apply import transformers_of
 from .configurations import Configuration, dense, parse_configuration
 from .evaluation import compare
 from .evaluation_folder import SCHEMA
@@ -19,9 +22,10 @@ from .evaluation_table import Evaluation
 from .measurement import Clip, Measurement, write_json
 from .quality import require_video_writer
 from .scatter import plot_evaluation
+from .team import OtherRankError, joined, quit_last, share_over_world, world
 
-__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "append_record", "compare", "dense", "main", "parse_configuration",
-           "plot_evaluation", "read_prompts"]
+__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "OtherRankError", "append_record", "compare", "dense", "main",
+           "parse_configuration", "plot_evaluation", "read_prompts"]
 
 _PROMPT = "A cat walks on the grass, realistic"
 
@@ -73,50 +77,69 @@ def _clips(prompts: Sequence[str], file: str | None, images: Sequence[str], seed
 
 
 def main(arguments: list[str] | None = None) -> Evaluation:
-    """Runs the command line; returns what was measured."""
+    """Runs the command line; returns what was measured. Under torchrun all processes generate every clip together, by context parallelism,
+    and the first one writes and prints."""
+    first = world()[0] == 0
     parser = _parser()
-    options = parser.parse_args(arguments)
+    # All have the same arguments.
+    with ExitStack() if first else redirect_stderr(StringIO()), ExitStack() if first else redirect_stdout(StringIO()):
+        options = parser.parse_args(arguments)
     try:
-        videos = options.output is not None and not options.latents and not options.no_videos
-        if videos:
-            require_video_writer()
-        if options.resume and options.output is None:
-            raise ValueError("--resume must come with --output, the folder to go on in, got none")
-        clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
-        if options.json is not None:
-            read_records(Path(options.json), options.model)
-        say("loading the pipeline")
-        pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
-        configurations = [dense(pipe)]
-        if options.floor != "none":
-            floor = options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}"
-            configurations.append(parse_configuration(floor, pipe))
-        configurations += [parse_configuration(text, pipe) for text in options.config or ["default"]]
-        if options.backend is not None:
-            configurations = [replace(made, backend=options.backend) if made.config is not None and made.backend is None else made
-                              for made in configurations]
-        call = {"num_inference_steps": options.steps, "output_type": "latent" if options.latents else "pt"}
-        named = ("negative_prompt", "height", "width", "num_frames")
-        call |= {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-        if options.offload:
-            pipe.enable_model_cpu_offload()
-        else:
-            pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-        evaluation = compare(pipe, configurations, call, clips, model=options.model, output=options.output, resume=options.resume,
-                             videos=videos, fps=options.fps, say=say)
-        if options.json is not None:
-            append_record(Path(options.json), evaluation)
-            say(f"{options.json}: the record of this run is in it")
+        with joined():
+            evaluation = _run(options)
+            if first:
+                _publish(options, evaluation)
     except KeyboardInterrupt:
         if options.output is not None:
             say(f"interrupted; the same command with --resume goes on in {options.output}")
         raise SystemExit(130) from None
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, OtherRankError, TypeError, ValueError) as error:
+        if not first:
+            quit_last(str(error))
         parser.error(str(error))
+    return evaluation
+
+
+def _run(options: argparse.Namespace) -> Evaluation:
+    """The comparison that the options ask for."""
+    videos = options.output is not None and not options.latents and not options.no_videos
+    if videos:
+        require_video_writer()
+    if options.resume and options.output is None:
+        raise ValueError("--resume must come with --output, the folder to go on in, got none")
+    clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
+    if options.json is not None:
+        read_records(Path(options.json), options.model)
+    say("loading the pipeline")
+    pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
+    configurations = [dense(pipe)]
+    if options.floor != "none":
+        floor = options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}"
+        configurations.append(parse_configuration(floor, pipe))
+    configurations += [parse_configuration(text, pipe) for text in options.config or ["default"]]
+    if options.backend is not None:
+        configurations = [replace(made, backend=options.backend) if made.config is not None and made.backend is None else made
+                          for made in configurations]
+    call = {"num_inference_steps": options.steps, "output_type": "latent" if options.latents else "pt"}
+    named = ("negative_prompt", "height", "width", "num_frames")
+    call |= {name: getattr(options, name) for name in named if getattr(options, name) is not None}
+    if options.offload:
+        pipe.enable_model_cpu_offload(gpu_id=torch.cuda.current_device() if torch.cuda.is_available() else None)
+    else:
+        pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    share_over_world(transformers_of(pipe))
+    return compare(pipe, configurations, call, clips, model=options.model, output=options.output, resume=options.resume, videos=videos,
+                   fps=options.fps, say=say)
+
+
+def _publish(options: argparse.Namespace, evaluation: Evaluation) -> None:
+    """Writes and prints what was measured."""
+    if options.json is not None:
+        append_record(Path(options.json), evaluation)
+        say(f"{options.json}: the record of this run is in it")
     if options.output is not None:
         _write(Path(options.output), evaluation)
     print(evaluation, flush=True)
-    return evaluation
 
 
 def _write(folder: Path, evaluation: Evaluation) -> None:
@@ -165,7 +188,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if world()[0] == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

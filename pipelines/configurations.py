@@ -14,6 +14,7 @@ from ssta.kernels import IMPLEMENTATIONS
 
 from .apply import SSTAHandle, apply_ssta, transformers_of
 from .family import Family, family_of
+from .installation import uninstall
 from .presets import preset_names, preset_settings
 from .schedule import Schedule
 
@@ -151,15 +152,23 @@ def _value(name: str, text: str) -> object:
 
 @contextmanager
 def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | None]:
-    """The pipeline with the configuration, until the end of the ``with``; gives the handle of ``apply_ssta``, None without SSTA."""
+    """The pipeline with the configuration, until the end of the ``with``; gives the handle of ``apply_ssta``, None without SSTA. Models
+    that several ranks share stay shared. At the beginning of each generation these compare what they were given."""
     with ExitStack() as stack:
         impl, backend = "auto", configuration.backend
         if backend in IMPLEMENTATIONS:
             impl = backend
         elif backend is not None:
             stack.enter_context(_attending_with(pipe, backend))
-        yield None if configuration.config is None else stack.enter_context(
-            apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl))
+        if configuration.config is None:
+            yield None
+            return
+        handle = apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl, check_ranks=True)
+        try:
+            yield handle
+        finally:
+            for _, model, _, _ in handle.layers():
+                uninstall(model, stays_split=True)
 
 
 @contextmanager

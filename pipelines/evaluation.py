@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch
 from diffusers.utils import load_image
 from torch import Tensor
 
+from ssta.parallel import check_ranks
+
 from .apply import SSTAHandle, transformers_of
 from .configurations import Configuration, running
 from .evaluation_folder import Folder, Reference, settings_of
+from .evaluation_parts import Part, exact_mass, whole_report
 from .evaluation_table import Evaluation
-from .measurement import Clip, Measurement
-from .parallel import require_one_rank
+from .measurement import Clip, Measurement, plain
 from .progress import Progress
 from .quality import describe, relative_difference, write_video
-from .report import RunReport, Stopwatch
+from .report import Stopwatch
+from .team import Team
 
 # How `LayerRun.implementation` begins where a layer attended densely.
 _DENSE = "dense, "
@@ -41,6 +45,10 @@ def compare(
     whole pairs. Each configuration is warmed up once, by two steps in which kernels are compiled. What the first one generated is kept on
     disk, its frames in 16 bits, so memory does not grow with the clips.
 
+    Where several ranks share the pipeline's transformers, by context parallelism and SSTA's plan, all of them call this with the same
+    arguments. They generate every clip together; the first decides what is left to do, decodes, measures, writes and says. A configuration
+    without SSTA runs whole on each of them where the models' own processors cannot share it.
+
     Args:
         pipe: a pipeline of a supported family, without SSTA.
         configurations: at least one, each of another name; the first is the reference, ``dense(pipe)`` as a rule.
@@ -55,9 +63,14 @@ def compare(
         fps: of the MP4s, frames in a second.
         say: told what is being done and how long the rest will take.
 
+    Returns:
+        The same on all ranks.
+
     Raises:
         ValueError: no configuration or clip, or one twice; an output folder that holds another comparison, or this one without ``resume``;
-            another backend that took the reference's kernels; a model on several ranks; or what ``apply_ssta`` refuses.
+            another backend that took the reference's kernels; ranks that do not share all transformers, by SSTA's plan, or were given
+            different things; or what ``apply_ssta`` refuses.
+        OtherRankError: what went wrong on another rank.
     """
     for name, given in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
         if not given:
@@ -65,46 +78,67 @@ def compare(
         twice = [item for item, count in Counter(given).items() if count > 1]
         if twice:
             raise ValueError(f"{name} must each be there once, got {twice[0]!r} twice")
-    require_one_rank(transformers_of(pipe))
     call = {"output_type": "pt", **call}
     if call["output_type"] not in ("pt", "latent"):
         raise ValueError(f"output_type must be 'pt' or 'latent', got {call['output_type']!r}")
+    team = Team(transformers_of(pipe))
+    if team.size > 1:
+        check_ranks(team.group, configurations=tuple(configurations), clips=tuple(clips), call=plain(call))
     with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssta-compare-")) if output is None else output)
-        folder = Folder.open(path, settings_of(pipe, model, call, configurations), resume)
-        work = _Comparison(pipe, configurations, call, folder, videos, fps, say)
+        def opened() -> Folder:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssta-compare-")) if output is None else output)
+            return Folder.open(path, settings_of(pipe, model, call, configurations, team.size), resume)
+
+        folder: Folder = team.first(opened)
+        work = _Comparison(pipe, configurations, call, folder, team, videos, fps, say if team.is_first else lambda text: None)
         for clip in clips:
             work.clip(clip, clips)
-        return Evaluation(folder.settings, {configuration.name: {clip: folder.measurement(clip, configuration.name) for clip in clips}
-                                            for configuration in configurations})
+        names = [configuration.name for configuration in configurations]
+        return team.first(lambda: Evaluation(folder.settings, {
+            name: {clip: folder.measurement(clip, name) for clip in clips} for name in names}))
 
 
 class _Comparison:
     """The work of ``compare``: what is in it for every clip."""
 
-    def __init__(self, pipe: Any, configurations: Sequence[Configuration], call: dict, folder: Folder, videos: bool, fps: int,
-                 say: Callable[[str], None]) -> None:
-        self.pipe, self.configurations, self.call, self.folder = pipe, configurations, call, folder
+    def __init__(self, pipe: Any, configurations: Sequence[Configuration], call: dict, folder: Folder, team: Team, videos: bool,
+                 fps: int, say: Callable[[str], None]) -> None:
+        # The folder is the first rank's to look into.
+        self.pipe, self.configurations, self.call, self.folder, self.team = pipe, configurations, call, folder, team
         self.videos, self.fps, self.say = videos, fps, say
         # By configuration, once it is warm: the kernels of its dense steps and layers, as far as they were seen, in order.
         self.dense_kernels: dict[str, dict[str, None]] = {}
 
     def clip(self, clip: Clip, clips: Sequence[Clip]) -> None:
         """Whatever is not finished of one clip."""
-        first, *others = self.configurations
-        missing = [configuration for configuration in others if not self.folder.finished(clip, configuration.name)]
-        kept = self.folder.finished(clip, first.name) and (not missing or self.folder.has_reference(clip))
-        reference = self.folder.reference(clip) if kept and missing else None
-        for configuration in [*([] if kept else [first]), *missing]:
-            generated, measured, device = self._generate(clip, configuration)
-            if configuration is first:
-                reference = generated
-                self.folder.keep(clip, reference)
-            else:
-                assert reference is not None
-                measured = self._measured(clip, configuration, generated, measured, reference, device)
-            self.folder.finish(clip, configuration.name, measured)
-            self._progress(clip, configuration, measured, clips)
+        reference: Reference | None = None
+
+        def decide() -> set[str]:
+            nonlocal reference
+            first, *others = [configuration.name for configuration in self.configurations]
+            missing = {name for name in others if not self.folder.finished(clip, name)}
+            kept = self.folder.finished(clip, first) and (not missing or self.folder.has_reference(clip))
+            reference = self.folder.reference(clip) if kept and missing else None
+            return missing if kept else {first, *missing}
+
+        left = self.team.first(decide)
+        for configuration in self.configurations:
+            if configuration.name in left:
+                generated, measured, device = self._generate(clip, configuration)
+                if configuration is self.configurations[0]:
+                    reference = generated
+                self.team.first(partial(self._finish, clip, configuration, generated, measured, reference, device, clips))
+
+    def _finish(self, clip: Clip, configuration: Configuration, generated: Reference, measured: Measurement, reference: Reference | None,
+                device: torch.device, clips: Sequence[Clip]) -> None:
+        """Keeps, measures and says what was generated."""
+        if generated is reference:
+            self.folder.keep(clip, generated)
+        else:
+            assert reference is not None
+            measured = self._measured(clip, configuration, generated, measured, reference, device)
+        self.folder.finish(clip, configuration.name, measured)
+        self._progress(clip, configuration, measured, clips)
 
     def _generate(self, clip: Clip, configuration: Configuration) -> tuple[Reference, Measurement, torch.device]:
         call = dict(self.call)
@@ -112,7 +146,11 @@ class _Comparison:
             call["prompt"] = clip.prompt
         if clip.image is not None:
             call["image"] = load_image(clip.image)
-        with running(self.pipe, configuration) as handle:
+        if not self.team.is_first:
+            # One decodes for all.
+            call["output_type"] = "latent"
+        ranks = self.team.ranks(configuration.config is None, configuration.backend)
+        with self.team.sharing(ranks), running(self.pipe, configuration) as handle:
             if configuration.name not in self.dense_kernels:
                 self.say(f"{configuration.name}: two steps to warm up")
                 self._warm_up(call, clip.seed, configuration, handle)
@@ -120,17 +158,28 @@ class _Comparison:
             seen = self.dense_kernels[configuration.name]
             # A generation that starts in the middle may have no dense step among two. Looking waits for the device, so once will do.
             with ExitStack() if seen else self._looking(handle, seen, once=True):
-                generated, seconds, wall, device = _generate(self.pipe, call, clip.seed)
+                generated, seconds, wall, device = self._run(call, clip.seed)
             if handle is None:
-                return generated, Measurement(seconds, wall), device
-            report = handle.report()
-        kernels = tuple(dict.fromkeys(run.implementation for run in report))
-        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), kernels, tuple(seen), report[0].thw), device
+                return generated, Measurement(seconds, wall, ranks=ranks), device
+            parts = self.team.together(partial(Part.of, handle, seen))
+        report = whole_report(parts)
+        seen.update(dict.fromkeys(kernel for part in parts for kernel in part.dense_kernels))
+        kernels = tuple(dict.fromkeys(run.implementation for part in parts for run in part.report))
+        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), kernels, tuple(seen), report[0].thw,
+                                      ranks=ranks), device
+
+    def _run(self, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:
+        """``_generate`` on all ranks, which then know that none of them failed."""
+        found: list[tuple[Reference, float, float, torch.device]] = []
+        with self.team.starting_together():
+            self.team.together(lambda: found.append(_generate(self.pipe, call, seed)))
+        return found[0]
 
     def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> None:
         seen: dict[str, None] = {}
         with self._looking(handle, seen):
-            _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
+            self._run(call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
+        seen = dict.fromkeys(kernel for part in self.team.together(lambda: list(seen)) for kernel in part)
         self.dense_kernels[configuration.name] = seen
         first = self.configurations[0]
         if configuration.all_dense and configuration.backend != first.backend and seen == self.dense_kernels.get(first.name):
@@ -183,15 +232,6 @@ class _Comparison:
         rest = f"; about {timedelta(seconds=round(left))} left" if left else ""
         done = f"[{len(every)}/{len(clips) * len(names)}]"
         self.say(f"{done} {configuration.name}: {clip.name} took {measured.wall_seconds:.1f} s{quality}{rest}")
-
-
-def exact_mass(report: RunReport) -> tuple[float, float, float] | None:
-    """``Measurement.exact_mass`` of a report."""
-    masses = [run.exact_mass for run in report if run.exact_mass is not None]
-    if not masses:
-        return None
-    mean, fifth, worst = zip(*masses)
-    return sum(mean) / len(mean), min(fifth), min(worst)
 
 
 def _generate(pipe: Any, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:

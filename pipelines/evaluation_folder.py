@@ -37,7 +37,9 @@ class Reference:
     frames: Tensor | None
 
 
-def settings_of(pipe: Any, model: str | None, call: Mapping[str, Any], configurations: Sequence[Configuration]) -> dict[str, Any]:
+def settings_of(
+    pipe: Any, model: str | None, call: Mapping[str, Any], configurations: Sequence[Configuration], ranks: int = 1,
+) -> dict[str, Any]:
     """Whatever a result depends on besides the clip, as JSON holds it: the keys of a record, see docs/evaluation.md."""
     transformers = transformers_of(pipe)
     device = "cpu"
@@ -56,6 +58,7 @@ def settings_of(pipe: Any, model: str | None, call: Mapping[str, Any], configura
         "transformers": [type(transformer).__name__ for _, transformer in transformers],
         "dtype": str(next(transformers[0][1].parameters()).dtype).removeprefix("torch."),
         "device": device,
+        "ranks": ranks,
         "versions": versions,
         "call": {name: plain(call[name]) for name in sorted(call)},
         "reference": configurations[0].name,
@@ -87,7 +90,8 @@ class Folder:
         if file.exists():
             if not resume:
                 raise ValueError(f"output must be a folder without a comparison, got {path} with one; resume it, or choose another folder")
-            before = read_json(file, "run.json")
+            # It was one before there were several.
+            before = {"ranks": 1, **read_json(file, "run.json")}
             for where, old, new in _conflicts(before, settings):
                 raise ValueError(f"resume must go on with the comparison of {file}, got another: {where} is {old} there and {new} here")
             kept = settings | {"configurations": {**before["configurations"], **settings["configurations"]}}

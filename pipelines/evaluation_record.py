@@ -11,7 +11,7 @@ from .evaluation_table import METRICS, Evaluation
 from .measurement import Clip, Measurement, measurement_of, plain, read_json, write_json
 
 # What a run is known again by. Runs that differ in any of it are different ones and stand beside each other.
-_IDENTITY = ("pipeline", "transformers", "dtype", "device", "versions", "call", "reference")
+_IDENTITY = ("pipeline", "transformers", "dtype", "device", "ranks", "versions", "call", "reference")
 _MEANS = (*METRICS, "speed_up", "density")
 
 
@@ -76,7 +76,8 @@ def append_record(path: Path, evaluation: Evaluation) -> None:
 
 
 def _same(run: Any, record: Mapping[str, Any]) -> bool:
-    if not isinstance(run, dict) or any(run.get(key) != record[key] for key in _IDENTITY):
+    # Without ranks it was made before there were several.
+    if not isinstance(run, dict) or any({"ranks": 1, **run}.get(key) != record[key] for key in _IDENTITY):
         return False
     known = run.get("configurations", {})
     return all(known[name] == configuration for name, configuration in record["configurations"].items() if name in known)

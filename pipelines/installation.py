@@ -130,20 +130,21 @@ def install(
             hooks.append(block.register_forward_pre_hook(channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)
     except BaseException:
-        _undo(model, installation, applied=False)
+        _undo(model, installation, stays_split=True)
         raise
     return installation
 
 
-def uninstall(model: nn.Module, applied: bool = True) -> None:
-    """Takes back what ``install`` did. A model to which SSTA was never quite ``applied`` stays split over ranks."""
+def uninstall(model: nn.Module, stays_split: bool = False) -> None:
+    """Takes back what ``install`` did. On several ranks a model whose stock processors cannot attend to a share becomes whole, unless it
+    ``stays_split``: for one to which SSTA was never quite applied, or is about to be again."""
     installation = installation_of(model)
     assert installation is not None
-    _undo(model, installation, applied)
+    _undo(model, installation, stays_split)
     delattr(model, _ATTRIBUTE)
 
 
-def _undo(model: nn.Module, installation: Installation, applied: bool) -> None:
+def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> None:
     """What was installed so far, taken back."""
     for name, processor in installation.processors(model):
         original = installation.originals[name]
@@ -154,7 +155,7 @@ def _undo(model: nn.Module, installation: Installation, applied: bool) -> None:
     for name in installation.added:
         parent, _, attribute = name.rpartition(".")
         delattr(model.get_submodule(parent), attribute)
-    installation.context.parallel.undo(model, list(installation.originals.values()), applied)
+    installation.context.parallel.undo(model, list(installation.originals.values()), stays_split)
     installation.context.forget_selections()
 
 

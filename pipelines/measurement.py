@@ -55,6 +55,7 @@ class Measurement:
         psnr: in dB, of the frames.
         ssim: of the frames.
         lpips: of the frames; None where that package is not installed.
+        ranks: how many ranks denoised it together. Seconds are compared only with those of as many.
     """
 
     seconds: float
@@ -68,6 +69,7 @@ class Measurement:
     psnr: float | None = None
     ssim: float | None = None
     lpips: float | None = None
+    ranks: int = 1
 
 
 def plain(value: Any) -> Any:
@@ -93,11 +95,12 @@ def plain(value: Any) -> Any:
 
 
 def measurement_of(found: Mapping[str, Any]) -> Measurement:
-    """A Measurement again, out of ``plain``.
+    """A Measurement again, out of ``plain``. One without ranks was made before there were several.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
+    found = {"ranks": 1, **found}
     return Measurement(**{field.name: _number(found[field.name]) for field in fields(Measurement)})
 
 

@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook, remove_context_parallel
+from diffusers.hooks.context_parallel import (
+    ContextParallelGatherHook,
+    ContextParallelSplitHook,
+    apply_context_parallel,
+    remove_context_parallel,
+)
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.sea_cache import SeaCacheConfig
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
@@ -38,17 +44,71 @@ def cp_plan(transformer: nn.Module) -> Plan:
     return _split(family_of(transformer)).plan(transformer)
 
 
-def require_one_rank(models: Iterable[tuple[str, nn.Module]]) -> None:
-    """That none of the models is parallel.
+def shared_by(models: Iterable[tuple[str, nn.Module]]) -> Any:
+    """diffusers' ParallelConfig of the ranks that share the models, the first one's; None where they run on one rank.
 
     Raises:
-        ValueError: one is.
+        ValueError: models that are not all split over the same ranks, or in another way than their families' plans, or by tensors.
     """
+    found: dict[tuple[int, ...], tuple[str, Any]] = {}
     for _, model in models:
         config = getattr(model, "_parallel_config", None)
         if config is not None:
-            raise ValueError(f"pipe must run on 1 rank, got {type(model).__name__} on {config._mesh.size()}; what is found on one "
-                             "holds on any number")
+            _checked(model, family_of(model))
+        ranks = () if config is None else tuple(dist.get_process_group_ranks(config.context_parallel_config._flattened_mesh.get_group()))
+        found.setdefault(ranks, (type(model).__name__, config))
+    if len(found) > 1:
+        (one, (first, _)), (other, (second, _)), *_ = found.items()
+        raise ValueError(f"pipe must have all transformers on the same ranks, got {first} on {list(one) or 'one'} and {second} on "
+                         f"{list(other) or 'one'}")
+    return next(iter(found.values()))[1]
+
+
+def share_out(model: nn.Module, config: Any) -> None:
+    """Splits a model that is whole by its family's plan, with a ParallelConfig that was set up, as ``enable_parallelism`` does.
+
+    Raises:
+        ValueError: as ``cp_plan``.
+    """
+    plan = cp_plan(model)
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if hasattr(processor, "_parallel_config"):
+            processor._parallel_config = config
+    apply_context_parallel(model, config.context_parallel_config, plan)
+    model._parallel_config = config
+
+
+def make_whole(model: Any) -> Any:
+    """Takes the plan out of a model, so that every rank has the whole of it; returns the ParallelConfig that it had."""
+    config = model._parallel_config
+    remove_context_parallel(model, _hooked(model))
+    for _, processor in _configured(model):
+        processor._parallel_config = None
+    model._parallel_config = None
+    return config
+
+
+def stock_shares(model: nn.Module, backend: str | None) -> bool:
+    """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with diffusers' ``backend``
+    (None = its own choice) and the model's heads, without rings."""
+    config, family = getattr(model, "_parallel_config", None), family_of(model)
+    if config is None:
+        return True
+    context = config.context_parallel_config
+    sites = list(family.sites(model))
+    names = {AttentionBackendName(backend or getattr(site.module.processor, "_attention_backend", None)
+                                  or _AttentionBackendRegistry.get_active_backend()[0]) for site in sites}
+    return (_split(family).stock and context.ring_degree == 1 and all(_deals(site.module, context) for site in sites)
+            and all(map(_AttentionBackendRegistry._is_context_parallel_available, names)))
+
+
+def _deals(module: Any, context: Any) -> bool:
+    """Whether diffusers' own exchange can deal out the module's heads."""
+    size = context.ring_degree * context.ulysses_degree
+    heads = getattr(module, "heads", 0)
+    missing = -heads % size
+    return not missing or (context.ulysses_anything or context.ring_anything) and missing < (heads + missing) // size
 
 
 def _split(family: Family) -> Split:
@@ -166,32 +226,28 @@ class Parallelism:
 
     def _check_heads(self, name: str, module: Any) -> None:
         """That diffusers' own exchange can deal out the heads of attention that is left to it."""
-        context, heads = self._config.context_parallel_config, getattr(module, "heads", 0)
-        missing = -heads % self._size
-        uneven = context.ulysses_anything or context.ring_anything
-        if missing and (not uneven or missing >= (heads + missing) // self._size):
-            raise ValueError(f"{name} must have heads that {self._size} ranks divide, because diffusers deals them out there, got {heads} "
-                             "heads")
+        if not _deals(module, self._config.context_parallel_config):
+            raise ValueError(f"{name} must have heads that {self._size} ranks divide, because diffusers deals them out there, got "
+                             f"{module.heads} heads")
 
     def _restore(self) -> None:
         for processor, config in self._changed:
             processor._parallel_config = config
         self._changed = []
 
-    def undo(self, model: nn.Module, originals: list[Any], applied: bool) -> None:
-        """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, if SSTA was ``applied`` and these cannot
-        attend to a share, whole."""
+    def undo(self, model: nn.Module, originals: list[Any], stays_split: bool) -> None:
+        """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, unless it ``stays_split``, whole where
+        these cannot attend to a share."""
         self._restore()
         if self._gave_plan:
             vars(model).pop("_cp_plan", None)
             if self._own_plan is not None:
                 vars(model)["_cp_plan"] = self._own_plan
         config, split = getattr(model, "_parallel_config", None), self._family.split
-        if applied and config is not None and config.context_parallel_config is not None and split is not None and not split.stock:
-            remove_context_parallel(model, _hooked(model))
-            for _, processor in _configured(model):
-                processor._parallel_config = None
-            model._parallel_config = config = None  # type: ignore[assignment]
+        shared = config is not None and config.context_parallel_config is not None
+        if shared and not stays_split and split is not None and not split.stock:
+            make_whole(model)
+            config = None
         for processor in originals:
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config

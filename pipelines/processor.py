@@ -337,6 +337,13 @@ class SSTAProcessor:
             if levels else None, rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 
+    @property
+    def exact_mass(self) -> Tensor | None:
+        """Of what ran last, on the CPU: the share of the softmax mass that was computed exactly, ``[B, heads, tiles]``, of this rank's
+        heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
+        run = self._last
+        return None if run is None or run.exact_mass is None or is_fake(run.exact_mass) else run.exact_mass.cpu()
+
     def _densities(self, tiles: int | None) -> dict[int, float]:
         """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a
         step was not this layer's, as the schedule has it."""

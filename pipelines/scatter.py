@@ -17,7 +17,8 @@ _AXES = {"lpips": "LPIPS against {} (less is better)", "psnr": "PSNR against {},
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path | None = None) -> Figure:
     """Speed-up against LPIPS; where that was not measured against PSNR, and where nothing was decoded against the latents' difference. Bars
-    are standard errors over the clips; what runs without SSTA is a line, the noise floor. A configuration that changed nothing has no place
+    are standard errors over the clips; what runs without SSTA is a line, the noise floor, without a speed-up where it ran on another number
+    of ranks. A configuration that changed nothing has no place
     on an axis of dB, and is left out there.
 
     Args:
@@ -40,12 +41,13 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path | None = None) -> F
     axes = figure.add_subplot()
     for index, name in enumerate(others):
         quality, speed = evaluation.spread(name, metric), evaluation.spread(name, "speed_up")
-        if quality is None or speed is None or not math.isfinite(quality.mean):
+        if quality is None or not math.isfinite(quality.mean):
             continue
         colour = f"C{index % 10}"
         if evaluation.settings["configurations"][name]["config"] is None:
-            axes.axvline(quality.mean, color=colour, linestyle="--", label=f"{name} ({speed.mean:.2f} x)")
-        else:
+            times = "" if speed is None else f" ({speed.mean:.2f} x)"
+            axes.axvline(quality.mean, color=colour, linestyle="--", label=f"{name}{times}")
+        elif speed is not None:
             axes.errorbar(quality.mean, speed.mean, xerr=quality.error, yerr=speed.error, fmt="o", color=colour, capsize=3, label=name)
     axes.axhline(1, color="0.7", linewidth=0.8)
     axes.set_xlabel(_AXES[metric].format(evaluation.reference))

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
 from .forward_load import walk_again
 from .gluon_compat import barrier, copy_out
 from .inline_asm import lazy_rescale, scheduling_fence
@@ -28,11 +29,6 @@ from .primitives import (
     to_lanes,
     zero_rows,
 )
-
-# The largest sum of weights of a row that counts as not overflown. Its inverse must be a normal number, and there are four a row.
-LARGEST_SUM = gl.constexpr(2.0 ** 120)
-LOWEST = gl.constexpr(-3.4028234663852886e38)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..device import multiprocessors
 from ..lowering.inputs import strided, tma_ok
-from ..lowering.primitives import LOG2E
+from ..lowering.primitives import LN2, LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in
@@ -37,7 +37,6 @@ STAGES = 2         # a power of two: tiles of queries, and rows of biases, in fl
 WARPGROUPS = 2
 # 4 + 4 + 1 + 1 warps, which count as twelve: 168 at entry, then warp_specialize gives the loading warps 24 and the multiplying ones 240.
 OPTIONS = dict(num_warps=4, maxnreg=168)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @aggregate

@@ -9,7 +9,7 @@ _LOG2E = tl.constexpr(LOG2E)
 LN2 = tl.constexpr(0.6931471805599453)
 # What stands for the largest score of a row that has seen nothing: no minus infinity, from which nothing can be measured.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# The largest sum of weights that counts as not overflown: its inverse is a normal number.
+# The largest sum of weights that counts as not overflown: its inverse is a normal number, of four such sums too, which a row has on Hopper.
 LARGEST_SUM = tl.constexpr(2.0 ** 120)
 
 

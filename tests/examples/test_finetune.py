@@ -15,24 +15,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 from tiny_models import TEXT_LEN, run, valid
-from tiny_pipelines import PIPELINES, embeds, unipc, wan_with_frames
+from tiny_pipelines import PIPELINES, embeds, wan_with_frames
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SIZES = {"wan": "9x96x128", "ltx": "17x192x256"}
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """The modules of the example; accelerate's state is another one each time."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    names = ("finetune", "finetune_clips", "finetune_noise")
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._shared_state.clear()
-    yield SimpleNamespace(**{name.rpartition("_")[2]: importlib.import_module(name) for name in names})
-    for name in names:
-        sys.modules.pop(name)
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._shared_state.clear()
 
 
 def with_frames(name: str) -> diffusers.DiffusionPipeline:
@@ -194,50 +180,6 @@ def test_clips_are_encoded_and_then_learned_from(script, made, tmp_path, monkeyp
                 "--lora", "2")
     assert len(rows) == 4 and pipe.text_encoder is None
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["a.mp4.safetensors", "negative_prompt.safetensors"]
-
-
-# Noise
-
-
-@pytest.mark.parametrize("name, make", [
-    ("flow", lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)), ("unipc", unipc),
-    ("dynamic", lambda: diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)),
-    ("inverted", lambda: diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)),
-    ("ddim", lambda: diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")),
-    ("dpm", lambda: diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction")),
-    ("epsilon", lambda: diffusers.CogVideoXDDIMScheduler(prediction_type="epsilon")),
-    ("sample", lambda: diffusers.CogVideoXDDIMScheduler(prediction_type="sample"))])
-def test_a_model_that_hits_its_target_is_sampled_from_exactly(script, name, make):
-    """One whose prediction is always right: any scheduler's steps then lead to the latents."""
-    noise = script.noise.Noise(make(), tokens=1000)
-    latents = torch.randn(1, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
-    draws = torch.Generator().manual_seed(1)
-    levels = [noise.level(draws) for _ in range(200)]
-    assert all(0 < level < 1 for level in levels) if noise.flow else {0 <= level < 1000 for level in levels} == {True}
-    if name == "flow":
-        assert 0.68 < sum(levels) / 200 < 0.8
-
-    def right(hidden_states, timestep, return_dict):
-        """What the target was where the noisy latents were these."""
-        time = float(timestep)
-        if noise.flow:
-            level = 1 - time / 1000 if noise.inverted else time / 1000
-            given = (hidden_states - (1 - level) * latents) / max(level, 1e-3)
-        else:
-            level = time
-            share = noise.scheduler.alphas_cumprod[int(time)]
-            given = (hidden_states - share.sqrt() * latents) / (1 - share).sqrt().clamp(min=1e-3)
-        noisy, at, target = noise.noised(latents, given, level)
-        assert float(at) == pytest.approx(time) and torch.allclose(noisy, hidden_states, atol=2e-2)
-        return (target,)
-
-    found = script.noise.generate(right, noise, script.clips.Sample(latents, {}), None, 8, 1.0, 0, torch.float32)
-    torch.testing.assert_close(found, latents, rtol=0, atol=2e-2)
-
-
-def test_other_schedulers_are_refused(script):
-    with pytest.raises(ValueError, match="--model must have a scheduler of flow matching or of diffusion, got EDMEulerSch"):
-        script.noise.Noise(diffusers.EDMEulerScheduler(), 10)
 
 
 # Clips and caches

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 from tiny_hunyuan import SPARSE
-from tiny_pipelines import PIPELINES, latents, wan_with_frames
+from tiny_pipelines import PIPELINES, latents, wan_with_frames, wan_with_prompts
 
 from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta, evaluation
 from ssta.pipelines.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
-from ssta.pipelines.evaluation import exact_mass
 from ssta.pipelines.evaluation_folder import Folder
+from ssta.pipelines.evaluation_parts import exact_mass
+from ssta.pipelines.measurement import measurement_of
 
 STOCK = Configuration("stock", None)
 CLIP = Clip()
@@ -271,9 +276,7 @@ def test_prompts_that_cannot_be_read(tmp_path, data, message):
 @pytest.fixture
 def command(monkeypatch):
     """Runs the command line on a tiny pipeline whose prompts mean something; videos are kept instead of written."""
-    pipe, written = wan_with_frames(), []
-    stock = pipe.encode_prompt()
-    pipe.encode_prompt = lambda prompt, **_: (stock[0] + len(prompt) / 10, stock[1])
+    pipe, written = wan_with_prompts(), []
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda name, **options: pipe)
     monkeypatch.setattr("ssta.pipelines.compare.require_video_writer", lambda: None)
     monkeypatch.setattr(evaluation, "write_video", lambda video, path, fps: written.append((video, path, fps)))
@@ -312,6 +315,46 @@ def test_the_command_without_a_folder(command, capsys):
     found, _ = command("--config", "stock", "--floor", "none", "--latents", "--backend", "_native_math")
     assert list(found.measurements) == ["dense", "stock"]
     assert "_native_math" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_on_two_ranks(command, tmp_path, capsys):
+    """The first rank writes and prints what one process would, and the record says on how many it was measured."""
+    arguments = ["--config", SMALL, "--prompt", "a cat", "--prompt", "a dog on the grass", "--json", tmp_path / "table.json"]
+    run = torchrun(*arguments, "--output", tmp_path / "two", "--no-videos")
+    assert run.returncode == 0, run.stderr
+    alone, _ = command(*arguments, "--output", tmp_path / "one")
+    runs = json.loads((tmp_path / "table.json").read_text())["runs"]
+    assert [run["ranks"] for run in runs] == [2, 1]
+    two, one = ([{name: measurement_of(found) for name, found in clip["results"].items()} for clip in run["clips"]] for run in runs)
+    for together, single in zip(two, one):
+        assert all(found.ranks == 2 for found in together.values())
+        # diffusers' own exchange adds in another order.
+        assert together["stock"].latent_difference < 1e-4
+        for name in ("dense", SMALL):
+            assert timeless(together[name]) == timeless(replace(single[name], ranks=2))
+    shown = (tmp_path / "two" / "table.txt").read_text()
+    assert run.stdout == shown and "measured on 2 ranks" in shown and run.stderr.count("[6/6]") == 1
+    with pytest.raises(SystemExit):
+        command(*arguments, "--output", tmp_path / "two", "--resume")
+    assert "got another: ranks is 2 there and 1 here" in capsys.readouterr().err
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess:
+    driver = Path(__file__).parents[1] / "support" / "compare_on_ranks.py"
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(driver), "some/model",
+                           *SIZE, *map(str, arguments)], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_more_processes_than_gpus(command, monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        command()
+    assert "--nproc-per-node must be at most the number of GPUs here, 1, got at least 2" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):

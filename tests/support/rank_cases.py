@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from rank_compare import compared, one_rank_fails, unequal_comparisons, whole_where_stock_cannot_share
 from rank_families import beyond_the_heads, four, gradients, parallel_first_and_odd, sharded, sparse_dense_and_removed, uneven_heads
 from rank_harness import run_all
-from rank_mistakes import caches_that_look, mistakes, more_ranks_than_heads, ranks_that_differ, refused_programs, shared_patterns
+from rank_mistakes import caches_that_look, mistakes, more_ranks_than_heads, ranks_that_differ, shared_patterns
 from rank_settings import cached, compiled, example, masks, order, packed, pipelines, reported, settings
 from tiny_models import TINY
 
@@ -19,7 +20,8 @@ TWO = {
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
     **{case.__name__: case for case in (settings, masks, order, packed, pipelines, cached, compiled, reported, example, mistakes,
-                                        refused_programs, caches_that_look, shared_patterns, ranks_that_differ)},
+                                        caches_that_look, shared_patterns, ranks_that_differ,
+                                        compared, whole_where_stock_cannot_share, one_rank_fails, unequal_comparisons)},
 }
 FOUR = {
     **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)

@@ -52,17 +52,6 @@ def mistakes(rank, ranks):
                 lambda: forward(model, call))
 
 
-def refused_programs(rank, ranks):
-    from ssta.pipelines.compare import compare
-    from ssta.pipelines.configurations import dense
-
-    pipe = PIPELINES["wan"].build()
-    configuration = dense(pipe)
-    pipe.transformer.enable_parallelism(config=parallel(ranks))
-    refused(ValueError, "pipe must run on 1 rank, got WanTransformer3DModel on 2",
-            lambda: compare(pipe, [configuration], {"num_inference_steps": 2}))
-
-
 def caches_that_look(rank, ranks):
     model, call = tiny("wan")
     with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():

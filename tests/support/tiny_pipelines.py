@@ -306,3 +306,11 @@ def wan_with_frames() -> DiffusionPipeline:
     pipe.register_modules(vae=vae.eval())
     pipe.encode_prompt = lambda **_: (embeds(TEXT_LEN, 12, 0), embeds(TEXT_LEN, 12, 1))
     return pipe
+
+
+def wan_with_prompts() -> DiffusionPipeline:
+    """The same, with embeddings that differ by the prompt's length."""
+    pipe = wan_with_frames()
+    stock = pipe.encode_prompt()
+    pipe.encode_prompt = lambda prompt, **_: (stock[0] + len(prompt) / 10, stock[1])
+    return pipe
