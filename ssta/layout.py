@@ -166,7 +166,7 @@ class TileLayout:
         return TiledQKV(self, tiled_q, tiled_k, tiled_v, q_mean, k_mean)
 
     def _tile_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """q by itself, with its means: the same kernel without heads of k and v."""
+        """q or k by itself, with its means: the same kernel without heads of k and v."""
         no_heads = x[:, :0]
         out, _, _, means, _ = gather_blocks(x, no_heads, no_heads, self.source, self.offsets, self.num_video_tiles)
         return out, means
