@@ -1,7 +1,5 @@
 """Attention over several ranks: gloo processes on the CPU, each number of which is started once and runs all cases of parallel_cases."""
 
-from functools import cache
-
 import parallel_cases
 import pytest
 import torch
@@ -18,17 +16,15 @@ from ssta.ranks import told
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@cache
-def outcomes(ranks):
-    """Of each case what each rank says went wrong. The limit on time makes a failure of ranks that wait for one another."""
-    return values_of(on_ranks(parallel_cases.run, ranks, ON_RANKS[ranks], seconds=150))
-
-
+# One test for all cases of a number of processes: each worker that ran some of them would start its own.
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, name", [(ranks, name) for ranks, names in ON_RANKS.items() for name in names])
-def test_on_ranks(ranks, name):
-    found = [of_rank.get(name, ("an earlier case failed", 0)) for of_rank in outcomes(ranks)]
-    assert not any(error for error, _ in found), "\n".join(f"rank {rank}: {error}" for rank, (error, _) in enumerate(found))
+@pytest.mark.parametrize("ranks", ON_RANKS)
+def test_on_ranks(ranks):
+    """The limit on time makes a failure of ranks that wait for one another."""
+    found = values_of(on_ranks(parallel_cases.run, ranks, ON_RANKS[ranks], seconds=150))
+    wrong = [f"{name}, rank {rank}: {error}" for rank, of_rank in enumerate(found) for name, (error, _) in of_rank.items() if error]
+    assert not wrong, "\n".join(wrong)
+    assert all(of_rank.keys() == set(ON_RANKS[ranks]) for of_rank in found)
 
 
 @pytest.mark.gpu
