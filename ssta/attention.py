@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .checks import require_runnable
 from .compensation import compensate, estimate_tiles
 from .config import SSTAConfig
 from .kernels import (
@@ -18,10 +19,8 @@ from .kernels import (
     Deferred,
     attend_owned,
     autocast_inputs,
-    choose_route,
     kernels_run,
     require_bool,
-    require_impl,
     require_strided,
     resolve_scale,
     take_tokens,
@@ -283,9 +282,7 @@ def _checked(
         raise ValueError(f"{name} must not be a function of your own where heads share a pattern and a group shares the heads out, because "
                          f"every rank would have to find the same pattern, got {function!r} with mask_share_within_head = True")
     scale = resolve_scale(scale, query.shape[3])
-    # Before any work is done; a compiled graph asks the GPU when it runs.
-    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
-        choose_route(impl, query.device, query.dtype, query.shape[3])
+    require_runnable(impl, query)
     return _Checked(query, key, value, text_mask, config, scale, checked_layout(layout, config.tile_thw, config.pad_type, query.device))
 
 

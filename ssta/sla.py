@@ -24,7 +24,17 @@ from torch.nn import functional
 from .attention import LayerResult, check_inputs
 from .checks import require_choice
 from .config import SSTAConfig
-from .kernels import BlockLists, attend_owned, autocast_inputs, require_bool, require_int, require_number, resolve_scale, without_autocast
+from .kernels import (
+    BlockLists,
+    attend_owned,
+    autocast_inputs,
+    per_query_head,
+    require_bool,
+    require_int,
+    require_number,
+    resolve_scale,
+    without_autocast,
+)
 from .selection import Selection
 from .sequence import DenseRun, TokenLayout
 
@@ -123,7 +133,7 @@ def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch
 def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:
     wide = torch.promote_types(q.dtype, torch.float32)
     q_means, k_means = _block_means(q, q_block, wide), _block_means(k, kv_block, wide) - k.mean(2, keepdim=True, dtype=wide)
-    scores = q_means @ k_means.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    scores = q_means @ per_query_head(k_means, q.shape[1]).mT
     kept = max(1, int(density * scores.shape[-1]))
     best = scores.masked_fill(scores.isnan(), -torch.inf).topk(kept, sorted=False).indices.sort().values.int()
     counts = torch.full(best.shape[:3], kept, dtype=torch.int32, device=q.device)
@@ -142,11 +152,11 @@ def _block_means(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 def _linear(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, feature_map: Callable[[Tensor], Tensor]) -> Tensor:
     """W l + b. W, which is linear too, is multiplied into the small sum over the tokens; both sums are taken over their number, so that
     float16 can hold them."""
-    wide, tokens, group = torch.promote_types(q.dtype, torch.float32), k.shape[2], q.shape[1] // k.shape[1]
+    wide, tokens = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     features = feature_map(k)
     matrix = (features.mT @ v).to(wide) @ weight.to(wide).mT / tokens
     total = features.sum(2, dtype=wide)[..., None] / tokens
-    matrix, total = (x.repeat_interleave(group, 1).to(q.dtype) for x in (matrix, total))
+    matrix, total = (per_query_head(x, q.shape[1]).to(q.dtype) for x in (matrix, total))
     features = feature_map(q)
     # In float16 EPS / tokens is 0, and so are all features of some rows under "relu".
     eps = max(EPS / tokens, torch.finfo(q.dtype).tiny * torch.finfo(q.dtype).eps)

@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from .attention import LayerResult, check_inputs, check_lengths
+from .checks import require_runnable
 from .config import SSTAConfig
 from .dense import dense_attention
 from .kernels import (
     Deferred,
     attend_owned,
     autocast_inputs,
-    choose_route,
     require_bool,
-    require_impl,
     require_number,
     resolve_scale,
     take_tokens,
@@ -111,8 +110,7 @@ def vsa_layer(
     if gate is not None:
         _check_gate(gate, query)
     scale = resolve_scale(scale, query.shape[3])
-    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
-        choose_route(impl, query.device, query.dtype, query.shape[3])
+    require_runnable(impl, query)
     tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
     tiled = tiles.tile_qkv(query, key, value)
     assert config.density is not None
