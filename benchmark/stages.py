@@ -12,23 +12,25 @@ from unittest.mock import patch
 
 from measure import NO_TIMES, elapsed_ms, now, quartiles
 
-from ssta import attention, selection
+from ssta import attention, ring_layer, selection
 from ssta.layout import TileLayout
 from ssta.parallel import Exchanged, Shards
 from ssta.rings import Rings
 
 # Stage -> the functions that it consists of, each with the module or class in which the layer looks it up. What runs inside another
 # stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are
-# scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way.
+# scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way; on rings
+# "attend" has the wait for others' keys and the merge in it.
 STAGES = {
-    "tile": ((TileLayout, TileLayout.tile_qkv),),
+    "tile": ((TileLayout, TileLayout.tile_qkv), (ring_layer, ring_layer.tile_own)),
     "estimate": ((attention, attention.estimate_tiles),),
     "score": ((selection, selection.descriptors), (selection, selection.tile_scores)),
-    "select": ((attention, attention.select_tiles),),
-    "attend": ((attention, attention.attend_owned),),
+    "select": ((attention, attention.select_tiles), (ring_layer, ring_layer.select_tiles)),
+    "attend": ((attention, attention.attend_owned), (ring_layer, ring_layer.attend_in_turn)),
     "combine": ((attention, attention.compensate),),
     "untile": ((TileLayout, TileLayout.untile),),
-    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange)),
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Rings, Rings.pieces), (Rings, Rings.sum),
+                    (Rings, Rings.send)),
     "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens), (Rings, Rings.join))}
 
 

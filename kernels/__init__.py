@@ -8,6 +8,7 @@ if __name__ != "kernels":
     from .checks import autocast_inputs, require_bool, require_int, require_number, require_strided, resolve_scale, without_autocast
     from .merge import merge_attention
     from .notices import logger, warn_once
+    from .op import partial_gradients
     from .operators import kernels_run, watched
     from .prologue.deferred import Deferred, token_rstd
     from .prologue.projection import Projection, RMSNorm
@@ -20,8 +21,8 @@ if __name__ != "kernels":
     __all__ = [
         # attention
         "IMPLEMENTATIONS", "BlockLists", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
-        "choose_route", "logger", "merge_attention", "require_bool", "require_impl", "require_int", "require_number", "require_strided",
-        "resolve_scale", "warn_once", "watched", "without_autocast",
+        "choose_route", "logger", "merge_attention", "partial_gradients", "require_bool", "require_impl", "require_int",
+        "require_number", "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast",
         # what prepares and selects for it
         "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
         "spread_blocks", "take_tokens", "token_rstd", "topk_blocks",

@@ -77,6 +77,27 @@ def _backward(
         return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
 
 
+def partial_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, *, scale: float, deterministic: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that some of the keys have of attention to all of them: q's, to be added to those of the others, and these keys' and
+    values'. The backward recomputes weights from lse, so nothing else has to know of the other keys.
+
+    For use inside the package: the caller has checked everything, and ``impl`` is not "reference".
+
+    Args:
+        dout: the gradient of the result over all keys.
+        k, v, blocks: some keys, and the lists of them.
+        out, lse: the result over all keys, as ``merge_attention`` gives it.
+        scale, deterministic, impl: as in ``block_sparse_attention``.
+    """
+    route = route_of(impl, q, k, blocks, False)
+    flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if route.needs_transpose else None
+    lists = (flipped.counts, flipped.indices) if flipped else (None, None)
+    return _backward(dout, None, q, k, v, out, lse, *blocks.to_fields(), *lists, scale, False, deterministic, route.name)
+
+
 @_backward.register_fake
 def _(dout, dlse, q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -29,6 +29,7 @@ from .layout import Input, TiledQKV, TileLayout, checked_layout
 from .memo import remember_plain
 from .parallel import Exchanged, Sent, Shards, alike
 from .ranks import is_mesh
+from .ring_layer import keys_may_follow, ring_layer
 from .rings import Rings
 from .selection import Selection, select_tiles
 from .sequence import TokenLayout
@@ -209,6 +210,15 @@ def ssta_layer(
     exchanged, sent = None, None
     if shards is None:
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
+    elif isinstance(shards, Rings):
+        q, k, v, checked = _agreed(query, key, value, layout, config, text_mask, scale, impl, shards)
+        if keys_may_follow(checked.config, impl):
+            del query, key, value
+            checked = checked._replace(query=None, key=None, value=None)
+            return LayerResult(*ring_layer(shards, (q, k, v), checked.tiles, checked.config, checked.text_mask, checked.scale,
+                                           deterministic, impl, selection, keep_scores, note))
+        q, k, v, exchanged = shards.exchange(q, k, v)
+        checked = checked._replace(query=q, key=k, value=v)
     else:
         checked, exchanged, sent = _exchanged(query, key, value, layout, config, text_mask, scale, impl, shards)
     _, _, _, text_mask, config, scale, tiles = checked
@@ -288,14 +298,12 @@ def _checked(
 
 def _exchanged(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
-    impl: str, shards: Shards | Rings,
+    impl: str, shards: Shards,
 ) -> tuple[_Checked, Exchanged, tuple[Sent, Sent, Sent] | None]:
     """The arguments with all tokens of this rank's heads, the way back, and what has to be waited for before they are read."""
     options = layout, config, text_mask, scale, impl, shards
     sent = [isinstance(x, Sent) for x in (query, key, value)]
     if any(sent):
-        if isinstance(shards, Rings):
-            raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
         if not all(sent):
             raise TypeError("query, key and value must all three be sent, or none, got "
                             f"{', '.join([type(x).__name__ for x in (query, key, value)])}")
@@ -305,13 +313,24 @@ def _exchanged(
         if q is not None and k is not None and v is not None and kernels_run(q[0]) and not torch.is_autocast_enabled(q[0].device.type):
             return _checked(q[0], k[0], v[0], *options), exchanged, (query, key, value)
         return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged, None
-    checked = shards.agreed(lambda: _checked(query, key, value, *options, local=True),
+    q, k, v, checked = _agreed(query, key, value, *options)
+    q, k, v, exchanged = shards.exchange(q, k, v)
+    return checked._replace(query=q, key=k, value=v), exchanged, None
+
+
+def _agreed(
+    query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, text_mask: Tensor | TextMask | None, scale: float | None,
+    impl: str, shards: Shards | Rings,
+) -> tuple[Tensor, Tensor, Tensor, _Checked]:
+    """A rank's own share, after the checks that ranks make together."""
+    if isinstance(shards, Rings) and any([isinstance(x, Sent) for x in (query, key, value)]):
+        raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
+    checked = shards.agreed(lambda: _checked(query, key, value, layout, config, text_mask, scale, impl, shards, local=True),
                             lambda own: {**alike("query", own.query), **alike("key", own.key), "config": config, "impl": impl,
                                          "text_mask": text_mask is not None})
     # Deferred ones were refused.
     q, k, v = (x for x in (checked.query, checked.key, checked.value) if isinstance(x, Tensor))
-    q, k, v, exchanged = shards.exchange(q, k, v)
-    return checked._replace(query=q, key=k, value=v), exchanged, None
+    return q, k, v, checked
 
 
 def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callable[[str], object] | None) -> TiledQKV:

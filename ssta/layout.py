@@ -191,7 +191,7 @@ class TileLayout:
 
     # The gradient of a gather is written as a gather too: it needs no atomic adds, so the same inputs give the same bits.
 
-    def _collect(self, x: Tensor) -> Tensor:
+    def collect(self, x: Tensor) -> Tensor:
         """The transpose of ``tile``: for each token the sum over its slots."""
         if self.num_slots == self.tokens.length:
             return take_tokens(x, self.inverse)
@@ -201,7 +201,7 @@ class TileLayout:
         return torch.cat(parts, 2)
 
     def _fold(self, x: Tensor, segment: TiledSegment) -> Tensor:
-        """One segment's part of ``_collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
+        """One segment's part of ``collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
         if self.padding == "zero" and segment.kind == "video":
             return take_tokens(x, self.inverse[segment.first_token:segment.first_token + prod(segment.extent)])
         positions = self.row_major[segment.first_slot:segment.first_slot + segment.num_slots]
@@ -221,7 +221,7 @@ class _Tile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout._collect(grad), None
+        return ctx.layout.collect(grad), None
 
 
 class _TileQKV(torch.autograd.Function):
@@ -234,7 +234,7 @@ class _TileQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *[ctx.layout._collect(grad) for grad in grads[:3]], None
+        return *[ctx.layout.collect(grad) for grad in grads[:3]], None
 
 
 class _Untile(torch.autograd.Function):

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .exchange import Exchange, Place, Run, deal, wants_gradient
-from .kernels import BlockLists, take_tokens
-from .memo import remember, remember_plain
+from .kernels import kernels_run
+from .layout import TileLayout
+from .memo import remember_plain
 from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
 from .ranks import group_of
+from .ring_rows import RingTiles, Rows, Spans, ring_tiles, rows_of
 from .sequence import TokenLayout
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
-
-    from .layout import TileLayout
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,65 @@ class Rings:
 
     def exchange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
         """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``."""
-        heads = q.shape[1], k.shape[1]
-        pieces = self.inner.to_heads(q, k, v, key_heads=heads[1])
-        # What is whole is whole already.
-        q, k, v = _gather(self, pieces, [self._pieces(place) if place.shared else (place.length,) for place in self.outer.places])
-        return q, k, v, Exchanged(self.inner, *heads, self)
+        *pieces, exchanged = self.pieces(q, k, v)
+        q, k, v = _gather(self, pieces, self._gathered)
+        return q, k, v, exchanged
+
+    def pieces(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
+        """``exchange`` to this ring position's piece alone, ``[B, H_r, tokens of the piece, D]``."""
+        exchanged = Exchanged(self.inner, q.shape[1], k.shape[1], self)
+        if self.inner.ranks > 1:
+            q, k, v = self.inner.to_heads(q, k, v, key_heads=k.shape[1])
+        return q, k, v, exchanged
 
     def rows(self, tiles: TileLayout) -> Rows:
         """This rank's rows of the layer: its piece of each shared run, and a share of each whole one."""
-        spans = []
-        for place in self.outer.places:
-            counts = self._pieces(place)
-            spans.append((place.start + sum(counts[:self.rank]), counts[self.rank]))
-        return _rows(tiles, tuple(spans))
+        return rows_of(tiles, self._spans(self.rank))
+
+    def tiles(self, tiles: TileLayout, x: Tensor) -> RingTiles:
+        """The layer's tiles as this rank has them, whose tensors are like ``x``."""
+        in_piece = [place.start + (0 if place.shared else sum(self._pieces(place)[:self.rank])) for place in self.inner.places]
+        every = tuple([self._spans(rank) for rank in range(self.ranks)])
+        return ring_tiles(tiles, every, self.rank, tuple(in_piece), not kernels_run(x))
+
+    def send(self, *xs: Tensor) -> Arrival:
+        """Pieces ``[B, H_r, tokens of the piece, D]``, on their way to the others of the ring. Without gradients."""
+        return Arrival(self, xs)
+
+    def send_back(self, *xs: Tensor) -> Return:
+        """The adjoint: ``[B, H_r, S, D]`` on their way to those whose pieces they are parts of."""
+        return Return(self, xs, self._gathered)
+
+    def piece(self, x: Tensor) -> Tensor:
+        """``[B, H_r, S, D]`` -> this ring position's piece of it."""
+        spans = [(place.start + sum(self._pieces(place)[:self.rank]) if place.shared else place.start, inner.length)
+                 for place, inner in zip(self.outer.places, self.inner.places)]
+        return torch.cat([x.narrow(2, first, count) for first, count in spans], 2)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ring, added up in the same order on all ranks. Without gradients."""
+        if self.ranks == 1:
+            return x
+        every = x.new_empty(self.ranks, *x.shape)
+        dist.all_gather(list(every), x.contiguous(), group=self.group)
+        return every.sum(0)
 
     def join(self, out: Tensor) -> Tensor:
         """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> of the tokens that ``inner`` shares out."""
+        places = [place for place in self.outer.places if not place.shared]
+        if self.ranks == 1 or not places:
+            return out
         counts = [self._pieces(place) for place in self.outer.places]
         return _gather(self, (out,), [(of[self.rank],) if place.shared else of for place, of in zip(self.outer.places, counts)])[0]
+
+    @property
+    def _gathered(self) -> list[tuple[int, ...]]:
+        # What is whole is whole already.
+        return [self._pieces(place) if place.shared else (place.length,) for place in self.outer.places]
+
+    def _spans(self, rank: int) -> Spans:
+        counts = [(place.start, self._pieces(place)) for place in self.outer.places]
+        return tuple([(start + sum(of[:rank]), of[rank]) for start, of in counts])
 
     def _pieces(self, place: Place) -> tuple[int, ...]:
         """The tokens of a run whose rows each place of the ring has."""
@@ -100,55 +140,6 @@ def _rings(
     held = [run.held(ranks * width)[width * rank:width * (rank + 1)] for run in runs]
     inner = tuple([Run(sum(own), True) if run.shared else run for run, own in zip(runs, held)])
     return kind(ring, ranks, rank, Shards(heads, inner, width, place), Shards(heads, runs, ranks * width, rank * width + place))
-
-
-class Rows(NamedTuple):
-    """Some rows of a layer of P slots in T tiles: n tokens of the sequence.
-
-    Args:
-        slots: int64 ``[n]``, ascending.
-        offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
-        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
-        of_token: int64 ``[n]``, the row of each of the tokens, in the sequence's order.
-        of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
-    """
-
-    slots: Tensor
-    offsets: Tensor
-    before: Tensor
-    of_token: Tensor
-    of_slot: Tensor
-
-    def lists(self, blocks: BlockLists) -> BlockLists:
-        """A layer's lists for these rows alone; every tile stays a block, of as many rows as it has here."""
-        # Without rows, a list is nothing to walk.
-        counts = blocks.counts.masked_fill(self.offsets.diff() == 0, 0)
-        lengths = None if blocks.q_lengths is None else (blocks.q_lengths - self.before).clamp(min=0)
-        return replace(blocks, counts=counts, q_offsets=self.offsets, q_lengths=lengths)
-
-    def spread(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, H, n, D]`` and ``[B, H, n]`` of the rows, of all slots; others attended to nothing."""
-        if not len(self.slots):
-            # Of which nothing can be taken; they stay in the graph, whose backward all ranks walk.
-            number = len(self.of_slot)
-            return pad(out, (0, 0, 0, number)), pad(lse, (0, number), value=-torch.inf)
-        others = self.of_slot < 0
-        return take_tokens(out, self.of_slot), lse.index_select(2, self.of_slot.clamp(min=0)).masked_fill(others, -torch.inf)
-
-
-@remember(64)
-def _rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> Rows:
-    """The rows of the tokens in ``spans``, (first, number) each."""
-    slots, of_token = torch.cat([tiles.inverse.narrow(0, first, count) for first, count in spans]).sort()
-    tile = torch.bucketize(slots, tiles.offsets[1:], right=True)
-    counts = torch.zeros_like(tiles.lengths).scatter_add(0, tile, torch.ones_like(tile, dtype=tiles.lengths.dtype))
-    places = torch.arange(len(slots), device=tiles.device)
-    of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
-    offsets = pad(counts.cumsum(0), (1, 0)).int()
-    # A tile without rows has no first one, whatever is found here.
-    before = pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
-    before[:tiles.num_video_tiles] = 0
-    return Rows(slots, offsets, before, places.scatter(0, of_token, places), of_slot)
 
 
 def _gather(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
@@ -171,24 +162,64 @@ def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ..
                             [part.numel()] * rings.ranks)
             part = sent.wait().view(sum(of), *joined.shape[1:])
         parts.append(part)
-    return _apart(torch.cat(parts), xs)
+    return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
 
 
-def _scattered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """The adjoint: of each ``[B, H_r, all parts, D]`` what the ring's ranks have of this one's parts, summed in their order."""
-    joined, parts = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2), []
-    width = prod(joined.shape[1:])
-    for part, of in zip(joined.split([sum(of) for of in counts]), counts):
-        if len(of) > 1:
+class Arrival:
+    """Pieces of tensors on their way between the ranks of a ring, from each to each."""
+
+    def __init__(self, rings: Rings, xs: Sequence[Tensor]) -> None:
+        # By token in memory, as what projections give is at batch 1, and what comes of an exchange of heads.
+        pieces = [x.detach().permute(2, 0, 1, 3).contiguous() for x in xs]
+        self._wholes = [x.new_empty(rings.outer.length, *x.shape[1:]) for x in pieces]
+        operations = []
+        for piece, whole in zip(pieces, self._wholes):
+            for inner, outer in zip(rings.inner.places, rings.outer.places):
+                counts = rings._pieces(outer) if outer.shared else (outer.length,)
+                parts = whole.narrow(0, outer.start, outer.length).split(counts)
+                own = piece.narrow(0, inner.start, inner.length)
+                parts[rings.rank if outer.shared else 0].copy_(own)
+                for step in range(1, rings.ranks if outer.shared else 1):
+                    to, of = (rings.rank + step) % rings.ranks, (rings.rank - step) % rings.ranks
+                    # Neither side of nothing takes part.
+                    operations += [dist.P2POp(dist.isend, own, group=rings.group, group_peer=to)] if own.numel() else []
+                    operations += [dist.P2POp(dist.irecv, parts[of], group=rings.group, group_peer=of)] if parts[of].numel() else []
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        # Their memory is the operations' until then.
+        self._pieces: list[Tensor] = pieces
+
+    def wait(self) -> list[Tensor]:
+        """``[B, H_r, S, D]`` each. On a GPU the stream waits, the host does not."""
+        for work in self._works:
+            work.wait()
+        self._pieces = []
+        return [x.permute(1, 2, 0, 3) for x in self._wholes]
+
+
+class Return:
+    """What the ranks of a ring have of the gradients of one another's pieces, on its way to them.
+
+    Args:
+        counts: of each run the tokens that each place of the ring has, or just its tokens where it stays as it is.
+    """
+
+    def __init__(self, rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> None:
+        self._ranks, self._heads = rings.ranks, [x.shape[1] for x in xs]
+        joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
+        width = prod(joined.shape[1:])
+        self._parts: list[tuple[Tensor | Exchange, tuple[int, ...]]] = []
+        for part, of in zip(joined.split([sum(of) for of in counts]), counts):
+            if len(of) == 1:
+                self._parts.append((part, part.shape))
+                continue
             own = of[rings.rank]
             sent = Exchange(rings.group, part.reshape(-1), [own * width] * rings.ranks, [count * width for count in of])
-            part = sent.wait().view(rings.ranks, own, *joined.shape[1:]).sum(0)
-        parts.append(part)
-    return _apart(torch.cat(parts), xs)
+            self._parts.append((sent, (own, *joined.shape[1:])))
 
-
-def _apart(joined: Tensor, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple([part.permute(1, 2, 0, 3) for part in joined.split([x.shape[1] for x in xs], 2)])
+    def wait(self) -> list[Tensor]:
+        """Of each its piece's ``[B, H_r, tokens of the piece, D]``, summed over the ring, rank after rank."""
+        parts = [sent.wait().view(self._ranks, *shape).sum(0) if isinstance(sent, Exchange) else sent for sent, shape in self._parts]
+        return [x.permute(1, 2, 0, 3) for x in torch.cat(parts).split(self._heads, 2)]
 
 
 class _Gather(torch.autograd.Function):
@@ -199,4 +230,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_scattered(ctx.rings, grads, ctx.counts)
+        return None, None, *Return(ctx.rings, grads, ctx.counts).wait()
