@@ -23,14 +23,12 @@ from .kernels import (
     require_bool,
     require_strided,
     resolve_scale,
-    take_tokens,
 )
 from .layout import Input, TiledQKV, TileLayout, checked_layout
 from .memo import remember_plain
 from .parallel import Exchanged, Sent, Shards, alike
-from .ranks import is_mesh
-from .ring_layer import keys_may_follow, ring_layer
-from .rings import Rings
+from .ring_layer import attend_own_rows, keys_may_follow, ring_layer
+from .rings import Rings, shards_of
 from .selection import Selection, select_tiles
 from .sequence import TokenLayout
 from .text import TextMask
@@ -108,7 +106,7 @@ def ssta_3d_attention(
     if group is None:
         check_lengths(query, layout)
     else:
-        shards = _shards_of(group, layout)
+        shards = shards_of(group, layout)
     return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
                       shards=shards).out
 
@@ -186,7 +184,7 @@ def ssta_attention(
     if group is None and split != "video":
         raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
     out, selection, *_ = ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                                    impl=impl, shards=None if group is None else _shards_of(group, layout, split))
+                                    impl=impl, shards=None if group is None else shards_of(group, layout, split))
     # A copy says nothing of tensors that its owner may write to.
     return (out, copy(selection.blocks)) if return_blocks else out
 
@@ -214,9 +212,7 @@ def ssta_layer(
         q, k, v, checked = _agreed(query, key, value, layout, config, text_mask, scale, impl, shards)
         if keys_may_follow(checked.config, impl):
             del query, key, value
-            checked = checked._replace(query=None, key=None, value=None)
-            return LayerResult(*ring_layer(shards, (q, k, v), checked.tiles, checked.config, checked.text_mask, checked.scale,
-                                           deterministic, impl, selection, keep_scores, note))
+            return LayerResult(*ring_layer(shards, (q, k, v), *checked[3:], deterministic, impl, selection, keep_scores, note))
         q, k, v, exchanged = shards.exchange(q, k, v)
         checked = checked._replace(query=q, key=k, value=v)
     else:
@@ -241,15 +237,11 @@ def ssta_layer(
     del tiled
     options: dict[str, Any] = dict(scale=scale, deterministic=deterministic, impl=impl)
     exact_mass = None
-    if exchanged is not None and exchanged.rings is not None:
-        rows = exchanged.rings.rows(tiles)
-        out, lse, route = attend_owned(take_tokens(q, rows.slots), k, v, rows.lists(selection.blocks), **options)
-        if estimates is not None:
-            out, lse = rows.spread(out, lse)
-            out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)[0], rows.slots)
+    if exchanged is not None and isinstance(shards, Rings):
+        out, route = attend_own_rows(shards.rows(tiles), q, k, v, tiles, selection, estimates, options)
         if note is not None:
             note("attended")
-        return LayerResult(exchanged.to_tokens(exchanged.rings.join(take_tokens(out, rows.of_token))), selection, route)
+        return LayerResult(exchanged.to_tokens(shards.join(out)), selection, route)
     out, lse, route = attend_owned(q, k, v, selection.blocks, **options, keep_q=estimates is not None)
     if estimates is not None:
         out, _, exact_mass = compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, scale)
@@ -343,13 +335,6 @@ def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callab
         return checked.tiles.tile_qkv(arrived(checked.query), checked.key, checked.value)
     query, key, value = sent
     return checked.tiles.tile_arriving(lambda: arrived(query.wait()), key.wait, value.wait)
-
-
-def _shards_of(group: ProcessGroup | DeviceMesh, layout: TokenLayout, split: str = "video") -> Shards | Rings:
-    """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
-    if is_mesh(group) and group.ndim == 2:
-        return Rings.of(group, layout, split)
-    return Shards.of(group, layout, split)
 
 
 def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .layout import TileLayout
-    from .parallel import Shards
 
 # Of each of several tensors how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
@@ -54,6 +53,40 @@ class Place(NamedTuple):
     held: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How much of a sequence of S tokens each rank of a group has.
+
+    Attributes:
+        group: the ranks.
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: those of this rank, S_r.
+    """
+
+    group: ProcessGroup
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
+    length: int = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places, start, local = [], 0, 0
+        for run in self.runs:
+            held = run.held(self.ranks)
+            places.append(Place(run.length, run.shared, start, local, held))
+            start, local = start + run.length, local + held[self.rank]
+        lengths = tuple([sum(held) for held in zip(*[place.held for place in places])])
+        for name, value in (("places", tuple(places)), ("length", start), ("lengths", lengths), ("local_length", local)):
+            object.__setattr__(self, name, value)
+
+
 def wants_gradient(*xs: Tensor) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in xs])
 
@@ -64,7 +97,7 @@ class Arrival:
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
     """
 
-    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
+    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
         self._own = [counts[shards.rank] for counts in deals]
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
@@ -108,7 +141,7 @@ class Arrival:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
 
 
-def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
+def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = [place for place in shards.places if place.shared or gather]
@@ -127,7 +160,7 @@ def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool
     return tuple([out.transpose(1, 2) for out in outs])
 
 
-def send_tiles(shards: Shards, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
+def send_tiles(shards: Shares, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
     """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``: out of the tiles into the packets in one pass. Not differentiable."""
     packets = take_tokens(out, _packet_slots(tiles, shards.places, shards.ranks)).permute(2, 0, 1, 3)
     return _return_packets(shards, packets, (deal,), shards.places)[0].transpose(1, 2)
@@ -144,7 +177,7 @@ def _packet_slots(tiles: TileLayout, places: tuple[Place, ...], ranks: int) -> T
     return torch.cat([tiles.inverse.narrow(0, first, count) for first, count in _spans(places, ranks)])
 
 
-def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
+def _return_packets(shards: Shares, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
@@ -165,7 +198,7 @@ def _in_words(x: Tensor) -> Tensor:
     return x.view(torch.complex128)
 
 
-def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _with_own_heads(shards: Shares, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, shared tokens of S_r, H, D]`` with the whole runs of x ``[B, H_r, S, D]`` in their places, zeros in other ranks' heads."""
     rank, at = shards.rank, 0
     parts: list[Tensor] = []
@@ -179,7 +212,7 @@ def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]
     return torch.cat(parts, 1)
 
 
-def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _sum_tokens(shards: Shares, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
@@ -251,7 +284,7 @@ class Exchange:
 
 class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deals: Deals, arrival: Arrival | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, shards: Shares, deals: Deals, arrival: Arrival | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals = shards, deals
         return (arrival or Arrival(shards, xs, deals)).wait()
 
@@ -262,7 +295,7 @@ class ToHeads(torch.autograd.Function):
 
 class ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deals: Deals, x: Tensor) -> Tensor:
+    def forward(ctx, shards: Shares, deals: Deals, x: Tensor) -> Tensor:
         ctx.shards, ctx.deals = shards, deals
         return send_tokens(shards, (x,), deals, gather=True)[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import require_choice
-from .exchange import Arrival, Deals, Place, Run, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
+from .exchange import Arrival, Deals, Run, Shares, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
 from .kernels import Deferred
 from .memo import captured, remember_plain
 from .ranks import agree, check_ranks, resolve_group
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
     from .layout import TileLayout
-    from .rings import Rings
 
 __all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
 
@@ -33,38 +32,10 @@ _AGREED: WeakKeyDictionary[ProcessGroup, set] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(Shares):
     """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective
     carries a size and nothing waits for the device.
-
-    Attributes:
-        group: the ranks.
-        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
-        ranks, rank: how many there are, and which this process is.
-        places: where the runs lie.
-        length: S.
-        lengths: the tokens that each rank holds.
-        local_length: those of this rank, S_r.
     """
-
-    group: ProcessGroup
-    runs: tuple[Run, ...]
-    ranks: int
-    rank: int
-    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
-    length: int = field(init=False, repr=False, compare=False)
-    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    local_length: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        places, start, local = [], 0, 0
-        for run in self.runs:
-            held = run.held(self.ranks)
-            places.append(Place(run.length, run.shared, start, local, held))
-            start, local = start + run.length, local + held[self.rank]
-        lengths = tuple([sum(held) for held in zip(*[place.held for place in places])])
-        for name, value in (("places", tuple(places)), ("length", start), ("lengths", lengths), ("local_length", local)):
-            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
@@ -299,13 +270,11 @@ class Exchanged:
 
     Args:
         heads, key_heads: of query and of key, on all ranks together.
-        rings: of the ranks that have the same heads, where rows are shared out too; ``shards`` are those of this rank's rows.
     """
 
     shards: Shards
     heads: int
     key_heads: int
-    rings: Rings | None = None
 
     @classmethod
     def of(cls, shards: Shards, query: Sent, key: Sent, value: Sent) -> Exchanged:

@@ -1,4 +1,4 @@
-"""A layer whose rows stay with the places of a ring: each attends to its own keys while the others' arrive, then to these, and merges both."""
+"""A layer on rings: rows stay where they are and attend to the own keys while the others' arrive, then to these; both are merged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .compensation import compensate
 from .config import SSTAConfig
 from .exchange import wants_gradient
 from .kernels import (
+    BlockEstimates,
     BlockLists,
     Route,
     attend_owned,
@@ -22,7 +24,7 @@ from .kernels import (
 )
 from .layout import TiledQKV, TileLayout
 from .parallel import Exchanged
-from .ring_rows import RingTiles
+from .ring_rows import RingTiles, Rows
 from .rings import Arrival, Rings
 from .selection import Selection, select_tiles
 from .text import TextMask
@@ -36,7 +38,7 @@ def keys_may_follow(config: SSTAConfig, impl: str) -> bool:
 
 
 def ring_layer(
-    rings: Rings, share: tuple[Tensor, Tensor, Tensor], tiles: TileLayout, config: SSTAConfig, text_mask: TextMask | None, scale: float,
+    rings: Rings, share: tuple[Tensor, Tensor, Tensor], text_mask: TextMask | None, config: SSTAConfig, scale: float, tiles: TileLayout,
     deterministic: bool, impl: str, selection: Selection | None, keep_scores: bool, note: Callable[[str], object] | None,
 ) -> tuple[Tensor, Selection, Route | None]:
     """(out, selection, route) of ``ssta_layer`` on rings, where ``keys_may_follow``; its arguments after their checks, and this rank's
@@ -65,6 +67,16 @@ def ring_layer(
         note("attended")
     out = rings.join(out)
     return (exchanged.to_tokens(out) if rings.inner.ranks > 1 else out), selection, route
+
+
+def attend_own_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: TileLayout, selection: Selection, estimates: BlockEstimates | None,
+                    options: dict[str, Any]) -> tuple[Tensor, Route | None]:
+    """(out, route) of some rows of a layer that is all here, ``[B, H, n, D]`` in the sequence's order; all its rows are estimated."""
+    out, lse, route = attend_owned(take_tokens(q, rows.slots), k, v, rows.lists(selection.blocks), **options)
+    if estimates is not None:
+        out, lse = rows.spread(out, lse)
+        out = take_tokens(compensate(out, lse, q, k, v, tiles, selection.blocks, estimates, options["scale"])[0], rows.slots)
+    return take_tokens(out, rows.of_token), route
 
 
 class _Own(NamedTuple):
@@ -129,8 +141,8 @@ def attend_in_turn(run: _Run, keep: bool) -> tuple[Tensor, Tensor, Route | None,
 
 
 class _Attention(torch.autograd.Function):
-    """``attend_in_turn`` of the pieces' tokens, in their order; gradients go as the result came, the rest's first, so that they are on their way
-    while the own ones are computed."""
+    """``attend_in_turn`` of the pieces' tokens, in their order. Backward the rest's keys come first, so that their gradients are on their
+    way to the others while the own ones are computed."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Route | None]:

@@ -16,7 +16,7 @@ from .kernels import kernels_run
 from .layout import TileLayout
 from .memo import remember_plain
 from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
-from .ranks import group_of
+from .ranks import group_of, is_mesh
 from .ring_rows import RingTiles, Rows, Spans, ring_tiles, rows_of
 from .sequence import TokenLayout
 
@@ -72,7 +72,7 @@ class Rings:
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
         """``exchange`` to this ring position's piece alone, ``[B, H_r, tokens of the piece, D]``."""
-        exchanged = Exchanged(self.inner, q.shape[1], k.shape[1], self)
+        exchanged = Exchanged(self.inner, q.shape[1], k.shape[1])
         if self.inner.ranks > 1:
             q, k, v = self.inner.to_heads(q, k, v, key_heads=k.shape[1])
         return q, k, v, exchanged
@@ -131,6 +131,13 @@ class Rings:
         width = self.inner.ranks
         return tuple([sum(place.held[width * at:width * (at + 1)]) for at in range(self.ranks)]) if place.shared \
             else deal(place.length, self.ranks)
+
+
+def shards_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards | Rings:
+    """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
+    if is_mesh(group) and group.ndim == 2:
+        return Rings.of(group, layout, split)
+    return Shards.of(group, layout, split)
 
 
 @remember_plain
