@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED
 
-from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels import BlockLists, block_sparse_attention, partial_gradients
 from ssta.kernels.merge import merge_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -159,3 +159,27 @@ def test_mistakes_are_named(error, name, change):
     outs, lses = [torch.zeros(1, 2, 3, 4) for _ in range(2)], [torch.zeros(1, 2, 3) for _ in range(2)]
     with pytest.raises(error, match=name):
         merge_attention(*change(outs, lses))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_keys_that_are_kept_and_the_others_have_the_gradients_of_all(device, dtype):
+    """Each part's backward needs of the other the result over both, and nothing else."""
+    mask = torch.rand(2, 4, 3, 5, device=device) < 0.6
+    mask[0, 1, 2] = False
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in (
+        (2, 44, 4, 16), (2, 75, 2, 16), (2, 75, 2, 16)))
+    blocks, kept = BlockLists.from_mask(mask, 16, 16, num_kv_blocks=5), torch.tensor([True, False, True, True, False], device=device)
+    out, lse = block_sparse_attention(q, k, v, blocks, return_lse=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    parts = [blocks.keeping(kept), blocks.keeping(~kept)]
+    assert torch.equal(parts[0].to_mask(), mask & kept) and torch.equal(parts[1].to_mask(), mask & ~kept)
+    scale = 16**-0.5
+    with torch.no_grad():
+        merged = merge_attention(*zip(*(block_sparse_attention(q, k, v, part, return_lse=True) for part in parts)))
+        grads = [partial_gradients(dout, q, k, v, *merged, part, scale=scale, deterministic=True, impl="auto") for part in parts]
+    allowed = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(merged, (out, lse), rtol=0, atol=allowed)
+    for got, want in zip((x + y for x, y in zip(*grads)), expected):
+        torch.testing.assert_close(got, want, rtol=0, atol=allowed)

@@ -4,7 +4,8 @@ import parallel_cases
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import ON_RANKS, TEXT, WAN
+from parallel_cases import ON_RANKS
+from parallel_inputs import TEXT, WAN
 from ranks import on_ranks, values_of
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, exchange, ssta_attention

@@ -8,48 +8,17 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
+from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, attention, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, TokenLayout, attention, ring_layer, ssta_3d_attention, ssta_attention
 from ssta.attention import ssta_layer
 from ssta.exchange import Exchange
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue import reorder, reorder_kernel
-from ssta.parallel import Shards, check_ranks
-from ssta.rings import Rings
-
-TILE = (2, 4, 4)
-TEXT = TokenLayout.video_text((5, 9, 7), 37)
-WAN = TokenLayout.video_text((5, 9, 7))
-SHORT = TokenLayout.video_text((1, 1, 3), 2)
-TWICE = TokenLayout((VideoGrid(3, 5, 7), VideoGrid(3, 5, 7)))
-MIXED = TokenLayout((DenseRun(11), VideoGrid(4, 6, 8), DenseRun(5), VideoGrid(1, 6, 8), DenseRun(3)))
-
-
-def config(**options):
-    return SSTAConfig(**{"tile_thw": TILE, "kernel_thw": (1, 3, 3), "topk": 3, **options})
-
-
-def inputs(layout, heads=4, key_heads=None, batch=1, dtype=torch.float32, dim=16, seed=0):
-    """The whole q, k and v as projections leave them; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, layout.length, number, dim, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
-            for number in (heads, key_heads or heads, key_heads or heads)]
-
-
-def local(x, shards, dim=2):
-    """A rank's tokens of x, which has them all."""
-    parts = []
-    for place in shards.places:
-        first = place.start + (sum(place.held[:shards.rank]) if place.shared else 0)
-        parts.append(x.narrow(dim, first, place.held[shards.rank]))
-    return torch.cat(parts, dim)
-
-
-def mask(layout, batch):
-    """Of each run of text less and less valid, at least one token."""
-    lengths = [[max(1, run.length - 4 * element - 1) for run in layout.dense] for element in range(batch)]
-    return torch.stack([torch.cat([torch.arange(run.length) < valid for run, valid in zip(layout.dense, lengths[element])])
-                        for element in range(batch)])
+from ssta.layout import checked_layout
+from ssta.parallel import Shards
+from ssta.rings import Arrival, Return, Rings
 
 
 def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float32, masked=False, exact=True, **options):
@@ -130,14 +99,6 @@ def sent_ahead():
         assert steps[:9] == ["wait", "take", "wait", "gather_blocks", "wait", "arrived", "gather_blocks", "attended", "take"], steps
 
 
-def noting(call, name, steps):
-    def noted(*args):
-        steps.append(name)
-        return call(*args)
-
-    return noted
-
-
 def by_hand():
     """to_tokens is the inverse of to_heads, whatever lies where, and to_heads has a rank's heads of the whole sequence."""
     ranks = dist.get_world_size()
@@ -200,10 +161,11 @@ def in_a_mesh():
                     partial(ssta_attention, *qkv, TEXT, config(), group=others))
 
 
-def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch=2, masked=False, **options):
-    """Ranks with the same heads and rows of their own: the selection and the result of one process, and its gradients."""
-    shape = shape or (2, dist.get_world_size() // 2)
-    mesh, settings = dist.device_mesh.init_device_mesh("cpu", shape), config(**options)
+def rings(layout=TEXT, split="video", ring=False, heads=4, key_heads=None, batch=2, masked=False, **options):
+    """Ranks with the same heads and rows of their own: the selection and the result of one process, and its gradients. ``ring``: all
+    ranks have all heads."""
+    ranks = dist.get_world_size()
+    mesh, settings = dist.device_mesh.init_device_mesh("cpu", (ranks, 1) if ring else (2, ranks // 2)), config(**options)
     shards = Rings.of(mesh, layout, split).outer
     qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
     text_mask = mask(layout, batch) if masked else None
@@ -216,18 +178,28 @@ def rings(layout=TEXT, split="video", shape=None, heads=4, key_heads=None, batch
     same_gradients(own, out, qkv, expected, shards)
 
 
-def rings_refuse():
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-    layout = TokenLayout.video_text((3, 5, 7), 29)
-    shards = Rings.of(mesh, layout).outer
-    own = [local(x, shards) for x in inputs(layout)]
-    last = dist.get_rank() == 1
-    refused(ValueError, "on rank 1: query must have rank 1 of", lambda: ssta_attention(
-        *[x[:, :, :-1] if last else x for x in own], layout, config(), group=mesh))
-    refused(ValueError, "config must be the same on all ranks", lambda: ssta_attention(*own, layout, config(topk=2 + last), group=mesh))
-    few = [x[:, :0] for x in own] if dist.get_world_size() == 2 else [x[:, :1] for x in own]
-    refused(ValueError, "query must have at least one head" if few[0].numel() == 0 else "got 2 ranks and 1 heads", lambda: ssta_attention(
-        *few, layout, config(), group=mesh))
+def rings_overlap():
+    """What a place of a ring has itself is attended to before the others' keys are waited for, and differentiated while gradients are on
+    their way; its own tiles' keys are in none of what it waits for."""
+    mesh, steps = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1)), []
+    rings = Rings.of(mesh, TEXT)
+    own = [local(x, rings.outer).requires_grad_() for x in inputs(TEXT)]
+    with ExitStack() as stack:
+        for of, name in ((Rings, "send"), (ring_layer, "attend_owned"), (Arrival, "wait"), (ring_layer, "merge_attention"),
+                         (ring_layer, "partial_gradients"), (Rings, "send_back"), (Return, "wait")):
+            stack.enter_context(patch.object(of, name, noting(getattr(of, name), name, steps)))
+        out = ssta_attention(*own, TEXT, config(), group=mesh)
+        assert steps == ["send", "attend_owned", "wait", "attend_owned", "merge_attention"], steps
+        out.sum().backward()
+    # First the text's, whose rows the ring shares out.
+    assert steps[5:] == ["wait", "partial_gradients", "send_back", "partial_gradients", "wait"], steps
+    tiles = rings.tiles(checked_layout(TEXT, TILE, "none", torch.device("cpu")), own[0])
+    held = torch.zeros(TEXT.length, dtype=torch.int64)
+    held[tiles.rest] += 1
+    mine = tiles.tiles.source[(tiles.of_slot >= 0) & (tiles.rest_of_slot < 0)]
+    held[mine] += 1
+    # Every key is there once: of a tile of one's own, or of the rest.
+    assert (held == 1).all() and tiles.own.any() and not tiles.own.all()
 
 
 def traced():
@@ -248,111 +220,6 @@ def traced():
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def refused(kind, text, call):
-    """``call`` raises, and no token has been sent by then."""
-    exchange, sent = dist.all_to_all_single, []
-
-    def noticed(*args, **options):
-        sent.append(args)
-        return exchange(*args, **options)
-
-    dist.all_to_all_single = noticed
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), f"wanted {text!r}, got {error!r}"
-        assert not sent, "tokens were sent before the error"
-    else:
-        raise AssertionError(f"nothing was raised instead of {kind.__name__} with {text!r}")
-    finally:
-        dist.all_to_all_single = exchange
-
-
-def errors():
-    """What is wrong on every rank is refused on every rank."""
-    ranks, world = dist.get_world_size(), dist.group.WORLD
-    shards, settings = Shards.of(None, TEXT), config()
-    q, k, v = (local(x, shards) for x in inputs(TEXT))
-
-    def attend(*tensors, layout=TEXT, settings=settings, group=world, **options):
-        return lambda: ssta_attention(*tensors, layout, settings, group=group, **options)
-
-    few = [x[:, :ranks - 1] for x in (q, k, v)]
-    refused(ValueError, f"group must have at most as many ranks as there are heads, got {ranks} ranks and {ranks - 1} heads", attend(*few))
-    refused(ValueError, f"as many ranks as there are key heads, got {ranks} ranks and 1 key heads", attend(q, k[:, :1], v[:, :1]))
-    refused(ValueError, "got 352 in shape", attend(*inputs(TEXT)))
-    refused(ValueError, f"of 315 tokens and the 37 that are whole, together {shards.local_length}, got 5", attend(q[:, :, :5], k, v))
-    refused(ValueError, f"share of {Shards.of(None, TEXT, 'all').local_length} of 352 tokens, got", attend(q[:, :, :5], k, v, split="all"))
-    refused(TypeError, "key must have query's dtype", attend(q, k.double(), v))
-    refused(TypeError, "group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got int", attend(q, k, v, group=2))
-    refused(ValueError, "split must be one of 'video', 'all', got 'text'", attend(q, k, v, split="text"))
-    refused(ValueError, "split must be 'video' without a group", attend(q, k, v, split="all", group=None))
-    refused(ValueError, "text_mask must be", attend(q, k, v, text_mask=torch.ones(1, 36, dtype=torch.bool)))
-    own = dict(mask_share_within_head=True)
-    refused(ValueError, "sampling_type must not be", attend(q, k, v, settings=config(sampling_type=lambda a, b: a @ b.mT, **own)))
-    refused(ValueError, "budget must not be", attend(q, k, v, settings=config(budget=lambda scores: scores > 0, **own)))
-    refused(TypeError, "must be tensors with a group, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
-    elsewhere = [dist.new_group([rank]) for rank in range(ranks)]
-    refused(ValueError, "group must hold this process", attend(q, k, v, group=elsewhere[dist.get_rank() - 1]))
-    refused(ValueError, "must be alike in batch", lambda: shards.start(q, k.double()))
-    refused(ValueError, "must be given at least one tensor", lambda: shards.start())
-    refused(ValueError, "heads, got 3", lambda: shards.to_tokens(torch.zeros(1, 3, TEXT.length, 8), 4))
-    refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
-    sent = [shards.start(x) for x in (q, k, v)]
-    refused(TypeError, "must all three be sent, or none", lambda: ssta_layer(sent[0], sent[1], v, TEXT, settings, shards=shards))
-    other = Shards.of(None, TEXT, "all")
-    refused(ValueError, "query must have been sent by the layer's own shards", lambda: ssta_layer(*sent, TEXT, settings, shards=other))
-    ssta_layer(*sent, TEXT, settings, shards=shards)
-    refused(RuntimeError, "can be waited for once", sent[0].wait)
-
-
-def errors_of_one():
-    """What is wrong on one rank is refused on all of them, and the next call, without the mistake, finds them together."""
-    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    last, plain = rank == ranks - 1, config()
-    # A sequence that nobody has asked for yet: its first use is when ranks compare.
-    layout = TokenLayout.video_text((3, 5, 7), 11 + ranks)
-    shards = Shards.of(None, layout)
-    own = [local(x, shards) for x in inputs(layout)]
-
-    def attend(*tensors, layout=layout, settings=plain, **options):
-        return lambda: ssta_attention(*tensors, layout, settings, group=world, **options)
-
-    cut = [x[:, :, :-1] for x in own] if last else own
-    refused(ValueError, f"on rank {ranks - 1}: query must have rank {ranks - 1} of {ranks}'s share of", attend(*cut))
-    refused(TypeError, f"on rank {ranks - 1}: query must be a tensor, got NoneType", attend(None if last else own[0], *own[1:]))
-    refused(TypeError, f"on rank {ranks - 1}: key must have query's dtype", attend(own[0], own[1].double() if last else own[1], own[2]))
-    doubled = [torch.cat([x, x]) for x in own] if last else own
-    refused(ValueError, "query's batch, heads and head_dim must be the same on all ranks, got (1, 4, 16) on rank 0", attend(*doubled))
-    refused(ValueError, "config must be the same on all ranks, got SSTAConfig(", attend(*own, settings=config(topk=2 + last)))
-    refused(ValueError, "text_mask must be the same", attend(*own, text_mask=mask(layout, 1) if last else None))
-    another = TokenLayout.video_text((3, 5, 7), 11 + ranks + last)
-    theirs = [local(x, Shards.of(None, another)) for x in inputs(another)]
-    refused(ValueError, "sequence must be the same on all ranks, got ", attend(*theirs, layout=another))
-    refused(ValueError, f"on rank {ranks - 1}: x must have", lambda: shards.start(cut[0]))
-    assert torch.equal(attend(*own)(), local(ssta_attention(*inputs(layout), layout, config()), shards))
-    # They have compared: now each looks for itself, and no collective is needed.
-    refused(ValueError, f"query must have rank {rank} of {ranks}'s share", attend(*[x[:, :, :-1] for x in own]))
-
-
-def facts():
-    """check_ranks names what differs, on all ranks, and nothing where nothing does."""
-    def scorer(q, k):
-        return q @ k.mT
-
-    rank, world = dist.get_rank(), dist.group.WORLD
-    plain = dict(canvas=(5, 9, 7), step=3, config=config(sampling_type=scorer), layout=MIXED, noise=torch.zeros(2, 3), options={"a": 1.5})
-    check_ranks(world, **plain)
-    check_ranks(None)
-    for name, value, said in (
-            ("canvas", (5, 9, 8), "got (5, 9, 7) on rank 0 and (5, 9, 8) on rank 1"), ("step", 4, "got 3 on rank 0 and 4 on rank 1"),
-            ("config", config(topk=4), "topk=4"), ("layout", WAN, "TokenLayout("), ("noise", torch.zeros(2, 4), "tensor (2, 4) of"),
-            ("seed", 0, "got nothing on rank 0 and 0 on rank 1")):
-        changed = {**plain, name: value} if rank == 1 else plain
-        for text in (f"{name} must be the same on all ranks", said):
-            refused(ValueError, text, partial(check_ranks, world, **changed))
 
 
 # Where ranks have heads of a number that one process has them in, nothing rounds otherwise. Elsewhere matrix products of another shape do.
@@ -404,12 +271,13 @@ RINGS = {
     "rings, estimates": partial(rings, topk=None, density=0.3, allocation="head", compensation="linear", batch=1),
     "rings, a text that is shorter than a tile": partial(rings, TokenLayout.video_text((5, 9, 7), 21), masked=True),
     "rings of one head": partial(rings, SHORT, heads=2),
+    "one ring": partial(rings, MIXED, ring=True, pad_type="repeat", masked=True),
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
     "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
 CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
-         "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
+         "in a mesh": in_a_mesh, **RINGS, "rings overlap": rings_overlap, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 
