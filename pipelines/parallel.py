@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import (
-    ContextParallelGatherHook,
-    ContextParallelSplitHook,
-    apply_context_parallel,
-    remove_context_parallel,
-)
+from diffusers.hooks.context_parallel import ContextParallelSplitHook, apply_context_parallel, remove_context_parallel
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.sea_cache import SeaCacheConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -26,7 +21,7 @@ from ssta.parallel import check_ranks
 
 from .call import Ranks
 from .family import Family, family_of
-from .split import Plan, Split
+from .split import OwnMemory, Plan, Split, hooks_of
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
@@ -133,8 +128,9 @@ class Parallelism:
         self._config: Any = None
         self._group: Any = None
         self._rank, self._size, self._mesh = 0, 1, None
-        # Processors beside the sites' whose setting was changed, and what it was.
+        # Processors beside the sites' whose setting was changed, and what it was; split hooks whose shares get memory of their own.
         self._changed: list[tuple[Any, Any]] = []
+        self._splitting: list[Any] = []
         # Whether the model has the family's plan for SSTA's sake, and what it had itself.
         self._gave_plan, self._own_plan = False, None
         # Of the layers.
@@ -143,7 +139,7 @@ class Parallelism:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model settles anew.
-        return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": []}
+        return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": [], "_splitting": []}
 
     def prepare(self, model: nn.Module) -> None:
         """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come.
@@ -216,6 +212,11 @@ class Parallelism:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
         self._mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
+        for module in model.modules():
+            for _, hook in hooks_of(module):
+                if isinstance(hook, ContextParallelSplitHook) and "_prepare_cp_input" not in vars(hook):
+                    self._splitting.append(hook)
+                    vars(hook)["_prepare_cp_input"] = OwnMemory(hook)
         for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
             if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
@@ -233,7 +234,9 @@ class Parallelism:
     def _restore(self) -> None:
         for processor, config in self._changed:
             processor._parallel_config = config
-        self._changed = []
+        for hook in self._splitting:
+            vars(hook).pop("_prepare_cp_input", None)
+        self._changed, self._splitting = [], []
 
     def undo(self, model: nn.Module, originals: list[Any], stays_split: bool) -> None:
         """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, unless it ``stays_split``, whole where
@@ -290,13 +293,7 @@ def _checked(model: nn.Module, family: Family) -> None:
 
 def _hooked(model: nn.Module) -> Plan:
     """The plan that diffusers' hooks in the model carry out."""
-    plan: Plan = {}
-    for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        for name, hook in ({} if registry is None else registry.hooks).items():
-            if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
-                plan[name.partition("---")[2]] = hook.metadata
-    return plan
+    return {name: hook.metadata for module in model.modules() for name, hook in hooks_of(module)}
 
 
 def _listed(part: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .call import CallState
@@ -77,3 +79,30 @@ def stock_plan(model: nn.Module) -> Plan:
     kind: Any = type(model)
     plan: Plan = kind._cp_plan
     return plan
+
+
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
+    """diffusers' hooks on a module that carry out a plan, each with the name that the plan has for the module."""
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    for name, hook in ({} if registry is None else registry.hooks).items():
+        if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
+            yield name.partition("---")[2], hook
+
+
+def splits(module: nn.Module) -> bool:
+    """Whether a plan splits what the module takes or gives."""
+    return any([isinstance(hook, ContextParallelSplitHook) for _, hook in hooks_of(module)])
+
+
+class OwnMemory:
+    """In the place of a split hook's function that takes a rank's share out of a tensor: the share has memory of its own, by token.
+
+    diffusers' share is a view, which keeps the whole tensor for as long as it lives.
+    """
+
+    def __init__(self, hook: ContextParallelSplitHook) -> None:
+        self._share = hook._prepare_cp_input
+
+    def __call__(self, x: Tensor, cp_input: ContextParallelInput) -> Tensor:
+        share = self._share(x, cp_input)
+        return share if share is x else share.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .split import splits
+
 
 def first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
     """The first block of each stack that has sites, by names such as blocks.0.attn1. A site without a dot has no block."""
@@ -20,9 +22,9 @@ def channels_side_by_side(block: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
     A patch embedding by convolution leaves those of a channel so, and each block hands the order on: every norm would copy its input first,
     and every residual sum go through two tensors in different orders. On an H200 the copies alone are a twentieth of a step of
-    HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself.
+    HunyuanVideo 1.5 under SSTA. A compiler chooses orders itself, and what ranks split is put in order with each one's share.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or splits(block):
         return args, kwargs
     return tuple(map(_contiguous_tokens, args)), {name: _contiguous_tokens(value) for name, value in kwargs.items()}
 

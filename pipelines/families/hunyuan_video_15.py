@@ -12,7 +12,7 @@ from ssta import SSTAConfig
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..schedule import Schedule
-from ..split import Plan, Split, gathered, split, split_outputs
+from ..split import Plan, Split, gathered, split_outputs
 from .joint import JointSSTAProcessor
 
 
@@ -29,7 +29,7 @@ def _trained() -> tuple[SSTAConfig, Schedule]:
 
 
 def _plan(model: nn.Module) -> Plan:
-    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+    return {"rope": split_outputs(2, 0), "x_embedder": split_outputs(3, 1, count=1), "proj_out": gathered()}
 
 
 HUNYUAN_VIDEO_15 = Family("HunyuanVideo15Transformer3DModel", _sites, from_bcfhw, presets={"hunyuan_video_15_sparse": _trained},
