@@ -14,7 +14,7 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 
 from ssta import attention, ring_layer, selection
 from ssta.layout import TileLayout
-from ssta.parallel import Exchanged, Shards
+from ssta.parallel import Exchanged, Sent, Shards
 from ssta.rings import Rings
 
 # Stage -> the functions that it consists of, each with the module or class in which the layer looks it up. What runs inside another
@@ -31,7 +31,7 @@ STAGES = {
     "combine": ((attention, attention.compensate), (ring_layer, ring_layer.compensate)),
     "untile": ((TileLayout, TileLayout.untile),),
     "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Rings, Rings.pieces), (Rings, Rings.sum),
-                    (Rings, Rings.send)),
+                    (Rings, Rings.send), (Shards, Shards.start), (Sent, Sent.borrow)),
     "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens), (Rings, Rings.join))}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from .checks import require_runnable
 from .compensation import compensate, estimate_tiles
 from .config import SSTAConfig
+from .exchange import wants_gradient
 from .kernels import (
     BlockLists,
     Deferred,
@@ -306,6 +307,11 @@ def _exchanged(
             return _checked(q[0], k[0], v[0], *options), exchanged, (query, key, value)
         return _checked(query.wait(), key.wait(), value.wait(), *options), exchanged, None
     q, k, v, checked = _agreed(query, key, value, *options)
+    if kernels_run(q) and not wants_gradient(q, k, v) and not torch.compiler.is_compiling():
+        # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+        v_sent, k_sent = shards.start(v), shards.start(k)
+        q_sent = shards.start(q, key_heads=k.shape[1], exposed=True)
+        return checked, Exchanged(shards, q.shape[1], k.shape[1]), (q_sent, k_sent, v_sent)
     q, k, v, exchanged = shards.exchange(q, k, v)
     return checked._replace(query=q, key=k, value=v), exchanged, None
 
@@ -334,7 +340,10 @@ def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callab
     if sent is None:
         return checked.tiles.tile_qkv(arrived(checked.query), checked.key, checked.value)
     query, key, value = sent
-    return checked.tiles.tile_arriving(lambda: arrived(query.wait()), key.wait, value.wait)
+    tiled = checked.tiles.tile_arriving(lambda: arrived(query.borrow()), key.borrow, value.borrow)
+    for x in sent:
+        x.release()
+    return tiled
 
 
 def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import Deferred, take_tokens
+from .kernels import Deferred, kernels_run, take_into, take_tokens
+from .mailbox import Mailbox, Slot
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -95,22 +96,33 @@ class Arrival:
     """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``.
 
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
+    Where ranks can write to one another and ``by_mail`` says that they may, the buffer is a slot of their mailbox.
+
+    Args:
+        exposed: nothing is left to do meanwhile, so whoever packs writes to the other ranks at once.
     """
 
-    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
+    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals, by_mail: bool = False, exposed: bool = False) -> None:
         self._own = [counts[shards.rank] for counts in deals]
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
+        shape, dtype, device = (shards.length, *self._width), xs[0].dtype, xs[0].device
+        # Where ranks have unequal heads, a token of one lies elsewhere than another's.
+        even = all([len({*counts}) == 1 for counts in deals])
+        mailbox = Mailbox.of(shards.group, device) if by_mail and even else None
+        self._slot = None if mailbox is None else mailbox.take(prod(shape) * dtype.itemsize)
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if torch.compiler.is_compiling() else torch.empty(
-            shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
-        self._parts: list[Exchange | Tensor] = []
+        self._buffer = None if torch.compiler.is_compiling() else torch.empty(shape, dtype=dtype, device=device) if self._slot is None \
+            else self._slot.on(shards.rank, shape, dtype)
+        self._parts: list[Exchange | Letter | Tensor] = []
         with torch.no_grad():
             for place in shards.places:
                 into = None if self._buffer is None else self._buffer.narrow(0, place.start, place.length)
-                if place.shared:
+                if place.shared and mailbox is not None and self._slot is not None:
+                    self._parts.append(Letter(mailbox, self._slot, shards, place, xs, deals, shape, exposed))
+                elif place.shared:
                     held = place.held[shards.rank]
                     comes = [count * prod(self._width) for count in place.held]
                     goes = [held * batch * total * dim for total in _totals(deals)]
@@ -131,14 +143,66 @@ class Arrival:
         return None if self._buffer is None else self._apart(self._buffer)
 
     def wait(self) -> tuple[Tensor, ...]:
-        parts = [part.wait().view(-1, *self._width) if isinstance(part, Exchange) else part for part in self._parts]
+        """What has come, the caller's."""
+        arrived = self.borrow()
+        if self._slot is None:
+            return arrived
+        assert self._buffer is not None
+        arrived = self._apart(self._buffer.clone())
+        self.release()
+        return arrived
+
+    def borrow(self) -> tuple[Tensor, ...]:
+        """The same, the caller's until ``release``."""
+        parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
         buffer = self._buffer
         if buffer is None:
             buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._apart(buffer)
 
+    def release(self) -> None:
+        if self._slot is not None:
+            self._slot.busy = False
+
     def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
+
+
+class Letter:
+    """A shared run's tokens, written by each rank to where the others have room for them: by their copy engines, beside what runs
+    meanwhile, or where nothing does, by whatever packs them. Each rank has as many heads."""
+
+    def __init__(self, mailbox: Mailbox, slot: Slot, shards: Shares, place: Place, xs: Sequence[Tensor | Deferred], deals: Deals,
+                 shape: tuple[int, ...], exposed: bool) -> None:
+        held, first = place.held[shards.rank], place.start + sum(place.held[:shards.rank])
+        deferred = xs[0] if isinstance(xs[0], Deferred) else None
+        tensors = [x for x in xs if isinstance(x, Tensor)]
+        self._own = slot.on(shards.rank, shape, xs[0].dtype).narrow(0, place.start, place.length)
+        self._arrival: torch.cuda.Event | None = None
+        into = [slot.on(rank, shape, xs[0].dtype).narrow(0, first, held) for rank in range(shards.ranks)]
+        if exposed:
+            with slot.opened():
+                for rank in mailbox.order:
+                    if deferred is not None:
+                        count = deals[0][0]
+                        deferred.part(place.local, held, slice(rank * count, (rank + 1) * count)).write(into[rank].permute(1, 2, 0, 3))
+                        continue
+                    for x, part, counts in zip(tensors, into[rank].split([of[0] for of in deals], 2), deals):
+                        piece = x.narrow(2, place.local, held).narrow(1, rank * counts[0], counts[0]).permute(2, 0, 1, 3)
+                        _copy(piece, part)
+            return
+        flat = _packets(tensors, deals, place.local, held) if deferred is None else _finished_packets(
+            deferred, shards.ranks, place.local, held)
+        packets = flat.view(shards.ranks, held, *shape[1:])
+        self._arrival = mailbox.post(slot, lambda rank: into[rank].copy_(packets[rank], non_blocking=True))
+        # Its memory is the copies' until then.
+        self._send: Tensor | None = packets
+
+    def wait(self) -> Tensor:
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = self._send = None
+        return self._own
 
 
 def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
@@ -162,7 +226,19 @@ def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool
 
 def send_tiles(shards: Shares, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
     """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``: out of the tiles into the packets in one pass. Not differentiable."""
-    packets = take_tokens(out, _packet_slots(tiles, shards.places, shards.ranks)).permute(2, 0, 1, 3)
+    slots = _packet_slots(tiles, shards.places, shards.ranks)
+    mailbox = Mailbox.of(shards.group, out.device) if kernels_run(out) else None
+    total, (batch, own, _, dim) = sum(deal), out.shape
+    slot = None if mailbox is None else mailbox.take(max(shards.lengths) * batch * total * dim * out.element_size())
+    if mailbox is not None and slot is not None:
+        first, places = sum(deal[:shards.rank]), slots.split(shards.lengths)
+        with slot.opened():
+            for rank in mailbox.order:
+                into = slot.on(rank, (batch, shards.lengths[rank], total, dim), out.dtype).transpose(1, 2)
+                take_into(out, places[rank], into.narrow(1, first, own))
+        slot.busy = False
+        return slot.on(shards.rank, (batch, shards.local_length, total, dim), out.dtype).clone().transpose(1, 2)
+    packets = take_tokens(out, slots).permute(2, 0, 1, 3)
     return _return_packets(shards, packets, (deal,), shards.places)[0].transpose(1, 2)
 
 
@@ -187,6 +263,14 @@ def _return_packets(shards: Shares, packets: Tensor, deals: Deals, places: Seque
     parts = [_in_words(part.view(counts[rank], batch, total, dim)).split([own[of] for own in deals], 2)
              for of, (part, total) in enumerate(zip(received, totals))]
     return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
+
+
+def _copy(x: Tensor, into: Tensor) -> None:
+    words, into_words = _in_words(x), _in_words(into)
+    if words.dtype == into_words.dtype:
+        into_words.copy_(words)
+    else:
+        into.copy_(x)
 
 
 def _in_words(x: Tensor) -> Tensor:
@@ -232,12 +316,7 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     if all([len(set(counts)) == 1 for counts in deals]):
         packets = xs[0].new_empty(ranks, tokens, batch, _totals(deals)[0], dim)
         for piece, into in zip(pieces, packets.split([counts[0] for counts in deals], 3)):
-            piece = piece.unflatten(1, (ranks, into.shape[3])).permute(1, 3, 0, 2, 4)
-            words, into_words = _in_words(piece), _in_words(into)
-            if words.dtype == into_words.dtype:
-                into_words.copy_(words)
-            else:
-                into.copy_(piece)
+            _copy(piece.unflatten(1, (ranks, into.shape[3])).permute(1, 3, 0, 2, 4), into)
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])

@@ -29,9 +29,11 @@ def test_on_ranks(ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
-def test_on_gpus():
-    values_of(on_ranks(parallel_cases.on_gpus, 2, backend="nccl", seconds=300, collective_seconds=120))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gpus(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs of one host")
+    values_of(on_ranks(parallel_cases.on_gpus, ranks, backend="nccl", seconds=300, collective_seconds=120))
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 16, 111])
