@@ -161,7 +161,7 @@ class SSTAProcessor:
             if not torch.compiler.is_compiling():
                 # q's start is the last, and the one that counts.
                 self._stopwatch.start(x.device)
-            sent.append(self._exchange.send(shards, x, key_heads, exposed=make is query))
+            sent.append(self._exchange.send(shards, x, key_heads, exposed=len(sent) == 2))
             del x
         value_sent, key_sent, query_sent = sent
         return query_sent, key_sent, value_sent
@@ -171,7 +171,7 @@ class SSTAProcessor:
         ranks = self.context.call.ranks
         if ranks is None:
             return None
-        split = "video" if ranks.tokens is None else "all"
+        split = "all" if ranks.tokens is not None else "each" if ranks.conditions else "video"
         if ranks.mesh is not None and key_heads < ranks.size:
             return Rings.of(ranks.mesh, layout, split)
         return Shards.of(ranks.group, layout, split)

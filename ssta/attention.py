@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -15,6 +14,7 @@ from .checks import require_runnable
 from .compensation import compensate, estimate_tiles
 from .config import SSTAConfig
 from .exchange import wants_gradient
+from .inputs import check_inputs, check_lengths
 from .kernels import (
     BlockLists,
     Deferred,
@@ -22,7 +22,6 @@ from .kernels import (
     autocast_inputs,
     kernels_run,
     require_bool,
-    require_strided,
     resolve_scale,
 )
 from .layout import Input, TiledQKV, TileLayout, checked_layout
@@ -170,8 +169,8 @@ def ssta_attention(
             tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
             along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
             what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
-        split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
-            one run. Shares are ``torch.tensor_split``'s.
+        split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "each" = these too, each
+            by itself; "all" = the sequence as one run. Shares are ``torch.tensor_split``'s.
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
 
     Returns:
@@ -344,65 +343,3 @@ def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callab
     for x in sent:
         x.release()
     return tiled
-
-
-def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,
-                 shards: Shards | Rings | None = None) -> None:
-    """That they fit one another, and ``layout``, or a rank's share of it; a layer's first step after autocast."""
-    if not isinstance(layout, TokenLayout):
-        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
-    if not isinstance(config, SSTAConfig):
-        raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
-    _check_tensor("query", query)
-    deferred, dtype, device, (batch, heads, _, dim) = isinstance(query, Deferred), query.dtype, query.device, query.shape
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x is not query:
-            _check_tensor(name, x)
-        shape = x.shape
-        if isinstance(x, Deferred) != deferred:
-            raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        if deferred and isinstance(x, Deferred):
-            if not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in layout.segments])):
-                raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for "
-                                 f"{layout.segments}")
-        if shards is not None:
-            shards.check(name, x)
-        elif shape[2] != layout.length:
-            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}")
-        if shape[0] != batch or shape[3] != dim:
-            raise ValueError(f"{name} must have query's batch {batch} and head_dim {dim}, got shape {tuple(shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"{name} must have query's dtype {dtype}, got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} must be on query's device {device}, got {x.device}")
-    if key.shape != shape:
-        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(shape)}")
-    if heads == 0:
-        raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
-    if shape[1] == 0 or heads % shape[1]:
-        raise ValueError(f"query's heads must be a multiple of key's {shape[1]}, got {heads}")
-    if shards is not None:
-        shards.deal_heads(heads, shape[1])
-
-
-def _check_tensor(name: str, x: Input) -> None:
-    if not isinstance(x, (Tensor, Deferred)):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if isinstance(x, Tensor):
-        require_strided(name, x)
-    if len(x.shape) != 4:
-        raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
-
-
-def check_lengths(query: Tensor, layout: TokenLayout) -> None:
-    """That thw and text_len, of which ``layout`` was made, say how long the sequence is, in these two names."""
-    _check_tensor("query", query)
-    length, text_len = query.shape[2], layout.dense_length
-    if layout.length == length:
-        return
-    if text_len > length:
-        raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}")
-    raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
-                     f"got {layout.video[0].thw} = {layout.video_length}")

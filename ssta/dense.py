@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .attention import LayerResult, check_inputs, ssta_layer
+from .attention import LayerResult, ssta_layer
 from .config import SSTAConfig
+from .inputs import check_inputs
 from .kernels import PatternFacts, autocast_inputs, block_sparse_attention, choose_route
 from .layout import checked_layout
 from .selection import Selection, window_lists

@@ -90,7 +90,7 @@ class Mailbox:
             return slot
         return None
 
-    def post(self, slot: Slot, send: Callable[[int], None]) -> torch.cuda.Event:
+    def post(self, slot: Slot, send: Callable[[int], object]) -> torch.cuda.Event:
         """Runs ``send(rank)`` for all ranks beside the current stream's work, after what is in it so far; an event of its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), slot.opened():

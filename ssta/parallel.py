@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
 
-SPLITS = ("video", "all")
+SPLITS = ("video", "all", "each")
 Checked = TypeVar("Checked")
 # Of each group the sequences of which its ranks have found that they agree. Ranks fill it alike, for they agree together.
 _AGREED: WeakKeyDictionary[ProcessGroup, set] = WeakKeyDictionary()
@@ -44,8 +44,8 @@ class Shards(Shares):
         Args:
             group: the ranks; None = the default group.
             layout: the whole sequence.
-            split: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the whole sequence as one run. A run's
-                shares are ``torch.tensor_split``'s.
+            split: "video" = each video grid by itself, dense runs are whole on every rank; "each" = these too, each by itself; "all" = the
+                whole sequence as one run. A run's shares are ``torch.tensor_split``'s.
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
@@ -221,7 +221,7 @@ def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
         raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
     if require_choice("split", split, SPLITS) == "all":
         return (Run(layout.length, True),)
-    return tuple([Run(segment.length, isinstance(segment, VideoGrid)) for segment in layout.segments])
+    return tuple([Run(segment.length, split == "each" or isinstance(segment, VideoGrid)) for segment in layout.segments])
 
 
 @remember_plain

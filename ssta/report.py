@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .attention import LayerResult, check_inputs, check_lengths, ssta_layer
+from .attention import LayerResult, ssta_layer
 from .compensation import estimate_tiles, mass_summary
 from .config import SSTAConfig
 from .cut import TiledSegment
+from .inputs import check_inputs, check_lengths
 from .kernels import BlockLists, PatternFacts, Route, choose_route, resolve_scale
 from .layout import TileLayout, tile_layout
 from .selection import select_tiles

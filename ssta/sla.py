@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import LayerResult, check_inputs
+from .attention import LayerResult
 from .checks import require_choice
 from .config import SSTAConfig
+from .inputs import check_inputs
 from .kernels import (
     BlockLists,
     attend_owned,

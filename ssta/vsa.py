@@ -21,10 +21,11 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .attention import LayerResult, check_inputs, check_lengths
+from .attention import LayerResult
 from .checks import require_runnable
 from .config import SSTAConfig
 from .dense import dense_attention
+from .inputs import check_inputs, check_lengths
 from .kernels import (
     Deferred,
     attend_owned,

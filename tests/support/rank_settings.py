@@ -77,9 +77,10 @@ def order(rank, ranks):
         with torch.no_grad(), patch.object(dist, "all_to_all_single", noted):
             close(name, forward(model, call), want)
         assert projections == len({module for module, _ in calls}) - 1 == sum(module is not None for module, _ in calls)
-        # The fourth is the result.
+        # The fourth is the result. Text that is shared out, too, goes by itself, and comes back with the video.
         steps = re.sub(r"([qkv])\1+", r"\1", "".join(kind for _, kind in calls))
-        assert steps == "v>k>q>>" * len(handle.report()), (name, steps)
+        expected = "v>>k>>q>>>" if name == "hunyuan_video_15" else "v>k>q>>"
+        assert steps == expected * len(handle.report()), (name, steps)
 
 
 def packed(rank, ranks):
