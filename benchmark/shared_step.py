@@ -17,7 +17,6 @@ from shared_layer import row
 from torch import Tensor, nn
 from world import Mesh, OnRanks, World, mesh_name
 
-from ssta.parallel import Shards
 from ssta.pipelines.exchange import OnItsWay
 from ssta.pipelines.family import family_of
 
@@ -99,13 +98,12 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
     with counted:
         of.enable_parallelism(config=config)
     if what == "unmasked":
-        group = world.group(ranks)
         for site in family_of(of).sites(of):
-            site.module.processor.attend = partial(unmasked, group)
+            site.module.processor.attend = unmasked
     return of
 
 
-def unmasked(group: object, query: OnItsWay, key: OnItsWay, value: OnItsWay, layout: object, text_mask: Tensor | None = None) -> Tensor:
+def unmasked(query: OnItsWay, key: OnItsWay, value: OnItsWay, layout: object, text_mask: Tensor | None = None) -> Tensor:
     """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
     out = dense(*(x.sent.wait() for x in (query, key, value)))
-    return Shards.of(group, layout).to_tokens(out, query.heads).transpose(1, 2)
+    return query.sent.shards.to_tokens(out, query.heads).transpose(1, 2)

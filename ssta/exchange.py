@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,27 +116,44 @@ class Arrival:
         # A graph has no buffer that is written to in parts.
         self._buffer = None if torch.compiler.is_compiling() else torch.empty(shape, dtype=dtype, device=device) if self._slot is None \
             else self._slot.on(shards.rank, shape, dtype)
-        self._parts: list[Exchange | Letter | Tensor] = []
+        self._coming: list[Exchange | Batch | Letter] = []
+        parts: list[Tensor | Exchange] = []
+        shared = [place for place in shards.places if place.shared]
         with torch.no_grad():
             for place in shards.places:
-                into = None if self._buffer is None else self._buffer.narrow(0, place.start, place.length)
-                if place.shared and mailbox is not None and self._slot is not None:
-                    self._parts.append(Letter(mailbox, self._slot, shards, place, xs, deals, shape, exposed))
-                elif place.shared:
-                    held = place.held[shards.rank]
-                    comes = [count * prod(self._width) for count in place.held]
-                    goes = [held * batch * total * dim for total in _totals(deals)]
-                    packets = _packets(tensors, deals, place.local, held) if deferred is None else _finished_packets(
-                        deferred, shards.ranks, place.local, held)
-                    self._parts.append(Exchange(shards.group, packets, comes, goes, into))
-                elif deferred is not None and into is not None:
-                    first = shards.rank * self._own[0]
+                if place.shared:
+                    if self._slot is None and (len(shared) == 1 or self._buffer is None):
+                        parts.append(self._exchange(shards, xs, deals, place))
+                elif deferred is not None and self._buffer is not None:
+                    first, into = shards.rank * self._own[0], self._into(place)
                     deferred.part(place.local, place.length, slice(first, first + self._own[0])).write(into.permute(1, 2, 0, 3))
-                    self._parts.append(into)
                 else:
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
                            for x, counts in zip(tensors, deals)]
-                    self._parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=into))
+                    out = None if self._buffer is None else self._into(place)
+                    parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
+            if mailbox is not None and self._slot is not None:
+                self._coming = [Letter(mailbox, self._slot, shards, shared, xs, deals, shape, exposed)]
+            elif len(shared) > 1 and self._buffer is not None:
+                # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
+                self._coming = [Batch(shards, [(_sent(xs, deals, place, shards), self._goes(shards, deals, place), self._into(place), place)
+                                               for place in shared])]
+            else:
+                self._coming = [part for part in parts if isinstance(part, Exchange)]
+        # Of a graph, which has nothing else to take them from.
+        self._parts = parts if self._buffer is None else []
+
+    def _into(self, place: Place) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer.narrow(0, place.start, place.length)
+
+    def _exchange(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Exchange:
+        comes = [count * prod(self._width) for count in place.held]
+        return Exchange(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
+                        None if self._buffer is None else self._into(place))
+
+    def _goes(self, shards: Shares, deals: Deals, place: Place) -> list[int]:
+        return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     def ahead(self) -> tuple[Tensor, ...] | None:
         """What ``wait`` will return, to be looked at but not read; None in a graph, where waiting makes it."""
@@ -154,11 +171,12 @@ class Arrival:
 
     def borrow(self) -> tuple[Tensor, ...]:
         """The same, the caller's until ``release``."""
+        if self._buffer is not None:
+            for coming in self._coming:
+                coming.wait()
+            return self._apart(self._buffer)
         parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
-        buffer = self._buffer
-        if buffer is None:
-            buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._apart(buffer)
+        return self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def release(self) -> None:
         if self._slot is not None:
@@ -169,40 +187,57 @@ class Arrival:
 
 
 class Letter:
-    """A shared run's tokens, written by each rank to where the others have room for them: by their copy engines, beside what runs
+    """Shared runs' tokens, written by each rank to where the others have room for them: by their copy engines, beside what runs
     meanwhile, or where nothing does, by whatever packs them. Each rank has as many heads."""
 
-    def __init__(self, mailbox: Mailbox, slot: Slot, shards: Shares, place: Place, xs: Sequence[Tensor | Deferred], deals: Deals,
+    def __init__(self, mailbox: Mailbox, slot: Slot, shards: Shares, places: Sequence[Place], xs: Sequence[Tensor | Deferred], deals: Deals,
                  shape: tuple[int, ...], exposed: bool) -> None:
-        held, first = place.held[shards.rank], place.start + sum(place.held[:shards.rank])
-        deferred = xs[0] if isinstance(xs[0], Deferred) else None
-        tensors = [x for x in xs if isinstance(x, Tensor)]
-        self._own = slot.on(shards.rank, shape, xs[0].dtype).narrow(0, place.start, place.length)
-        self._arrival: torch.cuda.Event | None = None
-        into = [slot.on(rank, shape, xs[0].dtype).narrow(0, first, held) for rank in range(shards.ranks)]
+        self._arrival: Any = None
+        into = [[slot.on(rank, shape, xs[0].dtype).narrow(0, place.start + sum(place.held[:shards.rank]), place.held[shards.rank])
+                 for place in places] for rank in range(shards.ranks)]
         if exposed:
             with slot.opened():
                 for rank in mailbox.order:
-                    if deferred is not None:
-                        count = deals[0][0]
-                        deferred.part(place.local, held, slice(rank * count, (rank + 1) * count)).write(into[rank].permute(1, 2, 0, 3))
-                        continue
-                    for x, part, counts in zip(tensors, into[rank].split([of[0] for of in deals], 2), deals):
-                        piece = x.narrow(2, place.local, held).narrow(1, rank * counts[0], counts[0]).permute(2, 0, 1, 3)
-                        _copy(piece, part)
+                    for place, part in zip(places, into[rank]):
+                        _write(xs, deals, place, shards, rank, part)
             return
-        flat = _packets(tensors, deals, place.local, held) if deferred is None else _finished_packets(
-            deferred, shards.ranks, place.local, held)
-        packets = flat.view(shards.ranks, held, *shape[1:])
-        self._arrival = mailbox.post(slot, lambda rank: into[rank].copy_(packets[rank], non_blocking=True))
-        # Its memory is the copies' until then.
-        self._send: Tensor | None = packets
+        packets = [_sent(xs, deals, place, shards).view(shards.ranks, place.held[shards.rank], *shape[1:]) for place in places]
 
-    def wait(self) -> Tensor:
+        def send(rank: int) -> None:
+            for of, part in zip(packets, into[rank]):
+                part.copy_(of[rank], non_blocking=True)
+
+        self._arrival = mailbox.post(slot, send)
+        # Its memory is the copies' until then.
+        self._send: list[Tensor] | None = packets
+
+    def wait(self) -> None:
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = self._send = None
-        return self._own
+
+
+class Batch:
+    """Several runs' exchanges in one collective, each of flat packets, how many elements go to each rank, where what comes goes, and the
+    place. Not for a graph."""
+
+    def __init__(self, shards: Shares, runs: Sequence[tuple[Tensor, list[int], Tensor, Place]]) -> None:
+        operations = []
+        for packets, goes, into, place in runs:
+            sends, receives = packets.split(goes), into.split(place.held)
+            receives[shards.rank].view(-1).copy_(sends[shards.rank])
+            for step in range(1, shards.ranks):
+                to, of = (shards.rank + step) % shards.ranks, (shards.rank - step) % shards.ranks
+                # Neither side of nothing takes part.
+                operations += [dist.P2POp(dist.isend, sends[to], group=shards.group, group_peer=to)] if sends[to].numel() else []
+                operations += [dist.P2POp(dist.irecv, receives[of], group=shards.group, group_peer=of)] if receives[of].numel() else []
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._send: list[Tensor] | None = [run[0] for run in runs]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._send = None
 
 
 def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
@@ -320,6 +355,25 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
+
+
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shares) -> Tensor:
+    """A shared run's packets, flat."""
+    x, held = xs[0], place.held[shards.rank]
+    if isinstance(x, Deferred):
+        return _finished_packets(x, shards.ranks, place.local, held)
+    return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
+
+
+def _write(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shares, rank: int, into: Tensor) -> None:
+    """A shared run's packet for ``rank``, into its memory."""
+    held = place.held[shards.rank]
+    for x, part, counts in zip(xs, into.split([of[0] for of in deals], 2), deals):
+        first = rank * counts[0]
+        if isinstance(x, Deferred):
+            x.part(place.local, held, slice(first, first + counts[0])).write(part.permute(1, 2, 0, 3))
+        else:
+            _copy(x.narrow(2, place.local, held).narrow(1, first, counts[0]).permute(2, 0, 1, 3), part)
 
 
 def _finished_packets(x: Deferred, ranks: int, first: int, tokens: int) -> Tensor:

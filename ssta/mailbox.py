@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -104,7 +105,7 @@ class Mailbox:
 
 def _reachable(group: ProcessGroup, device: torch.device) -> bool:
     """Whether each rank's GPU can write to all others', which are on this host; the same answer on all ranks."""
-    usable = dist.get_backend(group) == "nccl" and hasattr(dist, "_symmetric_memory") and torch.cuda.get_device_capability(device) >= (8, 0)
+    usable = dist.get_backend(group) == "nccl" and find_spec("torch.distributed._symmetric_memory") is not None
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (usable, socket.gethostname(), device.index), group=group)
     hosts, devices = {host for _, host, _ in everyone}, [index for _, _, index in everyone]

@@ -44,7 +44,7 @@ def _conditions(model: nn.Module, call: Callable[[], CallState]) -> Iterator[Rem
 
 def _shared_out(call: Callable[[], CallState], block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     ranks = call().ranks
-    if ranks is None:
+    if ranks is None or not ranks.conditions:
         return None
     name = "encoder_hidden_states"
     whole = kwargs[name] if name in kwargs else args[1]
