@@ -31,7 +31,7 @@ STAGES = {
     "combine": ((attention, attention.compensate), (ring_layer, ring_layer.compensate)),
     "untile": ((TileLayout, TileLayout.untile),),
     "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Rings, Rings.pieces), (Rings, Rings.sum),
-                    (Rings, Rings.send), (Shards, Shards.start), (Sent, Sent.borrow)),
+                    (Rings, Rings.send), (Shards, Shards.start), (Sent, Sent.wait)),
     "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens), (Rings, Rings.join))}
 
 

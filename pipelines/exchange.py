@@ -48,9 +48,8 @@ class Exchange:
             self._device = device
             self._before.start(device)
 
-    def send(self, shards: Shards, x: Input, key_heads: int, exposed: bool = False) -> OnItsWay:
-        """This rank's tokens of all heads ``[B, S_r, H, D]``, or deferred, to the ranks whose heads they are; ``exposed`` as in
-        ``Shards.start``."""
+    def send(self, shards: Shards, x: Input, key_heads: int) -> OnItsWay:
+        """This rank's tokens of all heads ``[B, S_r, H, D]``, or deferred, to the ranks whose heads they are."""
         self.begin(x.device)
         if isinstance(x, Tensor):
             # Attention would do it, but later.
@@ -58,7 +57,7 @@ class Exchange:
             x = x.transpose(1, 2)
         batch, heads, _, dim = x.shape
         own = shards.deal_heads(heads, key_heads)[shards.rank]
-        return OnItsWay(shards.start(x, key_heads=key_heads, exposed=exposed), heads, (batch, own, shards.length, dim), x.dtype, x.device)
+        return OnItsWay(shards.start(x, key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device)
 
     def sent(self, shards: Shards, query: Given, key: Given, value: Given) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         """All three, unless they are on their way already."""
@@ -67,8 +66,8 @@ class Exchange:
         assert not isinstance(query, OnItsWay) and not isinstance(key, OnItsWay) and not isinstance(value, OnItsWay)
         key_heads = key.shape[2 if isinstance(key, Tensor) else 1]
         # Each is packed while the one before it is on its way.
-        v, k = self.send(shards, value, key_heads), self.send(shards, key, key_heads)
-        return self.send(shards, query, key_heads, exposed=True), k, v
+        v, k, q = (self.send(shards, x, key_heads) for x in (value, key, query))
+        return q, k, v
 
     def note(self, step: str) -> None:
         """That a step is launched: what was sent has "arrived", attention is over ("attended"), or heads have "returned"."""

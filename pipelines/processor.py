@@ -161,7 +161,7 @@ class SSTAProcessor:
             if not torch.compiler.is_compiling():
                 # q's start is the last, and the one that counts.
                 self._stopwatch.start(x.device)
-            sent.append(self._exchange.send(shards, x, key_heads, exposed=len(sent) == 2))
+            sent.append(self._exchange.send(shards, x, key_heads))
             del x
         value_sent, key_sent, query_sent = sent
         return query_sent, key_sent, value_sent

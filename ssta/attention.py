@@ -309,7 +309,7 @@ def _exchanged(
     if kernels_run(q) and not wants_gradient(q, k, v) and not torch.compiler.is_compiling():
         # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
         v_sent, k_sent = shards.start(v), shards.start(k)
-        q_sent = shards.start(q, key_heads=k.shape[1], exposed=True)
+        q_sent = shards.start(q, key_heads=k.shape[1])
         return checked, Exchanged(shards, q.shape[1], k.shape[1]), (q_sent, k_sent, v_sent)
     q, k, v, exchanged = shards.exchange(q, k, v)
     return checked._replace(query=q, key=k, value=v), exchanged, None
@@ -339,7 +339,4 @@ def _tiled(checked: _Checked, sent: tuple[Sent, Sent, Sent] | None, note: Callab
     if sent is None:
         return checked.tiles.tile_qkv(arrived(checked.query), checked.key, checked.value)
     query, key, value = sent
-    tiled = checked.tiles.tile_arriving(lambda: arrived(query.borrow()), key.borrow, value.borrow)
-    for x in sent:
-        x.release()
-    return tiled
+    return checked.tiles.tile_arriving(lambda: arrived(query.wait()), key.wait, value.wait)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import Deferred, kernels_run, take_into, take_tokens
-from .mailbox import Mailbox, Slot
+from .kernels import Deferred, take_tokens
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -96,33 +95,24 @@ class Arrival:
     """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``.
 
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
-    Where ranks can write to one another and ``by_mail`` says that they may, the buffer is a slot of their mailbox.
-
-    Args:
-        exposed: nothing is left to do meanwhile, so whoever packs writes to the other ranks at once.
     """
 
-    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals, by_mail: bool = False, exposed: bool = False) -> None:
+    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
         self._own = [counts[shards.rank] for counts in deals]
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
-        shape, dtype, device = (shards.length, *self._width), xs[0].dtype, xs[0].device
-        # Where ranks have unequal heads, a token of one lies elsewhere than another's.
-        even = all([len({*counts}) == 1 for counts in deals])
-        mailbox = Mailbox.of(shards.group, device) if by_mail and even else None
-        self._slot = None if mailbox is None else mailbox.take(prod(shape) * dtype.itemsize)
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if torch.compiler.is_compiling() else torch.empty(shape, dtype=dtype, device=device) if self._slot is None \
-            else self._slot.on(shards.rank, shape, dtype)
-        self._coming: list[Exchange | Batch | Letter] = []
+        self._buffer = None if torch.compiler.is_compiling() else torch.empty(
+            shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
+        self._coming: list[Exchange | Batch] = []
         parts: list[Tensor | Exchange] = []
         shared = [place for place in shards.places if place.shared]
         with torch.no_grad():
             for place in shards.places:
                 if place.shared:
-                    if self._slot is None and (len(shared) == 1 or self._buffer is None):
+                    if len(shared) == 1 or self._buffer is None:
                         parts.append(self._exchange(shards, xs, deals, place))
                 elif deferred is not None and self._buffer is not None:
                     first, into = shards.rank * self._own[0], self._into(place)
@@ -132,9 +122,7 @@ class Arrival:
                            for x, counts in zip(tensors, deals)]
                     out = None if self._buffer is None else self._into(place)
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
-            if mailbox is not None and self._slot is not None:
-                self._coming = [Letter(mailbox, self._slot, shards, shared, xs, deals, shape, exposed)]
-            elif len(shared) > 1 and self._buffer is not None:
+            if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
                 self._coming = [Batch(shards, [(_sent(xs, deals, place, shards), self._goes(shards, deals, place), self._into(place), place)
                                                for place in shared])]
@@ -160,17 +148,6 @@ class Arrival:
         return None if self._buffer is None else self._apart(self._buffer)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What has come, the caller's."""
-        arrived = self.borrow()
-        if self._slot is None:
-            return arrived
-        assert self._buffer is not None
-        arrived = self._apart(self._buffer.clone())
-        self.release()
-        return arrived
-
-    def borrow(self) -> tuple[Tensor, ...]:
-        """The same, the caller's until ``release``."""
         if self._buffer is not None:
             for coming in self._coming:
                 coming.wait()
@@ -178,43 +155,8 @@ class Arrival:
         parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
         return self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def release(self) -> None:
-        if self._slot is not None:
-            self._slot.busy = False
-
     def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
-
-
-class Letter:
-    """Shared runs' tokens, written by each rank to where the others have room for them: by their copy engines, beside what runs
-    meanwhile, or where nothing does, by whatever packs them. Each rank has as many heads."""
-
-    def __init__(self, mailbox: Mailbox, slot: Slot, shards: Shares, places: Sequence[Place], xs: Sequence[Tensor | Deferred], deals: Deals,
-                 shape: tuple[int, ...], exposed: bool) -> None:
-        self._arrival: Any = None
-        into = [[slot.on(rank, shape, xs[0].dtype).narrow(0, place.start + sum(place.held[:shards.rank]), place.held[shards.rank])
-                 for place in places] for rank in range(shards.ranks)]
-        if exposed:
-            with slot.opened():
-                for rank in mailbox.order:
-                    for place, part in zip(places, into[rank]):
-                        _write(xs, deals, place, shards, rank, part)
-            return
-        packets = [_sent(xs, deals, place, shards).view(shards.ranks, place.held[shards.rank], *shape[1:]) for place in places]
-
-        def send(rank: int) -> None:
-            for of, part in zip(packets, into[rank]):
-                part.copy_(of[rank], non_blocking=True)
-
-        self._arrival = mailbox.post(slot, send)
-        # Its memory is the copies' until then.
-        self._send: list[Tensor] | None = packets
-
-    def wait(self) -> None:
-        if self._arrival is not None:
-            self._arrival.wait()
-            self._arrival = self._send = None
 
 
 class Batch:
@@ -261,19 +203,7 @@ def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool
 
 def send_tiles(shards: Shares, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
     """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``: out of the tiles into the packets in one pass. Not differentiable."""
-    slots = _packet_slots(tiles, shards.places, shards.ranks)
-    mailbox = Mailbox.of(shards.group, out.device) if kernels_run(out) else None
-    total, (batch, own, _, dim) = sum(deal), out.shape
-    slot = None if mailbox is None else mailbox.take(max(shards.lengths) * batch * total * dim * out.element_size())
-    if mailbox is not None and slot is not None:
-        first, places = sum(deal[:shards.rank]), slots.split(shards.lengths)
-        with slot.opened():
-            for rank in mailbox.order:
-                into = slot.on(rank, (batch, shards.lengths[rank], total, dim), out.dtype).transpose(1, 2)
-                take_into(out, places[rank], into.narrow(1, first, own))
-        slot.busy = False
-        return slot.on(shards.rank, (batch, shards.local_length, total, dim), out.dtype).clone().transpose(1, 2)
-    packets = take_tokens(out, slots).permute(2, 0, 1, 3)
+    packets = take_tokens(out, _packet_slots(tiles, shards.places, shards.ranks)).permute(2, 0, 1, 3)
     return _return_packets(shards, packets, (deal,), shards.places)[0].transpose(1, 2)
 
 
@@ -363,17 +293,6 @@ def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: S
     if isinstance(x, Deferred):
         return _finished_packets(x, shards.ranks, place.local, held)
     return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
-
-
-def _write(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shares, rank: int, into: Tensor) -> None:
-    """A shared run's packet for ``rank``, into its memory."""
-    held = place.held[shards.rank]
-    for x, part, counts in zip(xs, into.split([of[0] for of in deals], 2), deals):
-        first = rank * counts[0]
-        if isinstance(x, Deferred):
-            x.part(place.local, held, slice(first, first + counts[0])).write(part.permute(1, 2, 0, 3))
-        else:
-            _copy(x.narrow(2, place.local, held).narrow(1, first, counts[0]).permute(2, 0, 1, 3), part)
 
 
 def _finished_packets(x: Deferred, ranks: int, first: int, tokens: int) -> Tensor:

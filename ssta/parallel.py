@@ -145,18 +145,17 @@ class Shards(Shares):
         """
         return self.start(*xs, key_heads=key_heads).wait()
 
-    def start(self, *xs: Tensor | Deferred, key_heads: int | None = None, exposed: bool = False) -> Sent:
+    def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
-        order. What is deferred is finished on its way into what is sent. ``exposed``: nothing much is left to do meanwhile, so that GPUs
-        that can write to one another may do so at once instead of by the way."""
+        order. What is deferred is finished on its way into what is sent."""
         deals = self.agreed(lambda: self._deals(xs, key_heads), lambda deals: {**alike("x", xs[0]), "heads": deals})
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
-            return Sent(self, (), deals, Arrival(self, xs, deals, True, exposed))
+            return Sent(self, (), deals, Arrival(self, xs, deals))
         tensors = tuple([x.materialize() if isinstance(x, Deferred) else x for x in xs])
         wanted = wants_gradient(*tensors)
         # A graph with gradients has the exchange inside one autograd function.
-        arrival = None if wanted and torch.compiler.is_compiling() else Arrival(self, tensors, deals, not wanted, exposed)
+        arrival = None if wanted and torch.compiler.is_compiling() else Arrival(self, tensors, deals)
         # Packets are copies: what nobody wants a gradient of need not be kept.
         return Sent(self, tensors if wanted else (), deals, arrival)
 
@@ -242,7 +241,6 @@ class Sent:
         # Those that want a gradient.
         self._xs: tuple[Tensor, ...] | None = xs
         self._arrival = arrival
-        self._borrowed: Arrival | None = None
 
     @property
     def ahead(self) -> tuple[Tensor, ...] | None:
@@ -255,33 +253,15 @@ class Sent:
         Raises:
             RuntimeError: it was called before.
         """
-        xs, arrival = self._taken()
-        if xs:
-            outs = ToHeads.apply(self.shards, self.deals, arrival, *xs)
-        else:
-            assert arrival is not None
-            outs = arrival.wait()
-        return outs[0] if len(outs) == 1 else tuple(outs)
-
-    def borrow(self) -> Any:
-        """``wait`` for somebody who is done with it before anything else is sent, and then says so by ``release``. Without gradients."""
-        _, self._borrowed = self._taken()
-        assert self._borrowed is not None
-        outs = self._borrowed.borrow()
-        return outs[0] if len(outs) == 1 else outs
-
-    def release(self) -> None:
-        """What was borrowed is not needed any more."""
-        if self._borrowed is not None:
-            self._borrowed.release()
-            self._borrowed = None
-
-    def _taken(self) -> tuple[tuple[Tensor, ...], Arrival | None]:
         if self._xs is None:
             raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
-        xs, arrival = self._xs, self._arrival
+        if self._xs:
+            outs = ToHeads.apply(self.shards, self.deals, self._arrival, *self._xs)
+        else:
+            assert self._arrival is not None
+            outs = self._arrival.wait()
         self._xs = self._arrival = None
-        return xs, arrival
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,6 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     return _take(x, index)
 
 
-def take_into(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """Writes ``take_tokens`` into ``out``, whose last stride is 1 and which another GPU may hold; where ``kernels_run(x)``."""
-    _kernels().take(x, index, out)
-
-
 def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, ...]:
     """q, k and v in the order of blocks, with the means of the first ``mean_blocks`` blocks of q and k, in one pass by Triton's kernel.
 

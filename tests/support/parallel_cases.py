@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, SharedMemory, config, inputs, local, mask, noting, refused
+from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 
-from ssta import DenseRun, TokenLayout, attention, exchange, ring_layer, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, TokenLayout, attention, ring_layer, ssta_3d_attention, ssta_attention
 from ssta.attention import ssta_layer
 from ssta.exchange import Exchange
 from ssta.kernels import Deferred, Projection, RMSNorm
@@ -97,34 +97,6 @@ def sent_ahead():
             launched = ssta_layer(*sent[::-1], TEXT, settings, shards=shards, note=steps.append)
         assert torch.equal(launched.out, out)
         assert steps[:9] == ["wait", "take", "wait", "gather_blocks", "wait", "arrived", "gather_blocks", "attended", "take"], steps
-
-
-def by_mail():
-    """Where ranks can write to one another, what comes of it is what comes of collectives: of tensors and of what is deferred, of one run
-    or several, with batches; and a slot that somebody still reads is not written to."""
-    ranks = dist.get_world_size()
-    for layout, split, key_heads, batch in ((TEXT, "video", 4, 2), (MIXED, "all", 4, 1), (MIXED, "video", 2 if ranks == 2 else 4, 1)):
-        shards, settings = Shards.of(None, layout, split), config()
-        q, k, v = [local(x, shards) for x in inputs(layout, 4, key_heads, batch)]
-        expected = ssta_attention(q, k, v, layout, settings, group=dist.group.WORLD, split=split)
-        memory = SharedMemory()
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(exchange.Mailbox, "of", lambda group, device, memory=memory: memory))
-            for module in (attention, reorder, exchange):
-                stack.enter_context(patch.object(module, "kernels_run", lambda x: True))
-            assert torch.equal(ssta_attention(q, k, v, layout, settings, group=dist.group.WORLD, split=split), expected)
-            assert all(slot.turns for slot in memory.slots) and not any(slot.busy for slot in memory.slots)
-            assert len(memory.posted) == 2
-            normed = Deferred((Projection(q, RMSNorm(torch.full((16,), 1.5), 0.0)),))
-            finished = normed.materialize()
-            for exposed in (False, True):
-                # More at once than there are slots.
-                sent = [shards.start(x, key_heads=key_heads, exposed=exposed) for x in (normed, q, finished, normed)]
-                found = [x.wait() for x in sent]
-                assert torch.equal(found[0], found[2]) and torch.equal(found[0], found[3]) and not torch.equal(found[0], found[1])
-                again = shards.start(v).wait()
-                assert torch.equal(again, shards.to_heads(v)) and torch.equal(found[0], found[2])
-        assert torch.equal(found[1], shards.to_heads(q, key_heads=key_heads))
 
 
 def by_hand():
@@ -305,7 +277,7 @@ RINGS = {
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
     "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
-CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "by mail": by_mail, "untouched": untouched, "sent ahead": sent_ahead,
+CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
          "in a mesh": in_a_mesh, **RINGS, "rings overlap": rings_overlap, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
@@ -314,7 +286,7 @@ ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for nam
 
 def on_gpus(rank, ranks):
     """On GPUs: forward, backward and rings are one GPU's to the dtype's rounding, no call but the first waits for the device, and what was
-    sent ahead arrives, also where GPUs write to one another."""
+    sent ahead arrives."""
     layout, settings = TokenLayout.video_text((7, 18, 20), 77), config(tile_thw=(4, 4, 8), topk=6)
     shards, text_mask = Shards.of(None, layout), mask(layout, 2).cuda()
     qkv = [x.cuda().requires_grad_() for x in inputs(layout, 2 * ranks, batch=2, dtype=torch.bfloat16, dim=64)]
@@ -349,9 +321,8 @@ def on_gpus(rank, ranks):
             expected, _ = attend(selection=selection)
         errors |= {f"{name} {x}": distance(got, local(want, shards)) for x, got, want in zip(("out", "dq", "dk", "dv"), found, expected)}
     with torch.no_grad():
-        for _ in range(2):
-            sent = [shards.start(x, exposed=number == 2) for number, x in enumerate(own[::-1])]
-            ahead = ssta_layer(*sent[::-1], layout, settings, text_mask=text_mask, shards=shards).out
+        sent = [shards.start(x) for x in own[::-1]]
+        ahead = ssta_layer(*sent[::-1], layout, settings, text_mask=text_mask, shards=shards).out
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD)
@@ -359,9 +330,7 @@ def on_gpus(rank, ranks):
         errors["inference"] = distance(out, ahead)
         errors["ahead"] = distance(ahead, local(ssta_attention(*qkv, layout, settings, text_mask=text_mask), shards))
         normed = Deferred((Projection(own[0], RMSNorm(torch.full((64,), 1.5, device="cuda", dtype=torch.bfloat16), 1e-6)),))
-        for exposed in (False, True):
-            arrived = [shards.start(x, exposed=exposed).wait() for x in (normed, normed.materialize())]
-            assert torch.equal(*arrived) and torch.equal(arrived[0], shards.to_heads(normed.materialize().requires_grad_()))
+        assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
     assert max(errors.values()) < 5e-3, errors
 
 

@@ -1,8 +1,5 @@
 """What cases of several ranks share: sequences, inputs and masks that every rank makes alike, a rank's part of them, and refusals."""
 
-import tempfile
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
@@ -69,45 +66,3 @@ def refused(kind, text, call):
         raise AssertionError(f"nothing was raised instead of {kind.__name__} with {text!r}")
     finally:
         dist.all_to_all_single = exchange
-
-
-class SharedMemory:
-    """In place of ``mailbox.Mailbox``, on a CPU: slots are files that all ranks have mapped, and taking turns is a barrier."""
-
-    def __init__(self, slots=3):
-        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder)
-        self.order, self.posted = list(range(dist.get_world_size()))[::-1], []
-        self.slots = [SharedSlot(f"{folder[0]}/{number}") for number in range(slots)]
-
-    def take(self, size):
-        slot = next((slot for slot in self.slots if not slot.busy), None)
-        if slot is not None:
-            slot.busy = True
-            slot.size = size
-        return slot
-
-    def post(self, slot, send):
-        with slot.opened():
-            for rank in self.order:
-                send(rank)
-        self.posted.append(slot)
-        return self
-
-    def wait(self):
-        pass
-
-
-class SharedSlot:
-    def __init__(self, path):
-        self.path, self.busy, self.turns = path, False, 0
-
-    def on(self, rank, shape, dtype):
-        return torch.from_file(f"{self.path}-{rank}", shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
-
-    @contextmanager
-    def opened(self):
-        dist.barrier()
-        yield
-        dist.barrier()
-        self.turns += 1
