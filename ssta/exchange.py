@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -124,8 +124,8 @@ class Arrival:
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
-                self._coming = [Batch(shards, [(_sent(xs, deals, place, shards), self._goes(shards, deals, place), self._into(place), place)
-                                               for place in shared])]
+                self._coming = [Batch(shards, [(_sent(xs, deals, place, shards).split(self._goes(shards, deals, place)),
+                                                self._into(place).split(place.held)) for place in shared])]
             else:
                 self._coming = [part for part in parts if isinstance(part, Exchange)]
         # Of a graph, which has nothing else to take them from.
@@ -159,14 +159,51 @@ class Arrival:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
 
 
-class Batch:
-    """Several runs' exchanges in one collective, each of flat packets, how many elements go to each rank, where what comes goes, and the
-    place. Not for a graph."""
+class ArrivalInHalves(Arrival):
+    """What is deferred, of which the first run, a shared one, comes in two parts: the second is made while the first is on its way.
 
-    def __init__(self, shards: Shares, runs: Sequence[tuple[Tensor, list[int], Tensor, Place]]) -> None:
+    Args:
+        makes: of each rank's share of the run the first half and whatever follows the run, and then the second half.
+    """
+
+    def __init__(self, shards: Shares, makes: Sequence[Callable[[], Deferred]], deals: Deals) -> None:
+        self._own = [counts[shards.rank] for counts in deals]
+        run, *others = shards.places
+        halves = tuple([count // 2 for count in run.held])
+        first = makes[0]()
+        self._width = first.shape[0], self._own[0], first.shape[3]
+        self._buffer = torch.empty(shards.length, *self._width, dtype=first.dtype, device=first.device)
+        self._parts = []
+        own = halves[shards.rank]
+        # As they lie in what was made.
+        begins = [run._replace(held=halves), *[place._replace(local=place.local - run.held[shards.rank] + own) for place in others]]
+        rest = tuple([count - half for count, half in zip(run.held, halves)])
+        into = self._into(run).split([part for pair in zip(halves, rest) for part in pair])
+        receives = [into[::2], *[self._into(place).split(place.held) for place in others if place.shared]]
+        with torch.no_grad():
+            self._coming = [Batch(shards, [
+                (_sent((first,), deals, place, shards).split(self._goes(shards, deals, place)), where)
+                for place, where in zip([place for place in begins if place.shared], receives)])]
+            for place in begins:
+                if not place.shared:
+                    head, where = shards.rank * self._own[0], self._into(place)
+                    first.part(place.local, place.length, slice(head, head + self._own[0])).write(where.permute(1, 2, 0, 3))
+            del first
+            ends = run._replace(held=rest)
+            self._coming.append(Batch(shards, [
+                (_sent((makes[1](),), deals, ends, shards).split(self._goes(shards, deals, ends)), into[1::2])]))
+
+
+class Batch:
+    """Several packets for each rank, and from each, in one collective. Not for a graph.
+
+    Args:
+        runs: of each run what goes to each rank, flat, and where what comes from each goes.
+    """
+
+    def __init__(self, shards: Shares, runs: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         operations = []
-        for packets, goes, into, place in runs:
-            sends, receives = packets.split(goes), into.split(place.held)
+        for sends, receives in runs:
             receives[shards.rank].view(-1).copy_(sends[shards.rank])
             for step in range(1, shards.ranks):
                 to, of = (shards.rank + step) % shards.ranks, (shards.rank - step) % shards.ranks
@@ -174,7 +211,8 @@ class Batch:
                 operations += [dist.P2POp(dist.isend, sends[to], group=shards.group, group_peer=to)] if sends[to].numel() else []
                 operations += [dist.P2POp(dist.irecv, receives[of], group=shards.group, group_peer=of)] if receives[of].numel() else []
         self._works = dist.batch_isend_irecv(operations) if operations else []
-        self._send: list[Tensor] | None = [run[0] for run in runs]
+        # Their memory is the operations' until then.
+        self._send: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] | None = runs
 
     def wait(self) -> None:
         for work in self._works:
