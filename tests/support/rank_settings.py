@@ -109,7 +109,7 @@ def packed(rank, ranks):
 
 
 def halved(rank, ranks):
-    """q goes in two parts where a rank's share is long, the second made while the first is on its way, which a text that is shared out goes with."""
+    """Where a share is long q goes in two parts, the second made while the first, and a text that is shared out, is on its way."""
     calls, real = [], dist.batch_isend_irecv
 
     def noted(operations):
