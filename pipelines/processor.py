@@ -143,8 +143,8 @@ class SSTAProcessor:
                           tiles=shards is None and not self.dense)
         finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms)
         cut = in_halves(queries, shards)
-        return self._sent(shards, heads, *(partial(finish, streams) for streams in (queries, keys, values)),
-                          halves=None if cut is None else [partial(finish, streams) for streams in cut])
+        halves = None if cut is None else [partial(finish, streams) for streams in cut]
+        return self._sent(shards, heads, partial(finish, queries), partial(finish, keys), partial(finish, values), halves)
 
     def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,
              key_heads: int) -> tuple[Given, Given, Given]:
