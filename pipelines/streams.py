@@ -100,7 +100,9 @@ def in_halves(streams: Sequence[Stream], shards: Shards) -> tuple[Sequence[Strea
     None where the run is no stream by itself that is still to be projected, or is short; the same on all ranks."""
     projected, norm, angles, rotated = streams[0]
     run = shards.places[0]
-    if not run.shared or run.length < HALVED * shards.ranks or not isinstance(projected, partial) or rotated is not None:
+    if torch.compiler.is_compiling() or not run.shared or run.length < HALVED * shards.ranks:
+        return None
+    if not isinstance(projected, partial) or rotated is not None:
         return None
     x, = projected.args
     held = run.held[shards.rank]
