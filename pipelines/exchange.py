@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssta.kernels import Deferred, Projection, autocast_inputs
+from ssta.kernels import autocast_inputs
 from ssta.layout import Input
 from ssta.parallel import Sent, Shards
 
@@ -24,7 +22,6 @@ class OnItsWay(NamedTuple):
         shape: ``[B, H_r, S, D]``, of what arrives.
         heads: H.
         dtype, device: its.
-        deferred: whether the kernel made it.
     """
 
     sent: Sent
@@ -32,7 +29,6 @@ class OnItsWay(NamedTuple):
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     device: torch.device
-    deferred: bool = False
 
 
 # What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
@@ -61,18 +57,7 @@ class Exchange:
             x = x.transpose(1, 2)
         batch, heads, _, dim = x.shape
         own = shards.deal_heads(heads, key_heads)[shards.rank]
-        return OnItsWay(shards.start(x, key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device,
-                        isinstance(x, Deferred))
-
-    def takes_halves(self, sent: OnItsWay) -> bool:
-        """Whether what comes after ``sent``, with as many heads, can be sent in halves."""
-        return sent.deferred and len({*sent.sent.deals[0]}) == 1
-
-    def send_in_halves(self, shards: Shards, makes: Sequence[Callable[[], Input]], like: OnItsWay) -> OnItsWay:
-        """As ``Shards.start_in_halves``, of what has the shape of ``like``, which was sent before."""
-        sent = shards.start_in_halves([partial(_deferred, make) for make in makes], like.sent)
-        self.begin(like.device)
-        return like._replace(sent=sent)
+        return OnItsWay(shards.start(x, key_heads=key_heads), heads, (batch, own, shards.length, dim), x.dtype, x.device)
 
     def sent(self, shards: Shards, query: Given, key: Given, value: Given) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
         """All three, unless they are on their way already."""
@@ -99,8 +84,3 @@ class Exchange:
         """Of both; None where nothing was exchanged, or inside a graph. Waits for the device."""
         before, after = self._before.seconds(), self._after.seconds()
         return None if before is None or after is None else before + after
-
-
-def _deferred(make: Callable[[], Input]) -> Deferred:
-    x = make()
-    return Deferred((Projection(x.transpose(1, 2)),)) if isinstance(x, Tensor) else x

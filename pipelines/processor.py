@@ -26,7 +26,7 @@ from .exchange import Exchange, Given, OnItsWay
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
 from .reuse import Holder
-from .streams import TORCH_NORMS, Norms, Stream, finished, in_halves, joined
+from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -142,9 +142,7 @@ class SSTAProcessor:
             return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
                           tiles=shards is None and not self.dense)
         finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms)
-        cut = in_halves(queries, shards)
-        halves = None if cut is None else [partial(finish, streams) for streams in cut]
-        return self._sent(shards, heads, partial(finish, queries), partial(finish, keys), partial(finish, values), halves)
+        return self._sent(shards, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
 
     def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,
              key_heads: int) -> tuple[Given, Given, Given]:
@@ -156,14 +154,9 @@ class SSTAProcessor:
         return query(), key(), value()
 
     def _sent(self, shards: Shards, key_heads: int, query: Callable[[], Input], key: Callable[[], Input],
-              value: Callable[[], Input], halves: Sequence[Callable[[], Input]] | None = None) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
-        """``halves``: of q, if it may be sent in two parts, which hides most of its exchange under the second one's projection."""
-        sent: list[OnItsWay] = []
+              value: Callable[[], Input]) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
+        sent = []
         for make in (value, key, query):
-            if len(sent) == 2 and halves is not None and self._exchange.takes_halves(sent[1]):
-                sent.append(self._exchange.send_in_halves(shards, halves, sent[1]))
-                self._stopwatch.start(sent[1].device)
-                continue
             x = make()
             if not torch.compiler.is_compiling():
                 # q's start is the last, and the one that counts.

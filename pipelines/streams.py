@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_rstd, watched
-from ssta.parallel import Shards
 
 from .rope import apply_rope
 
@@ -89,31 +88,6 @@ def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = Fals
 def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:
     """What ``linear``, a module, makes of x when it is called."""
     return partial(linear, x)
-
-
-# Tokens of a rank from which a product of half of them is as efficient.
-HALVED = 8192
-
-
-def in_halves(streams: Sequence[Stream], shards: Shards) -> tuple[Sequence[Stream], Sequence[Stream]] | None:
-    """A rank's streams of q for ``Shards.start_in_halves``: the first half of the first run with all that follows it, and the second half.
-    None where the run is no stream by itself that is still to be projected, or is short; the same on all ranks."""
-    projected, norm, angles, rotated = streams[0]
-    run = shards.places[0]
-    if torch.compiler.is_compiling() or not run.shared or run.length < HALVED * shards.ranks:
-        return None
-    if not isinstance(projected, partial) or rotated is not None:
-        return None
-    x, = projected.args
-    held = run.held[shards.rank]
-    if x.shape[1] != held:
-        return None
-
-    def part(first: int, last: int) -> Stream:
-        of = None if angles is None else tuple([y if y.shape[-3] == 1 else y[..., first:last, :, :] for y in angles])
-        return Stream(later(projected.func, x[:, first:last]), norm, of)  # type: ignore[arg-type]
-
-    return (part(0, held // 2), *streams[1:]), (part(held // 2, held),)
 
 
 def projection_of(projected: Projected) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -157,41 +157,6 @@ class Arrival:
 
     def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
-
-
-class ArrivalInHalves(Arrival):
-    """What is deferred, of which the first run, a shared one, comes in two parts: the second is made while the first is on its way.
-
-    Args:
-        makes: of each rank's share of the run the first half and whatever follows the run, and then the second half.
-    """
-
-    def __init__(self, shards: Shares, makes: Sequence[Callable[[], Deferred]], deals: Deals) -> None:
-        self._own = [counts[shards.rank] for counts in deals]
-        run, *others = shards.places
-        halves = tuple([count // 2 for count in run.held])
-        first = makes[0]()
-        self._width = first.shape[0], self._own[0], first.shape[3]
-        self._buffer = torch.empty(shards.length, *self._width, dtype=first.dtype, device=first.device)
-        self._parts = []
-        own = halves[shards.rank]
-        # As they lie in what was made.
-        begins = [run._replace(held=halves), *[place._replace(local=place.local - run.held[shards.rank] + own) for place in others]]
-        rest = tuple([count - half for count, half in zip(run.held, halves)])
-        into = self._into(run).split([part for pair in zip(halves, rest) for part in pair])
-        receives = [into[::2], *[self._into(place).split(place.held) for place in others if place.shared]]
-        with torch.no_grad():
-            self._coming = [Batch(shards, [
-                (_sent((first,), deals, place, shards).split(self._goes(shards, deals, place)), where)
-                for place, where in zip([place for place in begins if place.shared], receives)])]
-            for place in begins:
-                if not place.shared:
-                    head, where = shards.rank * self._own[0], self._into(place)
-                    first.part(place.local, place.length, slice(head, head + self._own[0])).write(where.permute(1, 2, 0, 3))
-            del first
-            ends = run._replace(held=rest)
-            self._coming.append(Batch(shards, [
-                (_sent((makes[1](),), deals, ends, shards).split(self._goes(shards, deals, ends)), into[1::2])]))
 
 
 class Batch:

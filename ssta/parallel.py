@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakKeyDictionary
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import require_choice
-from .exchange import Arrival, ArrivalInHalves, Deals, Run, Shares, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
+from .exchange import Arrival, Deals, Run, Shares, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
 from .kernels import Deferred
 from .memo import captured, remember_plain
 from .ranks import agree, check_ranks, resolve_group
@@ -158,12 +158,6 @@ class Shards(Shares):
         arrival = None if wanted and torch.compiler.is_compiling() else Arrival(self, tensors, deals)
         # Packets are copies: what nobody wants a gradient of need not be kept.
         return Sent(self, tensors if wanted else (), deals, arrival)
-
-    def start_in_halves(self, makes: Sequence[Callable[[], Deferred]], like: Sent) -> Sent:
-        """``start`` of what functions make: the first half of this rank's share of the first run, which must be a shared one, with whatever
-        follows the run; and the second half, which is made while the first is on its way. ``like``: of a tensor that was sent with as many
-        heads, the same number for each rank. Not differentiable, and not in a graph."""
-        return Sent(self, (), like.deals, ArrivalInHalves(self, makes, like.deals))
 
     def to_tokens(self, x: Tensor, heads: int, *, key_heads: int | None = None) -> Tensor:
         """Back: all tokens of a rank's heads, exchanged for its tokens of all heads: ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``.

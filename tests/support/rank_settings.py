@@ -15,7 +15,7 @@ from unittest.mock import patch
 import diffusers
 import torch
 import torch.distributed as dist
-from rank_harness import EVEN, ODD, SPARSE, alone, close, distance, forward, parallel, tiny
+from rank_harness import EVEN, SPARSE, alone, close, distance, forward, parallel, tiny
 from tiny_models import cast, note_projections
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
@@ -106,26 +106,6 @@ def packed(rank, ranks):
                 assert torch.equal(forward(model, call), want), name
         assert written.count(5) == sum(packets), (name, written)
         written.clear()
-
-
-def halved(rank, ranks):
-    """Where a share is long q goes in two parts, the second made while the first, and a text that is shared out, is on its way."""
-    calls, real = [], dist.batch_isend_irecv
-
-    def noted(operations):
-        calls.append(len(operations))
-        return real(operations)
-
-    once = 2 * (ranks - 1)
-    model, call = tiny("hunyuan_video_15", ODD)
-    model, call = model.float(), cast(call, torch.float32)
-    want = alone(model, call)
-    handle = apply_ssta(model, SPARSE, schedule=Schedule())
-    model.enable_parallelism(config=parallel(ranks, anything=True))
-    with torch.no_grad(), patch.object(streams, "kernels_run", lambda x: True), patch.object(streams, "HALVED", 1), \
-            patch.object(dist, "batch_isend_irecv", noted):
-        assert distance(forward(model, call), want) < 1e-5
-    assert calls == [2 * once, 2 * once, 2 * once, once] * len(handle.report()), calls
 
 
 def pipelines(rank, ranks):
