@@ -55,6 +55,7 @@ def measure(entries: list[Entry], shape: LayerShape, rounds: int, device: str) -
         error = sampled_error(shape, q, k, v, out, blocks, layout, config)
         del out, blocks
         calls[config], facts[config] = layer, dict(extra_mib=peak_extra_mib(layer), error=error)
+        print(f"checked {next(name for name, of in configs.items() if of == config)}", flush=True)
     times = interleaved(calls, rounds)
     whole = times[None]["median_ms"]
     rows = []

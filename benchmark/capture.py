@@ -1,11 +1,11 @@
 """Queries, keys and values of real heads, few and small enough for the tests: tests/data/captures.npz, from the model of bench_quality.py.
 
-    python benchmark/bench_quality.py --head-dim 32 --minutes 1 --only "other noise" --out build/captured
-    python benchmark/capture.py build/captured/model.pt
+    python benchmark/capture.py --minutes 1 [--to FILE]
 
-Without --clips the model is trained on procedural clips, so that anybody can make the file anew. The model samples one video, densely. At an
-early and a late step all heads of all layers are ordered by how unlike the tokens of a tile are (h of ssta/compensation.py, in the mean weighted
-by mass), and the one most alike, the middle one and the one least alike are kept: of each a box of the canvas, q and k with norm and RoPE.
+A model with heads of 32 is trained as by bench_quality.py, on procedural clips where no others are named, so that anybody can make the
+file anew, up to how far a GPU gets in a minute. It samples one video, densely. At an early and a late step all heads of all layers are
+ordered by how unlike the tokens of a tile are (h of ssta/compensation.py, its mean weighted by mass), and the one most alike, the middle one
+and the one least alike are kept: of each a box of the canvas, with norm and RoPE.
 
     q, k, v         int8 [N, T * H * W, D], in steps
     q_step, ...     float32 [N, 1, D]: an eighth of the channel's standard deviation
@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from arguments import Unusable
+from bench_quality import add_training, trained
 from sample_quality import Sampler, step_at, velocity
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -58,16 +59,17 @@ class SelfAttention(TorchFunctionMode):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", metavar="FILE", type=Path, help="of bench_quality.py, finished")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_training(parser)
     parser.add_argument("--to", metavar="FILE", type=Path, default=CAPTURES, help="what is written (default %(default)s)")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(head_dim=32, out=Path("build/captured"))
     options = parser.parse_args(argv)
+    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     try:
-        checkpoint = Checkpoint.load(options.checkpoint)
+        checkpoint, _ = trained(options, device)
     except Unusable as error:
-        parser.error(str(error).removeprefix("--"))
-    arrays = captured(checkpoint, torch.device(options.device))
+        parser.error(str(error))
+    arrays = captured(checkpoint, device)
     options.to.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(options.to, **arrays)
     for layer, head, noise, h in zip(*(arrays[name] for name in ("layer", "head", "noise", "half_variance"))):
