@@ -63,6 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_tokens.py
 	$(BIN)/python benchmark/bench_interfaces.py
 	$(BIN)/python benchmark/bench_quality.py --limit 8
+	$(BIN)/python benchmark/bench_grid.py$(if $(HAS_GPU),, --only "tile 1x4x4")
 	$(BIN)/python benchmark/tune.py
 	$(BIN)/python benchmark/table.py --check
 

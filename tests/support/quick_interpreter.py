@@ -1,7 +1,7 @@
 """Triton's interpreter without work that it does over and over: the same results in half the time, which is what our kernels' tests take.
 
-A launch replaces the functions of Triton's language by interpreted ones, and every call of one kernel function by another does so again. Every
-tensor names its type and works out that of its shape, which nobody asks for, and looks its dtype up in a table that is made for it.
+A launch replaces the functions of Triton's language by interpreted ones, and every call of one kernel function by another does so again.
+Every tensor works out the type of its shape, which nobody asks for, and looks its dtype up in a table that is made for it.
 """
 
 from __future__ import annotations
