@@ -81,13 +81,13 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     best = _best("forward", head_dim, limits)
     if q_block <= 32 and limits.five_stages(head_dim):
         best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
-    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(limits))
+    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(best.block_m, limits))
 
 
-def forward_reads_ahead(limits: DeviceLimits) -> bool:
-    """Whether the forward reads chunks' numbers an iteration ahead (see ``next_start``). Where products are asynchronous there are two
-    copies of a tile without, and the register that it takes costs 2 % on an H200 at head_dim 128."""
-    return not limits.asynchronous
+def forward_reads_ahead(block_m: int, limits: DeviceLimits) -> bool:
+    """Whether the forward reads chunks' numbers an iteration ahead (see ``next_start``). Where products are asynchronous, which takes 64
+    rows, there are two copies of a tile without, and the register that it takes costs 2 % on an H200 at head_dim 128."""
+    return block_m < 64 or not limits.asynchronous
 
 
 def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
@@ -127,6 +127,9 @@ def gathered_config(
         best = LaunchConfig(128, 32 if limited else 64, 8, 3)
     if ordered:
         best = replace(best, num_stages=1)
+    elif not limited and not limits.asynchronous:
+        # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
+        best = replace(best, num_stages=5)
     # Masks and the search for NaN pass through some shared memory of their own.
     return _fit(best, head_dim, q_block, best.block_n, limits, stationary, ahead=False, spare=8192 * limited)
 
@@ -197,7 +200,10 @@ def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, li
 
     def bytes_used() -> int:
         # Copies of a streamed tile that Triton 3.6 keeps; read off the kernels.
-        copies = (stages if limits.asynchronous else max(stages - 1, 1)) if ahead else stages if stages > 3 else min(stages, 2)
+        if ahead:
+            copies = stages if limits.asynchronous else max(stages - 1, 1)
+        else:
+            copies = max(stages - 2, 2) if limits.asynchronous else max(stages - 3, 1)
         return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + 2048 + spare
 
     while bytes_used() > limits.shared_memory and stages > 3:
