@@ -44,7 +44,8 @@ class _Row(NamedTuple):
 # (RTX 50). FlexAttention's table and FlashAttention-2's launches are near.
 _TABLE = {
     # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
-    # At 256 4 warps spill: of 23,040 tokens 23.6 ms, with 8 5.3, 128 x 32 in three stages 6.2, 64 x 64 11.6.
+    # Of 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in three
+    # stages 6.2, 64 x 64 11.6.
     "forward": dict(
         asynchronous=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
         large=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(128, 32, 8, 3)),
@@ -53,8 +54,9 @@ _TABLE = {
     ),
     # dQ holds q and dO and streams K and V. At 128, 64 x 64 with 4 warps is 3.7 ms less than 128 x 128 with 8 warps; two stages, of which
     # there are two copies, since chunks' numbers are read ahead, and three no longer leave room for a second program: 1.07 times as long.
+    # At 256, of 23,040 tokens, the backward takes 30.0 ms, with 64 x 64 for dQ 37.8, with 4 warps for all 55.5.
     "dq": dict(
-        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(64, 64, 8, 2)),
+        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 32, 8, 2)),
         large=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(64, 32, 4, 3)),
         small=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
         tma=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
@@ -75,19 +77,19 @@ LARGE_SHARED_MEMORY = 160 << 10
 def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The forward's. ``q_block`` and ``kv_block`` are the longest blocks in tokens.
 
-    Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
-    token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
+    Under 64 rows Triton multiplies without the asynchronous unit. 24,576 tokens, 8 heads, a tenth of the key blocks of 64: blocks of 16
+    rows in three stages with 2 warps take 1.63 ms, with 4 warps 1.81, in five stages 2.63; of 32 rows with 4 warps 1.24, in five 1.69.
     """
     best = _best("forward", head_dim, limits)
-    if q_block <= 32 and limits.five_stages(head_dim):
-        best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
-    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(best.block_m, limits))
+    if q_block <= 32 and limits.asynchronous and head_dim <= 128:
+        best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 3)
+    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(head_dim, best.block_m, limits))
 
 
-def forward_reads_ahead(block_m: int, limits: DeviceLimits) -> bool:
+def forward_reads_ahead(head_dim: int, block_m: int, limits: DeviceLimits) -> bool:
     """Whether the forward reads chunks' numbers an iteration ahead (see ``next_start``). Where products are asynchronous, which takes 64
-    rows, there are two copies of a tile without, and the register that it takes costs 2 % on an H200 at head_dim 128."""
-    return block_m < 64 or not limits.asynchronous
+    rows, there are two copies of a tile without, and beyond a head_dim of 64, where registers are short, it costs 2 % on an H200."""
+    return head_dim <= 64 or block_m < 64 or not limits.asynchronous
 
 
 def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
@@ -141,15 +143,15 @@ def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimit
     """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
     as tiles of keys, not key by key.
 
-    Tiles through TMA: 32 keys, 2 warps and five stages, of which Triton 3.6 makes two copies, take 16.3 ms forward; 64 keys
-    16.9 with 2 warps and 17.0 with 4 in three stages, 18.2 and 34 in five; 32 keys with 4 warps 22. Key by key: in a step of decoding
-    (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five 0.080; 32 keys
-    0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
+    Tiles through TMA: 32 keys, 2 warps and two copies take 16.3 ms forward; 64 keys 16.9 with 2 warps and 17.0 with 4; 32 keys with 4
+    warps 22. Two copies are those of three stages: a quarter of the tokens takes 1.99 ms, in four stages 2.14, in five 2.70. Key by key: in
+    a step of decoding (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five
+    0.080; 32 keys 0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
     """
     m = max(16, 1 << (group - 1).bit_length())
     wide = _padded(head_dim) + _padded(v_head_dim) > 256
     if tiles and limits.tma and m <= 32 and not wide:
-        return LaunchConfig(m, 32, 2, 5)
+        return LaunchConfig(m, 32, 2, 3)
     return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
 
 
@@ -204,9 +206,11 @@ def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, li
             copies = stages if limits.asynchronous else max(stages - 1, 1)
         else:
             copies = max(stages - 2, 2) if limits.asynchronous else max(stages - 3, 1)
-        return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + 2048 + spare
+        # Fewer than 128 rows are shared out by columns too, and weights go from warp to warp through shared memory.
+        rest = 2048 if limits.asynchronous else 1024 + (2 * m * n if m < 128 else 0)
+        return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + rest + spare
 
-    while bytes_used() > limits.shared_memory and stages > 3:
+    while bytes_used() > limits.shared_memory and stages > 3 and limits.asynchronous:
         stages -= 1
     while bytes_used() > limits.shared_memory and n > 32:
         n //= 2

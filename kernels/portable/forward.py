@@ -153,5 +153,5 @@ def triton_forward(
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks.read_by(heads),
         heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(config.block_m, limits), **config.options())
+        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(dim, config.block_m, limits), **config.options())
     return out, lse
