@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -56,7 +57,7 @@ class Case(NamedTuple):
     kernels: str                 # of what is launched those whose module and name this regular expression finds
     allowed: Allowed
     assembled: bool = True       # whether ptxas is asked; without, only memory and copies are looked at, in a third of the time
-    usual: bool = True
+    usual: tuple[int, ...] | None = None   # the cards that are not for --all alone; None: every one
     processors: int | None = None
 
 
@@ -106,7 +107,7 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
 
 
-def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool, hopper: bool = False) -> None:
+def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists, tail, tail_op
 
@@ -120,6 +121,16 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool, hopper: boo
     found.scores()
     result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
     torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
+
+
+def estimate_on_hopper(dim: int, linear: bool) -> None:
+    """The same where tensors seem to be on a Hopper GPU."""
+    from ssta.kernels import tail
+
+    multiply = torch.bmm
+    with (patch.object(tail, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
+          patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
+        estimate(dim, torch.bfloat16, 1, linear)
 
 
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
@@ -146,52 +157,54 @@ def portable_cases() -> dict[str, Case]:
     for dim, backward in product((64, 128, 256), (False, True)):
         found[f"portable {'backward' if backward else 'forward'} D={dim} fp16"] = Case(
             every, partial(attend, dim, torch.float16, 384, 384, False, backward), BACKWARD if backward else FORWARD,
-            Allowed(first=16, copies=2), usual=not backward and dim == 128)
+            Allowed(first=16, copies=2), usual=() if backward or dim != 128 else (89,))
     for (rows, keys), dim, causal in product(((512, 64), (64, 64), (32, 64), (16, 64), (16, 16), (96, 96)), (64, 128, 256), (False, True)):
         for kernels, backward in ((FORWARD, False), (BACKWARD, True)):
             found[f"portable {'backward' if backward else 'forward'} {rows}x{keys} D={dim} bf16{' causal' * causal}"] = Case(
-                every, partial(attend, dim, torch.bfloat16, rows, keys, causal, backward), kernels, Allowed(first=48),
-                assembled=False, usual=rows == 512 and dim == 128 and backward)
+                every, partial(attend, dim, torch.bfloat16, rows, keys, causal, backward), kernels, Allowed(), assembled=False,
+                usual=(90, 100) if rows == 512 and dim == 128 and backward else ())
     for dim, limited in product((64, 128, 256), (False, True)):
         found[f"portable gathered D={dim} bf16{' limited' * limited}"] = Case(
-            every, partial(gather, dim, limited), GATHERED, Allowed(first=None if limited else 16, copies=1 if limited else 2),
-            usual=dim > 64)
+            every, partial(gather, dim, limited), GATHERED, Allowed() if limited else Allowed(first=16, copies=2),
+            usual={64: (), 128: (80, 120), 256: (89,)}[dim])
     for dim, group in product((64, 128, 256), (16, 128)):
         found[f"portable tokens D={dim} bf16 group={group}"] = Case(
-            every, partial(attend_to_tokens, dim, group, 64), TOKENS, Allowed(first=16), usual=dim > 64 and group == 16)
+            every, partial(attend_to_tokens, dim, group, 64), TOKENS, Allowed(first=24),
+            usual={64: (), 128: (80, 90, 120), 256: (89,)}[dim] if group == 16 else ())
     return found
 
 
 def tail_cases() -> dict[str, Case]:
     found = {}
+    usual = {("bf16", 128, True, 2): (80, 90, 120), ("bf16", 64, True, 2): (90,), ("fp16", 64, False, 1): (80,),
+             ("bf16", 256, True, 2): (120,), ("fp32", 64, True, 2): (120,)}
     for (name, dim), (linear, parts) in product(
             (("bf16", 128), ("bf16", 64), ("fp16", 64), ("bf16", 256), ("fp32", 64), ("bf16", 80)), ((True, 2), (True, 1), (False, 1))):
-        usual = dict(bf16=parts == 2 and dim in (64, 128, 256), fp16=not linear, fp32=parts == 2)[name]
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
-        # Float32 is there to be right.
+        # Float32 is there to be right. At 256 the matrix of the order alone takes all registers: it is right, and slow.
         found[f"tail D={dim} {name}{'' if linear else ' means'}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120) if dim == 128 else (120,), partial(estimate, dim, DTYPES[name], parts, linear),
-            # At 256 the matrix of the order alone takes all registers: it is right, and slow.
-            TAIL if dim <= 128 else TAIL + "(?!statistics._order)", Allowed(spilled=1024 if name == "fp32" else 160), usual=usual)
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts, linear), TAIL if dim <= 128 else TAIL + "(?!statistics._order)",
+            Allowed(spilled=1024 if name == "fp32" else 160), usual=usual.get((name, dim, linear, parts), ()))
     return found
 
 
 def hopper_cases() -> dict[str, Case]:
     found = {}
-    for dim, rows, keys, (name, causal) in product((64, 128), (128, 384), (64, 384), product(("bf16", "fp16"), (False, True))):
+    for dim, rows, keys, (name, causal) in product((64, 128), (384, 128), (384, 64), product(("bf16", "fp16"), (False, True))):
+        usual = name == "bf16" and (rows == 384 or dim == 128) or dim == 128 and rows == keys == 384
         found[f"hopper forward {rows}x{keys} D={dim} {name}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True), HOPPER_FORWARD,
-            Allowed(reloads=RELOADS_OF_CAUSAL_FORWARD if causal else RELOADS_OF_THREE, spilled=SPILLS),
-            usual=rows == 384 and (keys == 384 or dim == 128) and (name == "bf16" or dim == 128), processors=1)
+            Allowed(reloads=RELOADS_OF_CAUSAL_FORWARD if causal else RELOADS_OF_THREE, spilled=SPILLS), usual=None if usual else (),
+            processors=1)
     for dim, name, deterministic, ragged, causal in product((64, 128), ("bf16", "fp16"), (True, False), (False, True), (False, True)):
         allowed = RELOADS_OF_CAUSAL[dim] if causal else (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
+        usual = (deterministic or not ragged and not causal) and (name == "bf16" or not ragged and not causal)
         found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
-            Allowed(reloads=allowed, spilled=SPILLS),
-            usual=(deterministic or not ragged and not causal) and (name == "bf16" or not ragged and not causal))
+            Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
     for dim, linear in product((64, 128), (True, False)):
         found[f"hopper tail D={dim} bf16{'' if linear else ' means'}"] = Case(
-            (90,), partial(estimate, dim, torch.bfloat16, 1, linear, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+            (90,), partial(estimate_on_hopper, dim, linear), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
     return found
 
 
@@ -238,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, case in cases().items():
         for card in case.cards:
             label = f"sm_{card} {name}"
-            if not (case.usual or options.all) or not chosen(label, options.words):
+            if not (options.all or case.usual is None or card in case.usual) or not chosen(label, options.words):
                 continue
             pretended = CARDS[card] if case.processors is None else CARDS[card]._replace(multiprocessors=case.processors)
             for kernel in compiler.compile(case.call, pretended, case.kernels, case.assembled):
