@@ -39,7 +39,7 @@ class _Row(NamedTuple):
 
 
 # Kinds of GPUs: with asynchronous products, measured on an H200; and three that are not measured but compiled, for which the rows say what
-# spills no registers in the loop over full chunks, keeps two copies of a streamed tile, multiplies nothing twice (eight warps on 64 rows
+# spills no registers in the loop over full chunks, keeps two copies of a streamed tile, multiplies little twice (as eight warps on 64 rows
 # do), and else is as large as fits: "large", 163 KB of shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA
 # (RTX 50). FlexAttention's table and FlashAttention-2's launches are near.
 _TABLE = {
