@@ -1,11 +1,12 @@
 """Which launch configurations suit this GPU? Sweeps candidates and says which line of kernels/*/config.py to change.
 
-    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--save]
+    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--save] [--share]
 
 Each candidate is checked against float64 before it is timed, all of one kernel interleaved, and what does not fit the GPU says so. dq and
 dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
 (TRITON_INTERPRET=1), which shows that it works but says nothing about speed. With --save, what is faster in forward, dq and dkv goes to
-this GPU's file in kernels/portable/configs/, from which the kernels then take it; the H200's is in config.py itself.
+this GPU's file in kernels/portable/configs/, from which the kernels then take it; the H200's is in config.py itself. With --share, all that
+was measured is printed once more as a block to send to the project, which has no other GPUs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from unittest.mock import patch
 
 import torch
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
-from measure import NO_TIMES, RESULTS, failure, interleaved, print_machine, print_rows, write_rows
+from measure import NO_TIMES, RESULTS, failure, interleaved, machine, print_machine, print_rows, write_rows
 from shapes import Pattern, Problem, kept
 from truth import Truth, Wrong, truth
 
 from ssta.kernels import BlockLists, choose_route
-from ssta.kernels.device import device_limits
+from ssta.kernels.device import DeviceLimits, device_limits
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 from ssta.kernels.portable.measured import FOLDER, HEAD_DIMS, file_name
@@ -63,11 +64,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
                         help="the problem to tune for (default 46080,0.4)")
     parser.add_argument("--save", action="store_true", help="write what is faster to this GPU's file in kernels/portable/configs/")
+    parser.add_argument("--share", action="store_true", help="print all that was measured as a block to send to the project")
     add_rounds(parser, 7 if gpu else 1)
     options = parser.parse_args(argv)
     problem, pattern = options.shape
-    if options.save and not gpu:
-        parser.error("--save needs an NVIDIA GPU, times of the interpreter say nothing")
+    for flag in ("save", "share"):
+        if getattr(options, flag) and not gpu:
+            parser.error(f"--{flag} needs an NVIDIA GPU, times of the interpreter say nothing")
     try:
         choose_route("triton", device, dtype, problem.head_dim)
     except ValueError as error:
@@ -85,6 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(advice))
     if options.save:
         print(save(rows, problem.head_dim, torch.cuda.get_device_name(device), FOLDER))
+    if options.share:
+        print(share(rows, torch.cuda.get_device_capability(device), device_limits(device)))
 
 
 class Setting:
@@ -141,15 +146,15 @@ def candidates(kernel: str, setting: Setting, wide: bool) -> list[Candidate]:
     limits = device_limits(setting.device)
     block = setting.problem.block
     present = {name: config(setting.problem.head_dim, block, block, limits) for name, config in choose.items()}
-    every = dict.fromkeys([present[kernel], *launch_configs(block, wide)])
+    every = dict.fromkeys([present[kernel], *launch_configs(block, wide, setting.problem.head_dim)])
     return [Candidate(written(kernel, config), run_of(kernel, config, present, setting), config == present[kernel]) for config in every]
 
 
-def launch_configs(block: int, wide: bool) -> list[LaunchConfig]:
-    """The candidates; none longer than the blocks, and eight warps only where they have 128 rows or keys to share."""
+def launch_configs(block: int, wide: bool, head_dim: int) -> list[LaunchConfig]:
+    """The candidates; none longer than the blocks, and eight warps only where they have 128 rows, keys or more columns to share."""
     sizes = [size for size in (16, 32, 64, 128) if size <= block][-2 - wide:]
     return [LaunchConfig(m, n, warps, stages) for m, n, warps, stages in product(sizes, sizes, (4, 8), (1, 2, 3, 4) if wide else (2, 3))
-            if max(m, n) >= 128 or warps == 4]
+            if max(m, n) >= 128 or head_dim > 128 or warps == 4]
 
 
 def written(kernel: str, config: LaunchConfig) -> str:
@@ -246,6 +251,30 @@ def save(rows: list[dict], head_dim: int, gpu: str, folder: Path) -> str:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return f"saved {', '.join(found)} for head_dim up to {bucket} to {path}"
+
+
+def share(rows: list[dict], capability: tuple[int, int], limits: DeviceLimits) -> str:
+    """What was measured as text for an issue: the machine and every candidate with its times in ms, its error or why it has none."""
+    kernels: dict[str, list[dict]] = {}
+    columns = "config", "present", "median_ms", "q1_ms", "q3_ms", "error", "note"
+    for row in rows:
+        told = {column: row[column] for column in columns if row[column] != ""}
+        kernels.setdefault(row["kernel"], []).append({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in told.items()})
+    where = machine()
+    about = where | dict(capability="sm_{}{}".format(*capability), shared_memory=limits.shared_memory, products=limits.products)
+    about |= dict(problem={column: rows[0][column] for column in ("tokens", "heads", "head_dim", "block", "kept")})
+    # A line for each candidate.
+    lines = ",\n".join(f'  "{kernel}": [\n    ' + ",\n    ".join(map(json.dumps, own)) + "\n  ]" for kernel, own in kernels.items())
+    block = json.dumps(about, indent=1)[:-2] + ',\n "kernels": {\n' + lines + "\n }\n}"
+    return f"Please send what follows {project_page()}:\n\n### SSTA tuned on {where['device']}\n\n```json\n{block}\n```"
+
+
+def project_page() -> str:
+    """Where issues go, as the package's own metadata say."""
+    urls = dict(entry.split(", ", 1) for entry in metadata.metadata("ssta").get_all("Project-URL") or [])
+    known = {label.lower(): url for label, url in urls.items()}
+    page = next((known[label] for label in ("issues", "tracker", "repository", "source", "homepage") if label in known), None)
+    return f"as an issue to {page}" if page else "as an issue to the page that you have SSTA from"
 
 
 def advise(kernel: str, rows: list[dict]) -> str:

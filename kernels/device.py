@@ -8,15 +8,24 @@ from functools import lru_cache
 import torch
 
 HOPPER_SHARED_MEMORY = 227 * 1024
+# By major compute capability, matrix units that read shared memory by themselves while their warps go on. All others multiply what warps
+# have in registers (mma.sync), consumer Blackwell (12) among them, which has TMA nevertheless.
+_PRODUCTS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
     """What a GPU offers to one program."""
 
-    shared_memory: int  # bytes
-    tma: bool           # loads tiles through descriptors: Hopper and later
-    name: str = ""      # what torch calls the GPU, "" where there is none
+    shared_memory: int        # bytes
+    tma: bool                 # loads tiles through descriptors: Hopper and later
+    name: str = ""            # what torch calls the GPU, "" where there is none
+    products: str = "mma"     # how it multiplies matrices: "wgmma", "tcgen05", or "mma" for all others
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether warps go on while a product is computed."""
+        return self.products != "mma"
 
     def five_stages(self, head_dim: int) -> bool:
         """Whether five stages of 64 keys fit beside 128 rows, through TMA."""
@@ -26,7 +35,7 @@ class DeviceLimits:
 def device_limits(device: torch.device) -> DeviceLimits:
     """Those of ``device``; where there is no GPU to ask (Triton's interpreter) Hopper's."""
     if device.type != "cuda":
-        return DeviceLimits(HOPPER_SHARED_MEMORY, tma=True)
+        return DeviceLimits(HOPPER_SHARED_MEMORY, tma=True, products="wgmma")
     return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -34,7 +43,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return DeviceLimits(shared, torch.version.hip is None and properties.major >= 9, properties.name)
+    if torch.version.hip is not None:
+        return DeviceLimits(shared, False, properties.name)
+    return DeviceLimits(shared, properties.major >= 9, properties.name, _PRODUCTS.get(properties.major, "mma"))
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -22,6 +22,9 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SHORTEST_TILE = 16
 # Where this many query rows share a list of such blocks, its keys are compacted: copied behind one another. The backward always does.
 COMPACTED_ROWS = 512
+# The first whose tensor cores multiply bfloat16 and whose loads go to shared memory by themselves; for those before it Triton multiplies
+# without tensor cores.
+TRITON_CAPABILITY = (8, 0)
 # Two warpgroups of 64 query rows; on shorter blocks one of them would idle.
 HOPPER_QUERY_BLOCK = 128
 # The Hopper backward's tiles are of 128 keys: those of blocks up to this long would be half empty.
@@ -95,6 +98,8 @@ def _triton_cannot(problem: Problem) -> str | None:
     if problem.dtype not in KERNEL_DTYPES or not 16 <= problem.head_dim <= 256:
         return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {problem.dtype} and {problem.head_dim}"
     if problem.device_type == "cuda":
+        if problem.capability and problem.capability < TRITON_CAPABILITY:
+            return f"requires an Ampere GPU (sm_80) or a later one, got {problem.where}"
         return None
     if not problem.interpreting:
         return f"requires a GPU, got {problem.where}"
@@ -228,9 +233,9 @@ def choose_route(
 
     "auto" takes the first row of TABLE that can run and suits. On a GPU with float16 or bfloat16 that is "hopper" on a Hopper GPU (sm_90)
     with head_dim 64 or 128, a longest query block of at least 128 tokens and a longest key block of at least 16, or shorter ones that are
-    compacted first; else "triton" with head_dim 16 to 256. "torch" for everything else. The backward of "hopper" is the portable one for
-    key blocks of up to 64 tokens that are not compacted. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an
-    explicit "triton" also runs on a CPU, with float16. "gather" is the old name of "torch".
+    compacted first; else "triton" with head_dim 16 to 256 from sm_80 on. "torch" for everything else. The backward of "hopper" is the
+    portable one for key blocks of up to 64 tokens that are not compacted. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is
+    first imported) an explicit "triton" also runs on a CPU, with float16. "gather" is the old name of "torch".
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -260,8 +265,8 @@ def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
 
 
 def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
-    """"auto" is "triton" on a GPU with float16 or bfloat16 and head dimensions of 16 to 256, else "torch": the same rows of TABLE, for
-    lists of single query tokens, which fill no tile of "hopper".
+    """"auto" is "triton" on a GPU from sm_80 on with float16 or bfloat16 and head dimensions of 16 to 256, else "torch": the same rows of
+    TABLE, for lists of single query tokens, which fill no tile of "hopper".
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.

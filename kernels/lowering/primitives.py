@@ -67,6 +67,20 @@ def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DI
 
 
 @triton.jit
+def next_start(starts, i, following, AHEAD: tl.constexpr):
+    """(where chunk i begins, and under AHEAD, given that as ``following``, where the one after it does, of the last one any number).
+
+    Read in the iteration that loads the chunk, the number takes a stage of the pipeline. Where products are not asynchronous that leaves
+    one buffer, and nothing is loaded while the program multiplies (Triton 3.6 to 3.9); so a loop carries it along.
+    """
+    if AHEAD:
+        # Behind the last row of a list's starts are its sizes.
+        return following, tl.load(starts + i + 1)
+    else:
+        return tl.load(starts + i), following
+
+
+@triton.jit
 def load_chunk(descriptor, base, batch, head, row, stride, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A full chunk, [ROWS, DIM_PAD]: through TMA where there is a descriptor of the [B, H, tokens, DIM] tensor."""
     if descriptor is None:

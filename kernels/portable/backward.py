@@ -22,6 +22,7 @@ from ..lowering.primitives import (
     load_chunk,
     load_rows,
     lse_in_base_2,
+    next_start,
     of_head,
     own_rows,
     row_of_lists,
@@ -97,8 +98,9 @@ def _dq_kernel(q, k, v, dout, k_tiles, v_tiles, dq, lse2, delta, bounds, chunks,
     row_lse2 = tl.load(lse2 + at, mask=offsets < rows, other=float("inf"))
     row_delta = tl.load(delta + at, mask=offsets < rows, other=0.0)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
+    following = tl.load(starts)
     for i in range(n_full):
-        start = tl.load(starts + i)
+        start, following = next_start(starts, i, following, True)
         acc = _dq_step(acc, queries, do, row_lse2, row_delta, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
                        start, N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL)
     for i in range(chunks.width - n_partial, chunks.width):
@@ -164,8 +166,9 @@ def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, d
         chunk_row = row_of_lists(chunks, batch, head, block)
         n_full, n_partial = tl.load(chunks.full + chunk_row), tl.load(chunks.partial + chunk_row)
         starts, sizes = chunks.starts + chunk_row * chunks.width, chunks.sizes + chunk_row * chunks.width
+        following = tl.load(starts)
         for i in range(n_full):
-            start = tl.load(starts + i)
+            start, following = next_start(starts, i, following, True)
             dk_acc, dv_acc = _dkv_step(dk_acc, dv_acc, keys, values, q_head, do_head, q.row, dout.row, q_tiles, do_tiles,
                                        batch.to(tl.int32), head, head_lse2, head_delta, start, M, row, shift, scale_log2,
                                        M, N, DIM, DIM_PAD, False, CAUSAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..device import DeviceLimits
 from .measured import measured
@@ -29,46 +30,84 @@ class LaunchConfig:
 # Through TMA no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.
 
 
+class _Row(NamedTuple):
+    """A kernel's configurations on one kind of GPU, by head_dim: up to 64, 128 and 256."""
+
+    narrow: LaunchConfig
+    usual: LaunchConfig
+    wide: LaunchConfig
+
+
+# Kinds of GPUs: with asynchronous products, measured on an H200; and three that are not measured but compiled, for which the rows say what
+# spills no registers in the loop over full chunks, keeps two copies of a streamed tile, multiplies little twice (as eight warps on 64 rows
+# do), and else is as large as fits: "large", 163 KB of shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA
+# (RTX 50). FlexAttention's table and FlashAttention-2's launches are near.
+_TABLE = {
+    # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
+    # Of 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in three
+    # stages 6.2, 64 x 64 11.6.
+    "forward": dict(
+        asynchronous=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
+        large=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(128, 32, 8, 3)),
+        small=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(32, 32, 4, 3)),
+    ),
+    # dQ holds q and dO and streams K and V. At 128, 64 x 64 with 4 warps is 3.7 ms less than 128 x 128 with 8 warps; two stages, of which
+    # there are two copies, since chunks' numbers are read ahead, and three no longer leave room for a second program: 1.07 times as long.
+    # At 256, of 23,040 tokens, the backward takes 30.0 ms, with 64 x 64 for dQ 37.8, with 4 warps for all 55.5.
+    "dq": dict(
+        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 32, 8, 2)),
+        large=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(64, 32, 4, 3)),
+        small=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+    ),
+    # dK and dV: keys, which stay, and queries, which are streamed. At 128, 64 keys by 64 queries with 4 warps are 5.8 ms less than 128 by
+    # 64 with 8 warps. For key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept) 8 warps took 38 ms
+    # more, of 55 for the whole backward, and 64 keys by 32 queries 10 more.
+    "dkv": dict(
+        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(64, 64, 8, 2)),
+        large=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 8, 3), LaunchConfig(64, 32, 8, 3)),
+        small=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=_Row(LaunchConfig(64, 32, 4, 3), LaunchConfig(64, 32, 4, 3), LaunchConfig(32, 32, 4, 3)),
+    ),
+}
+LARGE_SHARED_MEMORY = 160 << 10
+
+
 def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The forward's. ``q_block`` and ``kv_block`` are the longest blocks in tokens.
 
-    TMA: 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2. Without:
-    128 x 128 with 8 warps 14.7 ms, 64 x 64 with 4 warps 16.0, 128 x 64 with 8 warps 17.7 and with 4 warps 21.2.
-    Under 64 rows Triton multiplies without the asynchronous unit and keeps one copy of a tile for up to four stages. Blocks of 8 rows (one
-    token, 8 packed heads), 24,576 tokens, lists of 38 blocks of 64: five stages with 2 warps take 26.8 ms, with 4 warps 28.8, two 31.9.
+    Under 64 rows Triton multiplies without the asynchronous unit. 24,576 tokens, 8 heads, a tenth of the key blocks of 64: blocks of 16
+    rows in three stages with 2 warps take 1.63 ms, with 4 warps 1.81, in five stages 2.63; of 32 rows with 4 warps 1.24, in five 1.69.
     """
-    best = _measured("forward", head_dim, limits) or (LaunchConfig(128, 64, 4, 2) if limits.tma else LaunchConfig(128, 128, 8, 3))
-    if q_block <= 32 and limits.five_stages(head_dim):
-        best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 5)
-    return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=1)
+    best = _best("forward", head_dim, limits)
+    if q_block <= 32 and limits.asynchronous and head_dim <= 128:
+        best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 3)
+    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(head_dim, best.block_m, limits))
+
+
+def forward_reads_ahead(head_dim: int, block_m: int, limits: DeviceLimits) -> bool:
+    """Whether the forward reads chunks' numbers an iteration ahead (see ``next_start``). Where products are asynchronous, which takes 64
+    rows, there are two copies of a tile without, and beyond a head_dim of 64, where registers are short, it costs 2 % on an H200."""
+    return head_dim <= 64 or block_m < 64 or not limits.asynchronous
 
 
 def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
-    """The one of dQ, which holds q and dO and streams K and V.
+    """The one of dQ.
 
-    TMA: 64 x 64 with 4 warps, 3.7 ms less than 128 x 128 with 8 warps and 3.3 less than in two stages.
-    Without: 128 x 128 with 8 warps 16.0 ms, 64 x 64 with 4 warps 16.7, 128 x 64 with 8 warps 18.1.
     Key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept): 128 x 64 with 8 warps in five stages, 2.7 ms
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
-    best = _measured("dq", head_dim, limits) or (LaunchConfig(64, 64, 4, 3) if limits.tma else LaunchConfig(128, 128, 8, 3))
+    best = _best("dq", head_dim, limits)
     if kv_block <= 64 and q_block >= 128 and limits.five_stages(head_dim):
         best = LaunchConfig(128, 64, 8, 5)
-    return _fit(best, head_dim, q_block, kv_block, limits.shared_memory, stationary=2)
+    return _fit(best, head_dim, q_block, kv_block, limits, stationary=2, transposed=1)
 
 
 def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
-    """The one of dK and dV, which holds K and V and streams q and dO.
-
-    TMA: 64 queries by 64 keys with 4 warps, 5.8 ms less than 64 by 128 with 8 warps and 2.2 less than in two stages.
-    Without: 64 by 128 with 8 warps 24.7 ms, 64 by 64 with 4 warps 26.2, 32 by 128 34.5.
-    Key blocks of 64, as for dQ: two stages take 2.2 ms less than three, 8 warps 38 more, 32 queries by 64 keys 10 more.
-    """
-    best = LaunchConfig(64, 64, 4, 2 if kv_block <= 64 else 3) if limits.tma else LaunchConfig(128, 64, 8, 3)
-    own = _measured("dkv", head_dim, limits)
-    if own is not None:
-        best = LaunchConfig(own.block_n, own.block_m, own.num_warps, own.num_stages)
-    fitted = _fit(best, head_dim, kv_block, q_block, limits.shared_memory, stationary=2)
+    """The one of dK and dV."""
+    best = _best("dkv", head_dim, limits, turned=True)
+    fitted = _fit(best, head_dim, kv_block, q_block, limits, stationary=2, transposed=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
@@ -90,8 +129,11 @@ def gathered_config(
         best = LaunchConfig(128, 32 if limited else 64, 8, 3)
     if ordered:
         best = replace(best, num_stages=1)
+    elif not limited and not limits.asynchronous:
+        # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
+        best = replace(best, num_stages=5)
     # Masks and the search for NaN pass through some shared memory of their own.
-    return _fit(best, head_dim, q_block, best.block_n, limits.shared_memory - 8192 * limited, stationary)
+    return _fit(best, head_dim, q_block, best.block_n, limits, stationary, ahead=False, spare=8192 * limited)
 
 
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.
@@ -101,15 +143,15 @@ def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimit
     """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
     as tiles of keys, not key by key.
 
-    Tiles through TMA: 32 keys, 2 warps and five stages, of which Triton 3.6 makes two copies, take 16.3 ms forward; 64 keys
-    16.9 with 2 warps and 17.0 with 4 in three stages, 18.2 and 34 in five; 32 keys with 4 warps 22. Key by key: in a step of decoding
-    (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five 0.080; 32 keys
-    0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
+    Tiles through TMA: 32 keys, 2 warps and two copies take 16.3 ms forward; 64 keys 16.9 with 2 warps and 17.0 with 4; 32 keys with 4
+    warps 22. Two copies are those of three stages: a quarter of the tokens takes 1.99 ms, in four stages 2.14, in five 2.70. Key by key: in
+    a step of decoding (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five
+    0.080; 32 keys 0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
     """
     m = max(16, 1 << (group - 1).bit_length())
     wide = _padded(head_dim) + _padded(v_head_dim) > 256
     if tiles and limits.tma and m <= 32 and not wide:
-        return LaunchConfig(m, 32, 2, 5)
+        return LaunchConfig(m, 32, 2, 3)
     return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
 
 
@@ -132,37 +174,52 @@ def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 
-def _measured(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig | None:
-    """What a file says that was measured on this kind of GPU. Shared memory and the rules for short blocks still hold."""
+def _best(kernel: str, head_dim: int, limits: DeviceLimits, turned: bool = False) -> LaunchConfig:
+    """What a file says that was measured on this kind of GPU (``turned``: with queries first), else what the table does. Shared memory and
+    the rules for short blocks still hold."""
     own = measured(kernel, head_dim, limits.name)
-    return None if own is None else LaunchConfig(*own)
+    if own is not None:
+        return LaunchConfig(own.block_n, own.block_m, own.num_warps, own.num_stages) if turned else LaunchConfig(*own)
+    without = "tma" if limits.tma else "large" if limits.shared_memory >= LARGE_SHARED_MEMORY else "small"
+    row = _TABLE[kernel]["asynchronous" if limits.asynchronous else without]
+    return row.narrow if head_dim <= 64 else row.usual if head_dim <= 128 else row.wide
 
 
 def _padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limit: int, stationary: int) -> LaunchConfig:
-    """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory.
+def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limits: DeviceLimits, stationary: int,
+         ahead: bool = True, transposed: int = 0, spare: int = 0) -> LaunchConfig:
+    """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory, less ``spare`` bytes.
 
-    ``stationary`` tiles of ``block_m`` rows stay for the whole program; two tiles of ``block_n`` rows are streamed.
+    ``stationary`` tiles of ``block_m`` rows stay for the whole program; two tiles of ``block_n`` rows are streamed, loaded ``ahead`` as
+    ``next_start`` says, and of ``transposed`` of them tcgen05 wants another copy, turned round.
     """
     m, n, stages = _step(rows, config.block_m), _step(streamed_block, config.block_n), config.num_stages
     dim = _padded(head_dim)
+    turned = transposed if limits.products == "tcgen05" else 0
 
     def bytes_used() -> int:
-        # Triton 3.6 keeps two copies of a streamed tile for two and three stages, and up to one a stage for more; read off the kernels.
-        copies = stages if stages > 3 else min(stages, 2)
-        return 2 * dim * (stationary * m + copies * 2 * n) + 2048
+        # Copies of a streamed tile that Triton 3.6 keeps; read off the kernels.
+        if ahead:
+            copies = stages if limits.asynchronous else max(stages - 1, 1)
+        else:
+            copies = max(stages - 2, 2) if limits.asynchronous else max(stages - 3, 1)
+        # Fewer than 128 rows are shared out by columns too, and weights go from warp to warp through shared memory.
+        rest = 2048 if limits.asynchronous else 1024 + (2 * m * n if m < 128 else 0)
+        return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + rest + spare
 
-    while bytes_used() > limit and n > 32:
+    while bytes_used() > limits.shared_memory and stages > 3 and limits.asynchronous:
+        stages -= 1
+    while bytes_used() > limits.shared_memory and n > 32:
         n //= 2
-    while bytes_used() > limit and m > 32:
+    while bytes_used() > limits.shared_memory and m > 32:
         m //= 2
-    if bytes_used() > limit:
+    if bytes_used() > limits.shared_memory:
         stages = 1
-    # A warp multiplies 16 rows; fewer than 128 rows do not feed eight of them.
-    return LaunchConfig(m, n, min(config.num_warps, 8 if m >= 128 else 4), stages)
+    # A warp multiplies 16 rows; fewer than 128 rows do not feed eight of them, unless their columns are many.
+    return LaunchConfig(m, n, config.num_warps if m >= min(config.block_m, 128) else min(config.num_warps, 4), stages)
 
 
 def _step(block: int, largest: int) -> int:

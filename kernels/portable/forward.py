@@ -19,6 +19,7 @@ from ..lowering.primitives import (
     finite_or_zero,
     load_chunk,
     load_rows,
+    next_start,
     of_head,
     optimistic_step,
     overflown,
@@ -28,7 +29,7 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from .config import LaunchConfig, forward_config
+from .config import LaunchConfig, forward_config, forward_reads_ahead
 
 
 @triton.jit
@@ -57,9 +58,10 @@ def _attend(state, follows, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_h
         values = load_chunk(v_tiles, v, batch, kv_head, start, v_row, N, DIM, DIM_PAD)
     if PARTIAL and CAUSAL:
         # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
-        bad = (values != values) | (tl.abs(values) == float("inf"))
-        seen = tl.dot(visible.to(values.dtype), bad.to(values.dtype)) > 0
-        acc = tl.where(seen, float("nan"), acc)
+        # Keys that a row sees are the first ones: it sees such a value of a column where it sees the first of them.
+        first_bad = tl.min(tl.where((values != values) | (tl.abs(values) == float("inf")), tl.arange(0, N)[:, None], 1 << 30), 0)
+        last_seen = query + tl.arange(0, M) + shift - start
+        acc = tl.where(first_bad[None, :] <= last_seen[:, None], float("nan"), acc)
         values = finite_or_zero(values)
     acc = tl.dot(weights.to(values.dtype), values, acc)
     return acc, row_max, row_sum
@@ -68,7 +70,7 @@ def _attend(state, follows, q, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_h
 @triton.jit
 def _walk(follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head, starts, sizes, n_full, n_partial, width, row, shift,
           scale_log2, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr,
-          FOLLOW: tl.constexpr):
+          FOLLOW: tl.constexpr, AHEAD: tl.constexpr):
     """A program's rows through all chunks: (acc, row_max, row_sum). In the full chunks row_max follows as ``_attend`` says, or without
     FOLLOW stays what it is in the first of them, and so in rows without ``follows``."""
     acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -79,8 +81,9 @@ def _walk(follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head
         if n_full > 0:
             keys = load_chunk(k_tiles, k, batch, kv_head, tl.load(starts), k_row, N, DIM, DIM_PAD)
             row_max = tl.maximum(row_max, tl.max(tl.dot(queries, tl.trans(keys)), 1) * scale_log2)
+    following = tl.load(starts)
     for i in range(n_full):
-        start = tl.load(starts + i)
+        start, following = next_start(starts, i, following, AHEAD)
         acc, row_max, row_sum = _attend((acc, row_max, row_sum), follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head,
                                         start, N, row, shift, scale_log2, M, N, DIM, DIM_PAD, False, CAUSAL, FOLLOW)
     for i in range(width - n_partial, width):
@@ -92,7 +95,8 @@ def _walk(follows, queries, k, v, k_row, v_row, k_tiles, v_tiles, batch, kv_head
 
 @triton.jit
 def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, group, shift, scale_log2,
-                    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
+                    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr,
+                    AHEAD: tl.constexpr):
     """Optimistic where the weights' dtype allows: row_max follows through the first full chunk and the partial ones alone, and where that
     was too low for a row, which is seen at the end, the program walks its list again. float16 holds weights of no more than 2 ** 16."""
     OPTIMISTIC: tl.constexpr = q.ptr.dtype.element_ty != tl.float16
@@ -110,14 +114,15 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, 
     queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
     offsets = tl.arange(0, M)
     acc, row_max, row_sum = _walk(None, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head, starts, sizes,
-                                  n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD, CAUSAL, not OPTIMISTIC)
+                                  n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD, CAUSAL, not OPTIMISTIC,
+                                  AHEAD)
     if OPTIMISTIC:
         failed, some = overflown(acc, row_sum)
         if some:
             # What a row is does not depend on its neighbours: only those that failed follow now.
             acc, row_max, row_sum = _walk(failed, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
                                           starts, sizes, n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD,
-                                          CAUSAL, True)
+                                          CAUSAL, True, AHEAD)
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
     store_rows(of_head(out, batch, head), row, out.row, rows, acc, M, DIM, DIM_PAD)
@@ -135,7 +140,8 @@ def triton_forward(
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
-    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
+    limits = device_limits(q.device)
+    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, limits)
     rows = q_partition(blocks, q_len)
     out, lse = empty_outputs(q, rows, in_place)
     if q.numel() == 0 or k.numel() == 0:
@@ -147,5 +153,5 @@ def triton_forward(
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks.read_by(heads),
         heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
+        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(dim, config.block_m, limits), **config.options())
     return out, lse

@@ -18,7 +18,7 @@ from ..device import device_limits
 from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, lse_in_base_2, store_rows
 from ..token_lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
-from .token_forward import gather_rows, key_tiles, list_parts, listed_keys, load_tile
+from .token_forward import gather_rows, key_tiles, list_parts, listed_block, listed_keys, load_tile
 
 # Pieces that the lists of all key blocks together are split into, on top of one for each list. Twice as many blocks of dK and of dV are
 # allocated in float32: 128 MiB for blocks of 64 tokens at head_dim 128.
@@ -68,8 +68,10 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, fu
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     if TILED:
         PARTS: tl.constexpr = BLOCK // N
+        following = listed_block(ids, 0, capacity)
         for step in range(tiled * PARTS):
-            row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
+            row = origin + following * BLOCK + step % PARTS * N
+            following = listed_block(ids, (step + 1) // PARTS, capacity)
             keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
             values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
             weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])

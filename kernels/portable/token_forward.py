@@ -49,6 +49,12 @@ def list_parts(counts, full, at, capacity, TILED: tl.constexpr):
 
 
 @triton.jit
+def listed_block(ids, entry, capacity):
+    """The block of an entry, of the last one for those behind it: loops read it an iteration ahead (see ``next_start``)."""
+    return tl.load(ids + tl.minimum(entry, capacity - 1))
+
+
+@triton.jit
 def listed_keys(ids, front, back, capacity, origin, low, high, step, N: tl.constexpr, BLOCK: tl.constexpr):
     """(rows int64 [N], seen bool [N]): the keys of one step through ``front`` entries and ``back`` ones, and which the token sees."""
     lane = step * N + tl.arange(0, N)
@@ -112,8 +118,10 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, span
     if TILED:
         PARTS: tl.constexpr = BLOCK // N
         share = tl.cdiv(tiled * PARTS, SPLITS)
+        following = listed_block(ids, split * share // PARTS, capacity)
         for step in range(split * share, tl.minimum(split * share + share, tiled * PARTS)):
-            row = origin + tl.load(ids + step // PARTS) * BLOCK + step % PARTS * N
+            row = origin + following * BLOCK + step % PARTS * N
+            following = listed_block(ids, (step + 1) // PARTS, capacity)
             keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
             weights, alpha, row_max, row_sum = softmax_step(tl.dot(queries, tl.trans(keys)), row_max, row_sum, scale_log2)
             values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)

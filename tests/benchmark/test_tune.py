@@ -1,6 +1,8 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
 import csv
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,10 +69,10 @@ def test_what_tune_advises(best, said):
 def test_dkv_is_written_as_its_line_in_the_launch_table():
     import tune
 
-    # The table says LaunchConfig(128, 64, 8, 3), keys first, for GPUs without TMA.
-    config = dkv_config(128, 384, 384, DeviceLimits(227 * 1024, tma=False))
-    assert (config.block_m, config.block_n) == (64, 128) and tune.written("dkv", config) == "LaunchConfig(128, 64, 8, 3)"
-    assert tune.written("dq", config) == "LaunchConfig(64, 128, 8, 3)"
+    # The table says LaunchConfig(128, 32, 8, 3), keys first, for GPUs with 99 KB and without TMA.
+    config = dkv_config(128, 384, 384, DeviceLimits(99 * 1024, tma=False))
+    assert (config.block_m, config.block_n) == (32, 128) and tune.written("dkv", config) == "LaunchConfig(128, 32, 8, 3)"
+    assert tune.written("dq", config) == "LaunchConfig(32, 128, 8, 3)"
 
 
 def test_the_hopper_kernels_have_the_constants_that_are_swept():
@@ -89,6 +91,45 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
     assert dq_schedule.STAGGER in tune.STAGGERS
     swept = tune.with_patch(hopper_backward, "constants", 64, lambda: hopper_backward.constants)
     assert swept() == 64 and callable(hopper_backward.constants)
+
+
+def test_what_is_shared_can_be_read_by_a_program_and_says_on_what_it_was_measured():
+    import tune
+
+    problem = dict(tokens=46_080, heads=16, head_dim=128, block=384, kept=48)
+    rows = [tuned("LaunchConfig(64, 32, 4, 2)", 9.123456) | problem | dict(kernel="forward", error=1e-3, note=""),
+            tuned("LaunchConfig(128, 128, 8, 3)", 10.0, present=True) | problem | dict(kernel="forward", error=1e-3, note=""),
+            problem | dict.fromkeys(("median_ms", "q1_ms", "q3_ms", "error"), "")
+            | dict(kernel="dq", config="LaunchConfig(128, 64, 8, 3)", present=True, note="failed: out of resource")]
+    text = tune.share(rows, (8, 9), DeviceLimits(99 * 1024, tma=False))
+    before, block, after = text.split("```")
+    found = json.loads(block.removeprefix("json"))
+    assert "as an issue to" in before and after == ""
+    assert {"device", "torch", "triton", "commit", "capability", "shared_memory", "products"} <= found.keys()
+    assert (found["capability"], found["problem"]) == ("sm_89", problem)
+    assert found["kernels"]["forward"][0] == dict(
+        config="LaunchConfig(64, 32, 4, 2)", present=False, median_ms=9.123, q1_ms=9.023, q3_ms=9.223, error=0.001)
+    assert found["kernels"]["dq"] == [dict(config="LaunchConfig(128, 64, 8, 3)", present=True, note="failed: out of resource")]
+
+
+@pytest.mark.parametrize("urls, where", [
+    (["Homepage, https://a.b", "Issues, https://a.b/issues"], "as an issue to https://a.b/issues"),
+    (None, "as an issue to the page that you have SSTA from")])
+def test_where_it_is_sent(urls, where, monkeypatch):
+    import tune
+
+    monkeypatch.setattr(tune.metadata, "metadata", lambda name: SimpleNamespace(get_all=lambda key: urls))
+    assert tune.project_page() == where
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("flag", ["--save", "--share"])
+def test_times_of_the_interpreter_are_neither_saved_nor_shared(flag, capsys):
+    import tune
+
+    with pytest.raises(SystemExit):
+        tune.main([flag])
+    assert f"{flag} needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_saved_configurations_are_those_that_the_kernels_then_take(monkeypatch, tmp_path):

@@ -1,9 +1,12 @@
 """Launch configurations that depend on how much there is to do, and those that were measured on one kind of GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ssta.kernels import device
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config
 from ssta.kernels.portable import measured
@@ -18,6 +21,19 @@ def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_mult
     chosen = hopper_forward_config(head_dim, block, block, False, True, blocks=heads * tokens // block, processors=132)
     assert chosen.warpgroups == warpgroups and hopper_forward_config(head_dim, block, block, False, True).warpgroups == 3
     assert hopper_forward_config(head_dim, block, block, True, blocks=heads * tokens // block, processors=132).warpgroups == 2
+
+
+@pytest.mark.parametrize("major, shared, products, tma", [
+    (8, 99, "mma", False), (9, 227, "wgmma", True), (10, 227, "tcgen05", True), (12, 99, "mma", True)])
+def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, tma, monkeypatch):
+    """And what multiplies in registers has eight warps for 128 rows of 128 entries, where Hopper has four."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10, major=major, name="")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    limits = device._device_limits.__wrapped__(0)
+    assert limits == DeviceLimits(shared << 10, tma, products=products) and limits.asynchronous == (products != "mma")
+    config = forward_config(128, 384, 384, limits)
+    assert (config.block_m, config.num_warps) == (128, 4 if limits.asynchronous else 8)
 
 
 GPU = "NVIDIA GeForce RTX 4090"

@@ -47,6 +47,20 @@ def test_the_reasons_name_every_faster_implementation(capability):
     assert choose_route("torch", GPU, torch.bfloat16, 64).rejected == (), "nobody asks why the choice is not another"
 
 
+@pytest.mark.parametrize("older", [(7, 5), (7, 0)])
+def test_gpus_without_the_kernels_tensor_cores_take_plain_torch(older, monkeypatch):
+    """And say why."""
+    monkeypatch.setattr(routing, "capability", lambda device: older)
+    reason = f"requires an Ampere GPU (sm_80) or a later one, got sm_{older[0]}{older[1]}"
+    for facts in (LONG_BLOCKS, SHORT_KEYS):
+        route = choose_route("auto", GPU, torch.float16, 64, facts)
+        assert route.name == "torch" and f"not 'triton', which {reason}" in route.explain() and route.slow_fallback.endswith(reason)
+    assert routing.choose_token_impl("auto", GPU, torch.float16, 64) == "torch"
+    for choose in (choose_route, routing.choose_token_impl):
+        with pytest.raises(ValueError, match="impl='triton' requires an Ampere GPU"):
+            choose("triton", GPU, torch.float16, 64)
+
+
 def test_how_short_keys_are_read(monkeypatch):
     on_hopper(monkeypatch)
     def keys(facts, **options):

@@ -1,0 +1,265 @@
+"""Compiles what the package launches for GPUs of several kinds, without one, and prints a line of what the compiler says of each kernel.
+
+    python tests/tools/compile_kernels.py [--all] [WORD ...]
+
+Too much shared or tensor memory, registers reloaded in a loop over chunks, many bytes spilled elsewhere, a serialised wgmma (C751x),
+registers that are not reassigned (C7507), or one copy of a tile where it should be loaded ahead makes it exit with 1: such a kernel would
+not start, or be slow. Words in the labels choose cases. The usual ones are one for each way through a kernel and kind of GPU; --all adds
+what should tell nothing new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from pretend import CARDS, TENSOR_MEMORY, Compiled, Compiler
+
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of the Hopper kernels, bytes: what one may set aside for the end of a tile, when results are stored, while the loop over the chunks has
+# all registers.
+SPILLS = 2304
+# Words that the backward's loop at head_dim 128, of some 330 instructions, may reload. Triton 3.9 reloads more of it in float16, which will
+# cost time.
+RELOADS = 18
+# A forward of three warpgroups, in the second walk's loops. From Triton 3.8 on one of them reloads more in the loop over partial chunks,
+# and up to six words in the one over full chunks.
+RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 4
+# One under a causal mask, in the loop over partial chunks, of which there are few.
+RELOADS_OF_CAUSAL_FORWARD = 8
+RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
+# Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few partial iterations need.
+RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0, 128: RELOADS}
+
+
+class Allowed(NamedTuple):
+    """What is no harm. None: no matter."""
+
+    first: int | None = None     # words reloaded or spilled in the first loop, which is the one over full chunks
+    reloads: int | None = None   # words reloaded in any loop
+    spilled: int | None = None   # bytes of code that spills and reloads, anywhere
+    copies: int = 1              # of the tiles that the first loop streams, at least
+
+
+class Case(NamedTuple):
+    """A call whose kernels are compiled."""
+
+    cards: tuple[int, ...]
+    call: Callable[[], None]
+    kernels: str                 # of what is launched those whose module and name this regular expression finds
+    allowed: Allowed
+    assembled: bool = True       # whether ptxas is asked; without, only memory and copies are looked at, in a third of the time
+    usual: tuple[int, ...] | None = None   # the cards that are not for --all alone; None: every one
+    processors: int | None = None
+
+
+def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bool, backward: bool = True, hopper: bool = False,
+           ragged: bool = False, deterministic: bool = True) -> None:
+    from ssta.kernels import BlockLists
+    from ssta.kernels.hopper.backward import hopper_backward
+    from ssta.kernels.hopper.forward import hopper_forward
+    from ssta.kernels.portable.backward import triton_backward
+    from ssta.kernels.portable.forward import triton_forward
+
+    offsets = [torch.tensor([0, size, 2 * size - 3, 3 * size - 3], dtype=torch.int32) if ragged else size for size in (q_block, kv_block)]
+    blocks = BlockLists.from_mask(torch.ones(1, 2, 3, 3, dtype=torch.bool), *offsets)
+    q, dout = (torch.zeros(1, 3 * q_block, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.zeros(1, 3 * kv_block, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    forward, differentiate = (hopper_forward, hopper_backward) if hopper else (triton_forward, triton_backward)
+    if not backward:
+        forward(q, k, v, blocks, 1.0, causal)
+        return
+    given = dout, None, q, k, v, q, torch.zeros(1, 2, q.shape[2]), blocks, blocks.transpose(), 1.0, causal
+    differentiate(*given, *([deterministic] if hopper else []))
+
+
+def gather(dim: int, limited: bool) -> None:
+    from ssta.kernels import BlockLists
+    from ssta.kernels.portable.gathered import ElementMask, gathered_dq, gathered_forward
+
+    blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
+    q, out = (torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
+    mask = ElementMask(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else None
+    gathered_forward(q, k, v, blocks, 1.0, False, mask)
+    gathered_dq(out, out, torch.zeros(1, 2, 256), torch.zeros(1, 2, 256), q, k, v, blocks, 1.0, limited)
+
+
+def attend_to_tokens(dim: int, group: int, block: int) -> None:
+    from ssta.kernels.portable.token_backward import triton_token_backward
+    from ssta.kernels.portable.token_forward import triton_token_forward
+    from ssta.kernels.token_lists import Packed, lists_from_ids
+
+    q, k = (torch.zeros(256, heads, dim, dtype=torch.bfloat16) for heads in (2 * group, 2))
+    offsets = torch.tensor([0, 256], dtype=torch.int32)
+    packed = Packed(offsets, offsets, 256, 256)
+    ids = torch.zeros(256, 2, 8, dtype=torch.int32)
+    tiled, plain = (lists_from_ids(ids, None, packed, packed.spans(), block, impl) for impl in ("triton", "torch"))
+    triton_token_forward(q, k, k, tiled, 1.0)
+    triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
+
+
+def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
+    """What stands in for blocks that no list names, and its gradients."""
+    from ssta.kernels import BlockLists, tail, tail_op
+
+    # All heads at once: one by one they would be compiled again, with other alignments.
+    tail.ESTIMATE_ROOM = tail.MERGE_ROOM = tail_op.TAIL_ROOM = float("inf")
+    blocks = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
+    q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
+    offsets = torch.arange(0, 512, 128, dtype=torch.int32)
+    shape = offsets, 3, 128
+    found = tail.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts, linear=linear, with_mass=True)
+    found.scores()
+    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
+    torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
+
+
+def estimate_on_hopper(dim: int, linear: bool) -> None:
+    """The same where tensors seem to be on a Hopper GPU."""
+    from ssta.kernels import tail
+
+    multiply = torch.bmm
+    with (patch.object(tail, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
+          patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
+        estimate(dim, torch.bfloat16, 1, linear)
+
+
+FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
+GATHERED, TOKENS = r"portable\.gathered\._", r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
+TAIL, HOPPER_TAIL = r"portable\.tail_", r"hopper\.tail_"
+HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
+
+
+def cases() -> dict[str, Case]:
+    """Label, less its card -> case; where kernels come twice, the first is what counts."""
+    return portable_cases() | tail_cases() | hopper_cases()
+
+
+def portable_cases() -> dict[str, Case]:
+    found = {}
+    every = tuple(CARDS)
+    for dim, causal, backward in product((64, 128, 256), (False, True), (False, True)):
+        # Fewer registers are left under a causal mask, at head_dim 64 on 4 warps.
+        allowed = Allowed(first=24 if causal else 16, copies=2)
+        found[f"portable {'backward' if backward else 'forward'} D={dim} bf16{' causal' * causal}"] = Case(
+            every, partial(attend, dim, torch.bfloat16, 384, 384, causal, backward), BACKWARD if backward else FORWARD, allowed,
+            assembled=not (causal and backward), usual=(80, 89, 100, 120) if causal else None)
+    # The same products, but the forward follows the rows' maxima.
+    for dim, backward in product((64, 128, 256), (False, True)):
+        found[f"portable {'backward' if backward else 'forward'} D={dim} fp16"] = Case(
+            every, partial(attend, dim, torch.float16, 384, 384, False, backward), BACKWARD if backward else FORWARD,
+            Allowed(first=16, copies=2), usual=() if backward or dim != 128 else (89,))
+    for (rows, keys), dim, causal in product(((512, 64), (64, 64), (32, 64), (16, 64), (16, 16), (96, 96)), (64, 128, 256), (False, True)):
+        for kernels, backward in ((FORWARD, False), (BACKWARD, True)):
+            found[f"portable {'backward' if backward else 'forward'} {rows}x{keys} D={dim} bf16{' causal' * causal}"] = Case(
+                every, partial(attend, dim, torch.bfloat16, rows, keys, causal, backward), kernels, Allowed(), assembled=False,
+                usual=(90, 100) if rows == 512 and dim == 128 and backward and causal else ())
+    for dim, limited in product((64, 128, 256), (False, True)):
+        found[f"portable gathered D={dim} bf16{' limited' * limited}"] = Case(
+            every, partial(gather, dim, limited), GATHERED, Allowed() if limited else Allowed(first=16, copies=2),
+            usual={64: (), 128: (80, 120), 256: (89,)}[dim])
+    for dim, group in product((64, 128, 256), (16, 128)):
+        found[f"portable tokens D={dim} bf16 group={group}"] = Case(
+            every, partial(attend_to_tokens, dim, group, 64), TOKENS, Allowed(first=24),
+            usual={64: (), 128: (80, 90, 120), 256: (89,)}[dim] if group == 16 else ())
+    return found
+
+
+def tail_cases() -> dict[str, Case]:
+    found = {}
+    usual = {("bf16", 128, True, 2): (80, 90, 120), ("bf16", 64, True, 2): (90,), ("fp16", 64, False, 1): (80,),
+             ("bf16", 256, True, 2): (120,), ("fp32", 64, True, 2): (120,)}
+    for (name, dim), (linear, parts) in product(
+            (("bf16", 128), ("bf16", 64), ("fp16", 64), ("bf16", 256), ("fp32", 64), ("bf16", 80)), ((True, 2), (True, 1), (False, 1))):
+        # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
+        # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
+        found[f"tail D={dim} {name}{'' if linear else ' means'}{' halves' * (parts > 1)}"] = Case(
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts, linear), TAIL if dim <= 128 else TAIL + "(?!statistics._order)",
+            Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, linear, parts), ()))
+    return found
+
+
+def hopper_cases() -> dict[str, Case]:
+    found = {}
+    for dim, rows, keys, (name, causal) in product((64, 128), (384, 128), (384, 64), product(("bf16", "fp16"), (False, True))):
+        usual = name == "bf16" and (rows == 384 or dim == 128) or dim == 128 and rows == keys == 384
+        found[f"hopper forward {rows}x{keys} D={dim} {name}{' causal' * causal}"] = Case(
+            (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True), HOPPER_FORWARD,
+            Allowed(reloads=RELOADS_OF_CAUSAL_FORWARD if causal else RELOADS_OF_THREE, spilled=SPILLS), usual=None if usual else (),
+            processors=1)
+    for dim, name, deterministic, ragged, causal in product((64, 128), ("bf16", "fp16"), (True, False), (False, True), (False, True)):
+        allowed = RELOADS_OF_CAUSAL[dim] if causal else (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
+        usual = (deterministic or not ragged and not causal) and (name == "bf16" or not ragged and not causal)
+        found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
+            (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
+            Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
+    for dim, linear in product((64, 128), (True, False)):
+        found[f"hopper tail D={dim} bf16{'' if linear else ' means'}"] = Case(
+            (90,), partial(estimate_on_hopper, dim, linear), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+    return found
+
+
+def chosen(label: str, words: list[str]) -> bool:
+    """Whether all of ``words`` stand in a label."""
+    return set(words) <= set(label.split())
+
+
+def problems(kernel: Compiled, allowed: Allowed) -> list[str]:
+    """What is wrong with a kernel."""
+    first = kernel.loops[0] if kernel.loops else None
+    return [problem for problem, found in (
+        ("too much shared memory", kernel.shared > kernel.card.shared_memory),
+        ("too much tensor memory", kernel.tensor_memory > TENSOR_MEMORY),
+        ("not loaded ahead", min(kernel.copies[:2], default=0) < allowed.copies and allowed.copies > 1),
+        ("reloads in the loop over full chunks", first and allowed.first is not None and first.reloads + first.spills > allowed.first),
+        ("reloads", allowed.reloads is not None and max((loop.reloads for loop in kernel.loops), default=0) > allowed.reloads),
+        ("spills", allowed.spilled is not None and kernel.spilled > allowed.spilled),
+        ("no loop found", bool(kernel.said) and not kernel.loops and allowed.first is not None),
+        # C7511, C7512: wgmma serialised; C7507: registers are not reassigned.
+        ("serialised wgmma", "C751" in kernel.said), ("setmaxnreg ignored", "C7507" in kernel.said)) if found]
+
+
+def line(label: str, kernel: Compiled, wrong: list[str]) -> str:
+    words = [f"{kernel.shared} bytes shared"]
+    if kernel.tensor_memory:
+        words.append(f"{kernel.tensor_memory} columns")
+    if kernel.copies:
+        words.append(f"copies {' '.join(map(str, kernel.copies))}")
+    if kernel.said:
+        words.append(f"{kernel.registers} registers, {kernel.spilled} bytes spilled")
+        words.append("loops " + (" ".join(f"{loop.instructions}/{loop.reloads}/{loop.spills}" for loop in kernel.loops) or "none"))
+    return f"{label}, {kernel.name} {kernel.launched}: {', '.join(words)}: {', '.join(wrong) or 'fine'}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of a label, such as sm_89, forward or causal; all of them must be in it")
+    parser.add_argument("--all", action="store_true", help="the rare cases too")
+    options = parser.parse_args(argv)
+    compiler = Compiler()
+    compiler.install()
+    fine = True
+    for name, case in cases().items():
+        for card in case.cards:
+            label = f"sm_{card} {name}"
+            if not (options.all or case.usual is None or card in case.usual) or not chosen(label, options.words):
+                continue
+            pretended = CARDS[card] if case.processors is None else CARDS[card]._replace(multiprocessors=case.processors)
+            for kernel in compiler.compile(case.call, pretended, case.kernels, case.assembled):
+                wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
+                print(f"{label}: {kernel}" if isinstance(kernel, str) else line(label, kernel, wrong), flush=True)
+                fine = fine and not wrong
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
