@@ -23,7 +23,7 @@ from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E
 from ..lowering.tma import tma_descriptor, tma_ready
 from .backward_iterator import Lists
-from .backward_partitions import Gradient, add_dq, compute_dk_dv, compute_dq, fill_selector, load
+from .backward_partitions import Gradient, add_dq, announce_dq, compute_dk_dv, compute_dq, compute_dq_red, fill_selector, load
 from .backward_smem import Work
 from .primitives import barrier_ring, ring_init
 from .spin_timeouts import counter, spin_timeouts
@@ -48,7 +48,8 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, dq_accum, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
                      PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
-                     MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
+                     MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+                     RED: gl.constexpr, SEL: gl.constexpr, COLUMNS: gl.constexpr, NO_PREFETCH: gl.constexpr, ORDER: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
@@ -61,18 +62,21 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
 
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
     lse_dpsum = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], lse_dpsum_desc.layout)
     sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
+    slots_ring = gl.allocate_shared_memory(gl.int32, [16, 1], numbers)
+    locks_ring = gl.allocate_shared_memory(gl.int32, [16, 1], numbers)
     limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
     selector = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16],
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
-    dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, QUERIES, 64], dq_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [1 if RED else DQ_STAGES, 1, 1 if RED else QUERIES, 64], numbers3 if RED else dq_desc.layout)
     k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(2), barrier_ring(2)
@@ -95,12 +99,28 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
     fence_async_shared()
 
     work = Work(k, v, q, do, lse_dpsum, sizes, limits, selector, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, q_empty,
-                ds_full, ds_empty, dq_full, dq_empty, zeroed, tiles, first)
+                ds_full, ds_empty, dq_full, dq_empty, zeroed, tiles, first, SEL, ORDER, RED, slots_ring, locks_ring)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
     to_dk = Gradient(dk_desc, dk, dk_batch, dk_head, dk_row)
     to_dv = Gradient(dv_desc, dv, dv_batch, dv_head, dv_row)
-    if DETERMINISTIC:
+    if RED and DETERMINISTIC:
+        gl.warp_specialize([
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dq_red, (work, lists, dq_accum, dq_semaphore, spin_timeouts, D, COLUMNS)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, None if NO_PREFETCH else dq_accum, PARTIAL_QUERIES)),
+            (announce_dq, (work, lists, dq_semaphore, 0)),
+            (announce_dq, (work, lists, dq_semaphore, 1)),
+        ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
+    elif RED:
+        gl.warp_specialize([
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dq_red, (work, lists, dq_accum, dq_semaphore, spin_timeouts, D, COLUMNS)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, None, PARTIAL_QUERIES)),
+        ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
+    elif DETERMINISTIC:
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
@@ -156,7 +176,7 @@ def hopper_backward(
         UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS), CAUSAL=causal,
         # Programs that wait for one another must all be there.
         **shape, **OPTIONS, launch_cooperative_grid=deterministic)
-    backward_postprocess(accum, dq, scale, queries)
+    backward_postprocess(accum, dq, scale, queries, shape["RED"])
     return dq, dk, dv
 
 
@@ -171,7 +191,8 @@ def constants(dim: int, deterministic: bool) -> dict:
     # Deterministic, as many as fit beside the rest; else those of one iteration, which the dQ warpgroup itself fills again.
     dq_stages = (3 if dim == 128 else 4) if deterministic else dim // 64
     return dict(D=dim, STAGES=2 if dim == 128 else 4, DQ_STAGES=dq_stages, DETERMINISTIC=deterministic,
-                MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
+                MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers,
+                RED=True, SEL=False, COLUMNS=64, NO_PREFETCH=False, ORDER=0)
 
 
 def _has_partial(axis: Partition, size: int) -> bool:

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_add, copy_in, copy_out
-from .inline_asm import multiply_pairs, prefetch, rematerialise, round_pairs, tma_writes_done
-from .primitives import matrix, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
+from .inline_asm import add_words, opaque, multiply_pairs, prefetch, release_fence, rematerialise, round_pairs, tma_writes_done
+from .primitives import by_thread, by_thread_layout, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
 # without waiting, and counts that.
@@ -53,19 +53,24 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum,
         copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
         at = before_first_iteration(lists, work, tile, 0, 1)
         for i in range(done, done + iterations):
-            at = next_iteration(lists, at, 1, QUERIES, False)
+            at = next_iteration(lists, at, 1, QUERIES, work.red and lists.deterministic)
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
             ring_free(work.q_empty, i)
             if dq_accum is not None:
                 words = QUERIES * work.q.shape[4]
                 prefetch(dq_accum + (at.slot + at.chunk).to(gl.int64) * words, words * 4)
+            layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+            if work.red:
+                store_slot(work, i, gl.full([1], at.slot + at.chunk, gl.int32, layout))
+                if lists.deterministic:
+                    store_lock_value(work, i, gl.full([1], at.lock_value, gl.int32, layout))
             if PARTIAL_QUERIES or lists.causal:
-                layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
                 size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)
                 store_size(work, i, gl.full([1], size, gl.int32, layout))
                 if lists.causal:
                     store_limit(work, i, gl.full([1], start + lists.shift - row, gl.int32, layout))
+            if PARTIAL_QUERIES or lists.causal or work.red:
                 # Those who wait for q must find the numbers that go with it too.
                 barrier()
             q_full = ring_at(work.q_full, i)
@@ -89,6 +94,18 @@ def store_size(work, i, size):
 def store_limit(work, i, limit):
     """As ``store_size``."""
     ring_at(work.limits, i).store(limit)
+
+
+@gluon.jit
+def store_slot(work, i, slot):
+    """As ``store_size``."""
+    ring_at(work.slots, i).store(slot)
+
+
+@gluon.jit
+def store_lock_value(work, i, lock_value):
+    """As ``store_size``."""
+    ring_at(work.lock_values, i).store(lock_value)
 
 
 @gluon.jit
@@ -151,17 +168,28 @@ def fill_selector(selector):
 
 
 @gluon.jit
-def _product(work, a, ring, i, half: gl.constexpr, zero):
+def _selector(half: gl.constexpr, N: gl.constexpr):
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(N), 2)
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
+    return gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def _product(work, a, ring, i, half: gl.constexpr, zero, sels):
     """Begins a b^T, b being iteration ``i``'s in ``ring``, less lse / scale (half 0) or dPsum (half 1) of each query: one more step of 16,
     and neither loads nor registers."""
     lse_dpsum = ring_at(work.lse_dpsum, i)
     lse_dpsum = lse_dpsum.reshape([lse_dpsum.shape[1], lse_dpsum.shape[2]]).permute((1, 0))
-    token = warpgroup_mma(work.selector.index(half), lse_dpsum, zero, use_acc=False, is_async=True)
+    if work.sel:
+        selector = sels[half]
+    else:
+        selector = work.selector.index(half)
+    token = warpgroup_mma(selector, lse_dpsum, zero, use_acc=False, is_async=True)
     return warpgroup_mma(a, matrix(ring_at(ring, i)).permute((1, 0)), token, is_async=True)
 
 
 @gluon.jit
-def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
     """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
     s_layout: gl.constexpr = product_layout(zero.shape[1])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
@@ -177,10 +205,16 @@ def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2,
     # Kept in 16 bits: the registers of the float32 weights are those of dP.
     p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
     ring_wait(work.do_full, i)
-    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-    token = _product(work, v, work.do, i, 1, zero)
-    dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
-    return dv_sum, multiply_pairs(p, dp)
+    if work.order == 0:
+        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
+        token = _product(work, v, work.do, i, 1, zero, sels)
+        dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
+        return dv_sum, multiply_pairs(p, dp)
+    else:
+        token = _product(work, v, work.do, i, 1, zero, sels)
+        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[token])
+        return dv_token, multiply_pairs(p, dp)
 
 
 @gluon.jit
@@ -208,6 +242,10 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
+    if work.sel:
+        sels = (opaque(_selector(0, QUERIES)), opaque(_selector(1, QUERIES)))
+    else:
+        sels = ()
     tile = work.first
     number, done, zeroed = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
@@ -229,20 +267,26 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
         if first < done:
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
-            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero, sels)])
             for i in range(first, last):
-                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
                 dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
                 _store_ds(work, group, i, ds)
                 # The next scores begin before this dK is complete, and end in this iteration.
                 zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                s_token = _product(work, k, work.q, i + 1, 0, zero)
-                dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
+                s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
+                if work.order == 0:
+                    dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
+                else:
+                    dv_sum, dk_sum, scores = warpgroup_mma_wait(0, deps=[dv_sum, dk_token, s_token])
                 ring_arrive(work.q_empty, i)
-            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
             _store_ds(work, group, last, ds)
-            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+            if work.order == 0:
+                dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+            else:
+                dv_sum, dk_sum = warpgroup_mma_wait(0, deps=[dv_sum, dk_token])
             ring_arrive(work.q_empty, last)
             # dK leaves through K's memory, which is free once the last dQ is computed.
             ring_wait(work.ds_empty, last)
@@ -307,6 +351,74 @@ def compute_dq(work, lists, dq_desc, D: gl.constexpr):
         tile = tile_field(work, tile, NEXT)
     if not lists.deterministic:
         tma.store_wait(0)
+
+
+@gluon.jit
+def compute_dq_red(work, lists, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, COLUMNS: gl.constexpr):
+    QUERIES: gl.constexpr = work.q.shape[3]
+    PIECES: gl.constexpr = D // COLUMNS
+    layout: gl.constexpr = product_layout(COLUMNS)
+    words: gl.constexpr = by_thread_layout(COLUMNS // 2)
+    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
+    k = matrix(work.k)
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
+    step = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
+    offset = (thread[:, None] * 4 + step[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
+    tile = work.first
+    done = gl.to_tensor(0)
+    spins_left = gl.to_tensor(SPIN_LIMIT)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        for i in range(done, done + iterations):
+            # K is there too: dS was made from it.
+            ring_wait(work.ds_full, i)
+            slot = _read_number(work.slots, i)
+            ds = ring_at(work.ds, i).permute((1, 0))
+            for piece in gl.static_range(PIECES):
+                token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
+                if lists.deterministic:
+                    if piece == 0:
+                        lock_value = _read_number(work.lock_values, i)
+                        added = gl.load(dq_semaphore + slot, volatile=True)
+                part = warpgroup_mma_wait(0, deps=[token])
+                if piece == PIECES - 1:
+                    ring_arrive(work.ds_empty, i)
+                if lists.deterministic:
+                    if piece == 0:
+                        while (added < lock_value) & (spins_left > 0):
+                            added = gl.load(dq_semaphore + slot, volatile=True)
+                            spins_left -= 1
+                        spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (offset + piece * (QUERIES * COLUMNS)), by_thread(part))
+                if piece < PIECES - 1:
+                    barrier()
+            if lists.deterministic:
+                ring_free(work.dq_empty, i)
+                barrier()
+                ring_arrive(work.dq_full, i)
+        done += iterations
+        tile = tile_field(work, tile, NEXT)
+    if lists.deterministic:
+        if spins_left <= 0:
+            gl.atomic_add(spin_timeouts, 1, sem="relaxed")
+
+
+@gluon.jit
+def announce_dq(work, lists, dq_semaphore, share: gl.constexpr):
+    SHARES: gl.constexpr = 2
+    tile = work.first
+    done = gl.to_tensor(0)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        for i in range(done + ((done + share) & 1), done + iterations, SHARES):
+            ring_wait(work.dq_full, i)
+            slot = gl.max(ring_at(work.slots, i).load(gl.BlockedLayout([1], [32], [1], [0])), axis=0)
+            release_fence()
+            barrier()
+            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
+            ring_arrive(work.dq_empty, i)
+        done += iterations
+        tile = tile_field(work, tile, NEXT)
 
 
 @gluon.jit

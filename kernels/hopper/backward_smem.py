@@ -36,3 +36,8 @@ class Work:
     zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
     tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
     first: gl.tensor                        # number of the program's first tile, or -1
+    sel: gl.constexpr
+    order: gl.constexpr
+    red: gl.constexpr
+    slots: gl.shared_memory_descriptor
+    lock_values: gl.shared_memory_descriptor

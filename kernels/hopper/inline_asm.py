@@ -132,3 +132,21 @@ def prefetch(pointer, size):
     gl.inline_asm_elementwise("{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
                               "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, lane; }", "=r,l,r",
                               [pointer.to(gl.int64), gl.to_tensor(size)], gl.int32, False, 1)
+
+
+@gluon.jit
+def add_words(pointer, x):
+    """Adds x, of which a thread has whole fours, to the float32 numbers at ``pointer``, of whose fours only the first counts."""
+    gl.inline_asm_elementwise("red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0;", "=r,l,l,l,l,f,f,f,f",
+                              [pointer.to(gl.int64), x], gl.int8, False, 4)
+
+
+@gluon.jit
+def release_fence():
+    """What was seen before is seen by all of the GPU before what is written afterwards."""
+    gl.inline_asm_elementwise("fence.release.gpu; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+
+
+@gluon.jit
+def opaque(x):
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, False, 2)

@@ -81,7 +81,7 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, q_starts, q_si
 @triton.jit
 def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
                         heads, q_len, block_length, slots, scale,
-                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, BY_THREAD: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
@@ -91,7 +91,13 @@ def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_r
     if rows <= 0:
         return
     at = (batch * heads + head) * slots + slot
-    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    if BY_THREAD:
+        x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM))
+        # [64 columns' piece, 8 columns, warp, row of 8, 2 columns, the row 8 further, column]
+        x = tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6))
+        x = tl.reshape(x, [M, DIM])
+    else:
+        x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M)[:, None] * DIM + tl.arange(0, DIM)[None, :])
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
@@ -110,10 +116,10 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     return Accum(lse_dpsum, dq_accum)
 
 
-def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
+def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition, by_thread: bool = False) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
     parts = triton.cdiv(queries.length, QUERIES)
     _postprocess_kernel[(queries.number * parts, batch * heads)](
         accum.dq_accum, dq, queries.starts, queries.sizes, *dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length,
-        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)
+        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim, BY_THREAD=by_thread)

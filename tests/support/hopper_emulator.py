@@ -224,11 +224,16 @@ def lazy_rescale(row_max, own):
     return moved, torch.exp2(row_max - moved)
 
 
+def add_words(pointer, x):
+    with _state:
+        pointer.data[pointer.offset[..., :1] + torch.arange(4)] += x
+
+
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    tma_writes_done=lambda: store_wait(), prefetch=lambda pointer, size: None,
+    add_words=add_words, release_fence=lambda: None, opaque=lambda x: x, tma_writes_done=lambda: store_wait(), prefetch=lambda pointer, size: None,
     clear_rows=lambda x, factor: torch.where(factor == 0, 0.0, x), sum_lanes=lambda *x: torch.stack([part.sum(1) for part in x], 1))
 
 
