@@ -192,7 +192,7 @@ def constants(dim: int, deterministic: bool) -> dict:
     dq_stages = (3 if dim == 128 else 4) if deterministic else dim // 64
     return dict(D=dim, STAGES=2 if dim == 128 else 4, DQ_STAGES=dq_stages, DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers,
-                RED=True, SEL=False, COLUMNS=64, NO_PREFETCH=False, ORDER=0)
+                RED=True, SEL=False, COLUMNS=64, NO_PREFETCH=False, ORDER=3)
 
 
 def _has_partial(axis: Partition, size: int) -> bool:

@@ -189,32 +189,31 @@ def _product(work, a, ring, i, half: gl.constexpr, zero, sels):
 
 
 @gluon.jit
-def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
-    s_layout: gl.constexpr = product_layout(zero.shape[1])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
+def _weights(work, i, group: gl.constexpr, scores, rows, scale_log2, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """P of iteration ``i``, in 16 bits: the registers of the float32 weights are those of dP."""
+    KEYS: gl.constexpr = scores.shape[0]
+    s_layout: gl.constexpr = product_layout(scores.shape[1])
     if PARTIAL_KEYS:
-        scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
+        scores = gl.where((gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     if CAUSAL:
-        KEYS: gl.constexpr = zero.shape[0]
         limit = _read_number(work.limits, i) - group * KEYS
         if limit < KEYS - 1:
             keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-            queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
+            queries = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, s_layout))
             scores = gl.where(keys[:, None] <= queries[None, :] + limit, scores, float("-inf"))
-    # Kept in 16 bits: the registers of the float32 weights are those of dP.
-    p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
+    return round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
+
+
+@gluon.jit
+def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
+    p = _weights(work, i, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
     ring_wait(work.do_full, i)
-    if work.order == 0:
-        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-        token = _product(work, v, work.do, i, 1, zero, sels)
-        dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
-        return dv_sum, multiply_pairs(p, dp)
-    else:
-        token = _product(work, v, work.do, i, 1, zero, sels)
-        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[token])
-        return dv_token, multiply_pairs(p, dp)
+    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
+    token = _product(work, v, work.do, i, 1, zero, sels)
+    dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
+    return dv_sum, multiply_pairs(p, dp)
 
 
 @gluon.jit
@@ -268,25 +267,59 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
             scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero, sels)])
-            for i in range(first, last):
-                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
-                dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
-                _store_ds(work, group, i, ds)
-                # The next scores begin before this dK is complete, and end in this iteration.
-                zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
-                if work.order == 0:
+            if work.order == 2:
+                dv_sum, ds = _p_and_ds(work, v, first, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
+                for i in range(first, last):
+                    # The next scores come first, so that their exponentials are taken while dK is multiplied.
+                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
+                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
+                    dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+                    _store_ds(work, group, i, ds)
+                    scores = warpgroup_mma_wait(1, deps=[s_token])
+                    p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
+                    ring_wait(work.do_full, i + 1)
+                    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
+                    token = _product(work, v, work.do, i + 1, 1, zero, sels)
+                    dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, token])
+                    ring_arrive(work.q_empty, i)
+                    ds = multiply_pairs(p, dp)
+            elif work.order >= 3:
+                dv_sum, ds = _p_and_ds(work, v, first, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
+                for i in range(first, last):
+                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
+                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
+                    _store_ds(work, group, i, ds)
+                    dk_token = warpgroup_mma(ring_at(work.ds, i).slice(group * KEYS, KEYS), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+                    scores = warpgroup_mma_wait(1, deps=[s_token])
+                    p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
+                    ring_wait(work.do_full, i + 1)
+                    if work.order == 3:
+                        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
+                        token = _product(work, v, work.do, i + 1, 1, zero, sels)
+                        dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, token])
+                        ring_arrive(work.q_empty, i)
+                        ds = multiply_pairs(p, dp)
+                    else:
+                        token = _product(work, v, work.do, i + 1, 1, zero, sels)
+                        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
+                        dk_sum, dp = warpgroup_mma_wait(1, deps=[dk_token, token])
+                        ring_arrive(work.q_empty, i)
+                        ds = multiply_pairs(p, dp)
+                        dv_sum = warpgroup_mma_wait(0, deps=[dv_token])
+            else:
+                for i in range(first, last):
+                    dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
+                    dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+                    _store_ds(work, group, i, ds)
+                    # The next scores begin before this dK is complete, and end in this iteration.
+                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
+                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
                     dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
-                else:
-                    dv_sum, dk_sum, scores = warpgroup_mma_wait(0, deps=[dv_sum, dk_token, s_token])
-                ring_arrive(work.q_empty, i)
-            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
+                    ring_arrive(work.q_empty, i)
+                dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
             _store_ds(work, group, last, ds)
-            if work.order == 0:
-                dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
-            else:
-                dv_sum, dk_sum = warpgroup_mma_wait(0, deps=[dv_sum, dk_token])
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
             ring_arrive(work.q_empty, last)
             # dK leaves through K's memory, which is free once the last dQ is computed.
             ring_wait(work.ds_empty, last)

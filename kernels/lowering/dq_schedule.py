@@ -43,7 +43,7 @@ SEGMENT = 128
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "search_steps", "number", "programs", "stagger", "shift"]
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "shift"]
 
 
 class Schedule(NamedTuple):
@@ -56,10 +56,17 @@ class Schedule(NamedTuple):
     width: int                  # of a list
 
 
+@triton.jit
+def _place(pair, block, part, blocks, parts, together):
+    """Where a tile stands in the order in which tiles are taken; ``pair``: its batch element and key/value head."""
+    # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
+    return (pair // together * (blocks * parts) + (blocks * parts - 1 - (block * parts + part))) * together + pair % together
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles, skipped,
                   list_batch, list_head, list_group, kv_batch, kv_head_stride, kv_group, q_batch, q_head_stride, q_group,
-                  kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, shift,
+                  kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, together, shift,
                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_KV: tl.constexpr,
                   UNIFORM_Q: tl.constexpr, CAUSAL: tl.constexpr):
     block = tl.program_id(0)
@@ -87,8 +94,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
             tl.store(skipped + (batch.to(tl.int64) * kv_heads * group + head) * kv_blocks + block, tl.sum(unseen, 0))
     part = tl.arange(0, PARTS)
     left = size - part * N
-    # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
-    place = (tl.program_id(1) + 1) * kv_blocks * parts - 1 - (block * parts + part)
+    place = _place(tl.program_id(1), block, part, kv_blocks, parts, together)
     to = tiles + place.to(tl.int64) * FIELDS
     here = part < parts
     tl.store(to + ROW, row + part * N, mask=here)
@@ -147,7 +153,7 @@ def _visible(listed_counts, skipped, row, list_row, width, mask, CAUSAL: tl.cons
 
 @triton.jit
 def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head, listed_group,
-              first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps, SEGMENT: tl.constexpr,
+              first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps, SEGMENT: tl.constexpr,
               CAUSAL: tl.constexpr):
     """Of a query block's list from ``first`` on, every part of a key block apart: (when, where its lock value stands, whether it comes)."""
     entry = first + tl.arange(0, SEGMENT)
@@ -157,7 +163,7 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
     known = (entry < number) & (other >= 0) & (other < blocks)
     other = tl.where(known, other, 0)
     kv_head = head // group
-    tile = (batch * kv_heads + kv_head + 1) * blocks * parts - 1 - (other * parts + part)
+    tile = _place(batch * kv_heads + kv_head, other, part, blocks, parts, together)
     at = tiles + tile.to(tl.int64) * FIELDS
     known = known & (tl.load(at + ROWS, mask=known, other=0) > 0)
     before, total = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
@@ -190,7 +196,7 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
 @triton.jit(do_not_specialize=_NUMBERS)
 def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, times, skipped, whens, lock_values,
                  list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
-                 kv_heads, group, blocks, capacity, width, parts, search_steps, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
+                 kv_heads, group, blocks, capacity, width, parts, together, search_steps, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
                  CAUSAL: tl.constexpr):
     """For one query block: the lock value of each tile that adds to its dQ."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -200,7 +206,7 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
     whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps,
                                        SEGMENT, CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
@@ -208,7 +214,7 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps,
                                        SEGMENT, CAUSAL)
         lock_value = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
@@ -216,6 +222,14 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
             other = tl.load(whens + entry, mask=entry < number, other=1 << 62)
             lock_value += tl.sum((other[None, :] < when[:, None]).to(tl.int32), 1)
         tl.store(lock_values + where, lock_value, mask=known)
+
+
+TOGETHER = 0
+
+
+def _together(pairs, rows):
+    limit = max(1, min(8, (48 << 20) // (rows * 1024)))
+    return max(n for n in range(1, limit + 1) if pairs % n == 0)
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
@@ -229,13 +243,14 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     group, width = heads // kv_heads, indices.shape[3]
     parts = triton.cdiv(keys.length, KEYS)
     number = batch * kv_heads * keys.number * parts
+    together = TOGETHER or _together(batch * kv_heads, queries.tokens * group) if programs else 1
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     _tiles_kernel[(keys.number, batch * kv_heads)](
         counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped,
         *strides, *keys.strides(kv_heads), *queries.strides(heads),
-        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, shift or 0,
+        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0,
         M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_KV=keys.uniform, UNIFORM_Q=queries.uniform,
         CAUSAL=shift is not None)
     if not programs:
@@ -249,5 +264,5 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     _lock_value_kernel[(queries.number, heads, batch)](
         own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values,
         *shared_strides(own_counts, heads), *strides,
-        kv_heads, group, keys.number, capacity, width, parts, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+        kv_heads, group, keys.number, capacity, width, parts, together, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
     return Schedule(tiles, lock_values, skipped, width)
