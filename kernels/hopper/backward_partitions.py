@@ -1,4 +1,4 @@
-"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that add dQ up."""
+"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that announce dQ."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
-from .gluon_compat import aggregate, barrier, copy_add, copy_in, copy_out
-from .inline_asm import add_words, opaque, multiply_pairs, prefetch, release_fence, rematerialise, round_pairs, tma_writes_done
-from .primitives import by_thread, by_thread_layout, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
+from .gluon_compat import aggregate, barrier, copy_in, copy_out
+from .inline_asm import add_words, multiply_pairs, release_fence, rematerialise, round_pairs
+from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
 # without waiting, and counts that.
@@ -33,12 +33,9 @@ class Gradient:
 
 
 @gluon.jit
-def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum, PARTIAL_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk.
-
-    Into L2 also what of dQ is summed up so far (``dq_accum``; None where additions have no order): an addition is written sooner there,
-    and the next program waits for that.
-    """
+def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk, and the
+    numbers that go with it."""
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
@@ -51,28 +48,21 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum,
         ring_free(work.k_empty, number)
         mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
         copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
-        at = before_first_iteration(lists, work, tile, 0, 1)
+        at = before_first_iteration(lists, work, tile)
         for i in range(done, done + iterations):
-            at = next_iteration(lists, at, 1, QUERIES, work.red and lists.deterministic)
+            at = next_iteration(lists, at, QUERIES)
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
             ring_free(work.q_empty, i)
-            if dq_accum is not None:
-                words = QUERIES * work.q.shape[4]
-                prefetch(dq_accum + (at.slot + at.chunk).to(gl.int64) * words, words * 4)
-            layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-            if work.red:
-                store_slot(work, i, gl.full([1], at.slot + at.chunk, gl.int32, layout))
-                if lists.deterministic:
-                    store_lock_value(work, i, gl.full([1], at.lock_value, gl.int32, layout))
-            if PARTIAL_QUERIES or lists.causal:
-                size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)
-                store_size(work, i, gl.full([1], size, gl.int32, layout))
-                if lists.causal:
-                    store_limit(work, i, gl.full([1], start + lists.shift - row, gl.int32, layout))
-            if PARTIAL_QUERIES or lists.causal or work.red:
-                # Those who wait for q must find the numbers that go with it too.
-                barrier()
+            store_number(work.slots, i, at.slot + at.chunk)
+            if lists.deterministic:
+                store_number(work.lock_values, i, at.lock_value)
+            if PARTIAL_QUERIES:
+                store_number(work.sizes, i, gl.minimum(at.size - at.chunk * QUERIES, QUERIES))
+            if lists.causal:
+                store_number(work.limits, i, start + lists.shift - row)
+            # Those who wait for q must find the numbers that go with it too.
+            barrier()
             q_full = ring_at(work.q_full, i)
             mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
@@ -85,33 +75,15 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum,
 
 
 @gluon.jit
-def store_size(work, i, size):
-    """For iteration ``i``; tests/tools/sanitize.py knows what this stores by this function's name."""
-    ring_at(work.sizes, i).store(size)
+def store_number(ring, i, number):
+    """For iteration ``i``, by a partition of one warp; tests/tools/sanitize.py knows what this stores by this function's name."""
+    ring_at(ring, i).store(gl.full([1], number, gl.int32, one_word(1)))
 
 
 @gluon.jit
-def store_limit(work, i, limit):
-    """As ``store_size``."""
-    ring_at(work.limits, i).store(limit)
-
-
-@gluon.jit
-def store_slot(work, i, slot):
-    """As ``store_size``."""
-    ring_at(work.slots, i).store(slot)
-
-
-@gluon.jit
-def store_lock_value(work, i, lock_value):
-    """As ``store_size``."""
-    ring_at(work.lock_values, i).store(lock_value)
-
-
-@gluon.jit
-def _read_number(ring, i):
-    """The number that ``store_size`` or ``store_limit`` left, in a multiplying partition."""
-    return gl.max(ring_at(ring, i).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+def _read_number(ring, i, WARPS: gl.constexpr):
+    """The number that ``store_number`` left, in a partition of so many warps."""
+    return gl.max(ring_at(ring, i).load(one_word(WARPS)), axis=0)
 
 
 @gluon.jit
@@ -145,7 +117,7 @@ def _wait_q(work, i, zeroed, group: gl.constexpr, PARTIAL_QUERIES: gl.constexpr)
     QUERIES: gl.constexpr = work.q.shape[3]
     ring_wait(work.q_full, i)
     if PARTIAL_QUERIES:
-        size = _read_number(work.sizes, i)
+        size = _read_number(work.sizes, i, 4)
         if size < QUERIES:
             ring_wait(work.do_full, i)
             zero_rows(matrix(ring_at(work.q, i)), size, group, 2, False)
@@ -168,23 +140,12 @@ def fill_selector(selector):
 
 
 @gluon.jit
-def _selector(half: gl.constexpr, N: gl.constexpr):
-    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(N), 2)
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
-    return gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16)
-
-
-@gluon.jit
-def _product(work, a, ring, i, half: gl.constexpr, zero, sels):
+def _product(work, a, ring, i, half: gl.constexpr, zero):
     """Begins a b^T, b being iteration ``i``'s in ``ring``, less lse / scale (half 0) or dPsum (half 1) of each query: one more step of 16,
     and neither loads nor registers."""
     lse_dpsum = ring_at(work.lse_dpsum, i)
     lse_dpsum = lse_dpsum.reshape([lse_dpsum.shape[1], lse_dpsum.shape[2]]).permute((1, 0))
-    if work.sel:
-        selector = sels[half]
-    else:
-        selector = work.selector.index(half)
-    token = warpgroup_mma(selector, lse_dpsum, zero, use_acc=False, is_async=True)
+    token = warpgroup_mma(work.selector.index(half), lse_dpsum, zero, use_acc=False, is_async=True)
     return warpgroup_mma(a, matrix(ring_at(ring, i)).permute((1, 0)), token, is_async=True)
 
 
@@ -196,7 +157,7 @@ def _weights(work, i, group: gl.constexpr, scores, rows, scale_log2, PARTIAL_KEY
     if PARTIAL_KEYS:
         scores = gl.where((gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     if CAUSAL:
-        limit = _read_number(work.limits, i) - group * KEYS
+        limit = _read_number(work.limits, i, 4) - group * KEYS
         if limit < KEYS - 1:
             keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
             queries = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, s_layout))
@@ -205,15 +166,19 @@ def _weights(work, i, group: gl.constexpr, scores, rows, scale_log2, PARTIAL_KEY
 
 
 @gluon.jit
-def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
-    p = _weights(work, i, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
+def _begin_dv_dp(work, v, i, p, dv_sum, zero):
+    """Begins P^T dO, added to dV, and dP of iteration ``i``."""
     ring_wait(work.do_full, i)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
     dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-    token = _product(work, v, work.do, i, 1, zero, sels)
-    dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
-    return dv_sum, multiply_pairs(p, dp)
+    return dv_token, _product(work, v, work.do, i, 1, zero)
+
+
+@gluon.jit
+def _begin_dk(work, group: gl.constexpr, i, dk_sum):
+    """Begins dS^T q, added to dK: dS from shared memory, where it must be anyway, for the registers are those of the next scores."""
+    KEYS: gl.constexpr = dk_sum.shape[0]
+    return warpgroup_mma(ring_at(work.ds, i).slice(group * KEYS, KEYS), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
 
 
 @gluon.jit
@@ -236,15 +201,10 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
     s_layout: gl.constexpr = product_layout(QUERIES)
     o_layout: gl.constexpr = product_layout(D)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
     k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
-    if work.sel:
-        sels = (opaque(_selector(0, QUERIES)), opaque(_selector(1, QUERIES)))
-    else:
-        sels = ()
     tile = work.first
     number, done, zeroed = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
@@ -266,60 +226,25 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
         if first < done:
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
-            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero, sels)])
-            if work.order == 2:
-                dv_sum, ds = _p_and_ds(work, v, first, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
-                for i in range(first, last):
-                    # The next scores come first, so that their exponentials are taken while dK is multiplied.
-                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
-                    dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
-                    _store_ds(work, group, i, ds)
-                    scores = warpgroup_mma_wait(1, deps=[s_token])
-                    p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
-                    ring_wait(work.do_full, i + 1)
-                    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
-                    token = _product(work, v, work.do, i + 1, 1, zero, sels)
-                    dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, token])
-                    ring_arrive(work.q_empty, i)
-                    ds = multiply_pairs(p, dp)
-            elif work.order >= 3:
-                dv_sum, ds = _p_and_ds(work, v, first, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
-                for i in range(first, last):
-                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
-                    _store_ds(work, group, i, ds)
-                    dk_token = warpgroup_mma(ring_at(work.ds, i).slice(group * KEYS, KEYS), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
-                    scores = warpgroup_mma_wait(1, deps=[s_token])
-                    p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
-                    ring_wait(work.do_full, i + 1)
-                    if work.order == 3:
-                        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
-                        token = _product(work, v, work.do, i + 1, 1, zero, sels)
-                        dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, token])
-                        ring_arrive(work.q_empty, i)
-                        ds = multiply_pairs(p, dp)
-                    else:
-                        token = _product(work, v, work.do, i + 1, 1, zero, sels)
-                        dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i + 1)), dv_sum, is_async=True)
-                        dk_sum, dp = warpgroup_mma_wait(1, deps=[dk_token, token])
-                        ring_arrive(work.q_empty, i)
-                        ds = multiply_pairs(p, dp)
-                        dv_sum = warpgroup_mma_wait(0, deps=[dv_token])
-            else:
-                for i in range(first, last):
-                    dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
-                    dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
-                    _store_ds(work, group, i, ds)
-                    # The next scores begin before this dK is complete, and end in this iteration.
-                    zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                    s_token = _product(work, k, work.q, i + 1, 0, zero, sels)
-                    dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
-                    ring_arrive(work.q_empty, i)
-                dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, sels, PARTIAL_KEYS, CAUSAL)
-            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            p = _weights(work, first, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
+            dv_token, dp_token = _begin_dv_dp(work, v, first, p, dv_sum, zero)
+            dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, dp_token])
+            ds = multiply_pairs(p, dp)
+            for i in range(first, last):
+                # The next scores begin while dS is stored, and their exponentials are taken while dK is multiplied.
+                zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
+                s_token = _product(work, k, work.q, i + 1, 0, zero)
+                _store_ds(work, group, i, ds)
+                dk_token = _begin_dk(work, group, i, dk_sum)
+                scores = warpgroup_mma_wait(1, deps=[s_token])
+                p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
+                dv_token, dp_token = _begin_dv_dp(work, v, i + 1, p, dv_sum, zero)
+                dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, dp_token])
+                ring_arrive(work.q_empty, i)
+                ds = multiply_pairs(p, dp)
             _store_ds(work, group, last, ds)
-            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+            dk_sum = warpgroup_mma_wait(0, deps=[_begin_dk(work, group, last, dk_sum)])
             ring_arrive(work.q_empty, last)
             # dK leaves through K's memory, which is free once the last dQ is computed.
             ring_wait(work.ds_empty, last)
@@ -340,63 +265,21 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
 
 @gluon.jit
-def compute_dq(work, lists, dq_desc, D: gl.constexpr):
-    """The dQ partition: dS^T K of every iteration, 64 columns at a time, left in shared memory, and where additions have no order added up
-    from there at once."""
+def compute_dq(work, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
+    dq_accum.Accum has it. Deterministic, when the slot's semaphore has the tile's lock value.
+
+    ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
+    """
     QUERIES: gl.constexpr = work.q.shape[3]
     COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
-    layout: gl.constexpr = product_layout(COLUMNS)
-    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
-    k = matrix(work.k)
-    tile = work.first
-    done = gl.to_tensor(0)
-    while tile >= 0:
-        iterations = tile_field(work, tile, ITERATIONS)
-        at = before_first_iteration(lists, work, tile, 0, 1)
-        for i in range(done, done + iterations):
-            if not lists.deterministic:
-                at = next_iteration(lists, at, 1, QUERIES, False)
-            # K is there too: dS was made from it.
-            ring_wait(work.ds_full, i)
-            ds = ring_at(work.ds, i).permute((1, 0))
-            for piece in gl.static_range(PIECES):
-                token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[token])
-                if piece == PIECES - 1:
-                    ring_arrive(work.ds_empty, i)
-                use = i * PIECES + piece
-                if lists.deterministic:
-                    ring_free(work.dq_empty, use)
-                elif piece == 0:
-                    # What the iteration before left must be read.
-                    tma.store_wait(0)
-                    barrier()
-                ring_at(work.dq, use).reshape([QUERIES, COLUMNS]).store(part)
-                # TMA sees what every warp stored.
-                fence_async_shared()
-                barrier()
-                if lists.deterministic:
-                    ring_arrive(work.dq_full, use)
-                else:
-                    copy_add(dq_desc, [at.slot + at.chunk, 0, piece * COLUMNS], ring_at(work.dq, use))
-        done += iterations
-        tile = tile_field(work, tile, NEXT)
-    if not lists.deterministic:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def compute_dq_red(work, lists, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, COLUMNS: gl.constexpr):
-    QUERIES: gl.constexpr = work.q.shape[3]
-    PIECES: gl.constexpr = D // COLUMNS
-    layout: gl.constexpr = product_layout(COLUMNS)
-    words: gl.constexpr = by_thread_layout(COLUMNS // 2)
-    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
+    words: gl.constexpr = by_thread_layout(COLUMNS)
+    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
     k = matrix(work.k)
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
-    step = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
-    offset = (thread[:, None] * 4 + step[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
+    four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
+    place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
     tile = work.first
     done = gl.to_tensor(0)
     spins_left = gl.to_tensor(SPIN_LIMIT)
@@ -405,39 +288,43 @@ def compute_dq_red(work, lists, dq_accum, dq_semaphore, spin_timeouts, D: gl.con
         for i in range(done, done + iterations):
             # K is there too: dS was made from it.
             ring_wait(work.ds_full, i)
-            slot = _read_number(work.slots, i)
+            slot = _read_number(work.slots, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
-                if lists.deterministic:
-                    if piece == 0:
-                        lock_value = _read_number(work.lock_values, i)
-                        added = gl.load(dq_semaphore + slot, volatile=True)
+                if DETERMINISTIC and piece == 0:
+                    # How many tiles have added to the slot becomes known during the product.
+                    lock_value = _read_number(work.lock_values, i, 4)
+                    added = gl.load(dq_semaphore + slot, volatile=True)
                 part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
-                if lists.deterministic:
-                    if piece == 0:
-                        while (added < lock_value) & (spins_left > 0):
-                            added = gl.load(dq_semaphore + slot, volatile=True)
-                            spins_left -= 1
-                        spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
-                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (offset + piece * (QUERIES * COLUMNS)), by_thread(part))
+                if DETERMINISTIC and piece == 0:
+                    while (added < lock_value) & (spins_left > 0):
+                        added = gl.load(dq_semaphore + slot, volatile=True)
+                        spins_left -= 1
+                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS)), by_thread(part))
                 if piece < PIECES - 1:
+                    # Else the compiler wants the next product's registers beside this one's.
                     barrier()
-            if lists.deterministic:
+            if DETERMINISTIC:
                 ring_free(work.dq_empty, i)
                 barrier()
                 ring_arrive(work.dq_full, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
-    if lists.deterministic:
+    if DETERMINISTIC:
         if spins_left <= 0:
             gl.atomic_add(spin_timeouts, 1, sem="relaxed")
 
 
 @gluon.jit
-def announce_dq(work, lists, dq_semaphore, share: gl.constexpr):
+def announce_dq(work, dq_semaphore, share: gl.constexpr):
+    """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
+
+    Two, because that at times takes longer than an iteration.
+    """
     SHARES: gl.constexpr = 2
     tile = work.first
     done = gl.to_tensor(0)
@@ -445,59 +332,10 @@ def announce_dq(work, lists, dq_semaphore, share: gl.constexpr):
         iterations = tile_field(work, tile, ITERATIONS)
         for i in range(done + ((done + share) & 1), done + iterations, SHARES):
             ring_wait(work.dq_full, i)
-            slot = gl.max(ring_at(work.slots, i).load(gl.BlockedLayout([1], [32], [1], [0])), axis=0)
+            slot = _read_number(work.slots, i, 1)
             release_fence()
             barrier()
             gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
             ring_arrive(work.dq_empty, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
-
-
-@gluon.jit
-def add_dq(work, lists, dq_desc, dq_semaphore, spin_timeouts, share: gl.constexpr, D: gl.constexpr):
-    """One of two adding partitions: adds every other iteration's dQ to its slot by TMA when the slot's semaphore has the tile's lock value.
-
-    ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
-
-    Two, because an addition counts only when it is written, which at times takes longer than an iteration.
-    """
-    QUERIES: gl.constexpr = work.q.shape[3]
-    SHARES: gl.constexpr = 2
-    COLUMNS: gl.constexpr = 64
-    PIECES: gl.constexpr = D // COLUMNS
-    tile = work.first
-    done = gl.to_tensor(0)
-    spins_left = gl.to_tensor(SPIN_LIMIT)
-    while tile >= 0:
-        iterations = tile_field(work, tile, ITERATIONS)
-        offset = (done + share) & 1
-        at = next_iteration(lists, before_first_iteration(lists, work, tile, offset, SHARES), SHARES, QUERIES, True)
-        added = gl.to_tensor(-1)
-        for i in range(done + offset, done + iterations, SHARES):
-            after = next_iteration(lists, at, SHARES, QUERIES, True)
-            slot = at.slot + at.chunk
-            for piece in gl.static_range(PIECES):
-                use = i * PIECES + piece
-                ring_wait(work.dq_full, use)
-                if piece == 0:
-                    while (added < at.lock_value) & (spins_left > 0):
-                        added = gl.load(dq_semaphore + slot, volatile=True)
-                        spins_left -= 1
-                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
-                copy_add(dq_desc, [slot, 0, piece * COLUMNS], ring_at(work.dq, use))
-            tma.store_wait(0)
-            barrier()
-            for piece in gl.static_range(PIECES):
-                ring_arrive(work.dq_empty, i * PIECES + piece)
-            # How many tiles have added to the next slot becomes known while TMA writes.
-            added = gl.load(dq_semaphore + after.slot + after.chunk, volatile=True)
-            # The next tile's addition begins when this one's is written.
-            tma_writes_done()
-            barrier()
-            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
-            at = after
-        done += iterations
-        tile = tile_field(work, tile, NEXT)
-    if spins_left <= 0:
-        gl.atomic_add(spin_timeouts, 1, sem="relaxed")

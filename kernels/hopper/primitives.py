@@ -73,17 +73,17 @@ def lanes(columns):
 
 
 @gluon.constexpr_function
-def by_thread_layout(numbers):
-    """[128, numbers / 4, 4]: what the threads of four warps hold, one after another."""
-    return gl.BlockedLayout([1, numbers // 4, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
+def by_thread_layout(columns):
+    """What each thread of four warps has of a product [64, columns], [128, columns / 8, 4]."""
+    return gl.BlockedLayout([1, columns // 8, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
 def by_thread(x):
-    """A product [64, N] as [128, N / 8, 4]: by thread, and of each its registers."""
+    """A product [64, N] as [128, N / 8, 4]: thread by thread, of every eight columns two in each of two rows."""
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5)).reshape([128, N // 8, 4])
-    return gl.convert_layout(x, by_thread_layout(N // 2), assert_trivial=True)
+    return gl.convert_layout(x, by_thread_layout(N), assert_trivial=True)
 
 
 @gluon.constexpr_function

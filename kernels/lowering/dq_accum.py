@@ -28,7 +28,8 @@ class Accum(NamedTuple):
     lse_dpsum: Tensor   # bfloat16 [B, H, slots, QUERIES, 16], an operand of the tensor core: in columns 0 to 2 three terms whose sum is
     #                     -lse / scale, or -1e30 for empty rows and for rows past the chunk's end; in columns 8 to 10 three whose sum is
     #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
-    dq_accum: Tensor    # float32 [B, H, slots, QUERIES, D], zeros
+    dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], zeros, in the order in which the threads that add hold a product of 64 rows
+    #                     and 64 columns: [D / 64, 8 of 8 columns, 4 of 16 rows, 8 rows, 4 of 2 columns, 2 of 8 rows, 2 columns]
 
     @property
     def number(self) -> int:
@@ -81,7 +82,7 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, q_starts, q_si
 @triton.jit
 def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
                         heads, q_len, block_length, slots, scale,
-                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, BY_THREAD: tl.constexpr):
+                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
@@ -91,13 +92,8 @@ def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_r
     if rows <= 0:
         return
     at = (batch * heads + head) * slots + slot
-    if BY_THREAD:
-        x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM))
-        # [64 columns' piece, 8 columns, warp, row of 8, 2 columns, the row 8 further, column]
-        x = tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6))
-        x = tl.reshape(x, [M, DIM])
-    else:
-        x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM))
+    x = tl.reshape(tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)), [M, DIM])
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
@@ -106,7 +102,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
-    dq_accum = torch.empty(batch, heads, slots, QUERIES, dim, dtype=torch.float32, device=out.device)
+    dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
     parts = triton.cdiv(queries.length, QUERIES)
     given = lse if dlse is None else dlse
     _preprocess_kernel[(queries.number * parts, batch * heads)](
@@ -116,10 +112,10 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     return Accum(lse_dpsum, dq_accum)
 
 
-def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition, by_thread: bool = False) -> None:
+def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
     parts = triton.cdiv(queries.length, QUERIES)
     _postprocess_kernel[(queries.number * parts, batch * heads)](
         accum.dq_accum, dq, queries.starts, queries.sizes, *dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length,
-        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim, BY_THREAD=by_thread)
+        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)

@@ -43,7 +43,8 @@ SEGMENT = 128
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "shift"]
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
+    "shift"]
 
 
 class Schedule(NamedTuple):
@@ -206,16 +207,16 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
     whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps,
-                                       SEGMENT, CAUSAL)
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together,
+                                       search_steps, SEGMENT, CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
     # Other threads read what these have written.
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps,
-                                       SEGMENT, CAUSAL)
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together,
+                                       search_steps, SEGMENT, CAUSAL)
         lock_value = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
             entry = start + tl.arange(0, OTHERS)
@@ -264,5 +265,6 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     _lock_value_kernel[(queries.number, heads, batch)](
         own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values,
         *shared_strides(own_counts, heads), *strides,
-        kv_heads, group, keys.number, capacity, width, parts, together, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+        kv_heads, group, keys.number, capacity, width, parts, together, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32,
+        CAUSAL=shift is not None)
     return Schedule(tiles, lock_values, skipped, width)
