@@ -24,7 +24,7 @@ from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E
 from ..lowering.tma import tma_descriptor, tma_ready
 from .backward_iterator import Lists
-from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, fill_selector, load
+from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, fill_selector, load, wait_turn
 from .backward_smem import Work
 from .primitives import barrier_ring, ring_init
 from .spin_timeouts import counter, spin_timeouts
@@ -47,7 +47,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                      spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, dq_accum, scale_log2, scale,
-                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
+                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
                      PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
@@ -77,17 +77,19 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     selector = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16],
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
-    ds = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
+    ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
     k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    ds_full, ds_empty = barrier_ring(2), barrier_ring(2)
-    dq_full, dq_empty = barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
+    ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
+    told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
     # What TMA, one warp or the dQ warpgroup announces.
     ring_init(k_full, 1)
     ring_init(v_full, 1)
     ring_init(q_full, 1)
     ring_init(do_full, 1)
     ring_init(ds_empty, 1)
+    ring_init(told, 1)
+    ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
     # What both multiplying warpgroups do.
@@ -100,7 +102,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     fence_async_shared()
 
     work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
-                do_full, q_empty, ds_full, ds_empty, dq_full, dq_empty, zeroed, tiles, first)
+                do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
     to_dk = Gradient(dk_desc, dk, dk_batch, dk_head, dk_row)
@@ -109,16 +111,17 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, dq_semaphore, spin_timeouts, D, True)),
+            (compute_dq, (work, dq_accum, D, True)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts)),
             (announce_dq, (work, dq_semaphore, 0)),
             (announce_dq, (work, dq_semaphore, 1)),
-        ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
+        ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, dq_semaphore, spin_timeouts, D, False)),
+            (compute_dq, (work, dq_accum, D, False)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
@@ -168,7 +171,7 @@ def hopper_backward(
 def constants(dim: int, deterministic: bool) -> dict:
     """The kernel's shape for a head_dim: stages of q and dO, and the partitions' registers."""
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
-    return dict(D=dim, STAGES=3 if dim == 128 else 4, DETERMINISTIC=deterministic,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

@@ -63,6 +63,8 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
                 store_number(work.limits, i, start + lists.shift - row)
             # Those who wait for q must find the numbers that go with it too.
             barrier()
+            if lists.deterministic:
+                ring_arrive(work.told, i)
             q_full = ring_at(work.q_full, i)
             mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
@@ -150,35 +152,26 @@ def _product(work, a, ring, i, half: gl.constexpr, zero):
 
 
 @gluon.jit
-def _weights(work, i, group: gl.constexpr, scores, rows, scale_log2, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """P of iteration ``i``, in 16 bits: the registers of the float32 weights are those of dP."""
-    KEYS: gl.constexpr = scores.shape[0]
-    s_layout: gl.constexpr = product_layout(scores.shape[1])
+def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
+    s_layout: gl.constexpr = product_layout(zero.shape[1])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
     if PARTIAL_KEYS:
-        scores = gl.where((gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
+        scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     if CAUSAL:
+        KEYS: gl.constexpr = zero.shape[0]
         limit = _read_number(work.limits, i, 4) - group * KEYS
         if limit < KEYS - 1:
             keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-            queries = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, s_layout))
+            queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
             scores = gl.where(keys[:, None] <= queries[None, :] + limit, scores, float("-inf"))
-    return round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
-
-
-@gluon.jit
-def _begin_dv_dp(work, v, i, p, dv_sum, zero):
-    """Begins P^T dO, added to dV, and dP of iteration ``i``."""
+    # Kept in 16 bits: the registers of the float32 weights are those of dP.
+    p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
     ring_wait(work.do_full, i)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
     dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-    return dv_token, _product(work, v, work.do, i, 1, zero)
-
-
-@gluon.jit
-def _begin_dk(work, group: gl.constexpr, i, dk_sum):
-    """Begins dS^T q, added to dK: dS from shared memory, where it must be anyway, for the registers are those of the next scores."""
-    KEYS: gl.constexpr = dk_sum.shape[0]
-    return warpgroup_mma(ring_at(work.ds, i).slice(group * KEYS, KEYS), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+    token = _product(work, v, work.do, i, 1, zero)
+    dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
+    return dv_sum, multiply_pairs(p, dp)
 
 
 @gluon.jit
@@ -201,6 +194,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
     s_layout: gl.constexpr = product_layout(QUERIES)
     o_layout: gl.constexpr = product_layout(D)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
     k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
@@ -227,24 +221,19 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
             scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
-            p = _weights(work, first, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
-            dv_token, dp_token = _begin_dv_dp(work, v, first, p, dv_sum, zero)
-            dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, dp_token])
-            ds = multiply_pairs(p, dp)
             for i in range(first, last):
-                # The next scores begin while dS is stored, and their exponentials are taken while dK is multiplied.
+                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+                dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+                _store_ds(work, group, i, ds)
+                # The next scores begin before this dK is complete, and end in this iteration.
                 zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
                 s_token = _product(work, k, work.q, i + 1, 0, zero)
-                _store_ds(work, group, i, ds)
-                dk_token = _begin_dk(work, group, i, dk_sum)
-                scores = warpgroup_mma_wait(1, deps=[s_token])
-                p = _weights(work, i + 1, group, scores, rows, scale_log2, PARTIAL_KEYS, CAUSAL)
-                dv_token, dp_token = _begin_dv_dp(work, v, i + 1, p, dv_sum, zero)
-                dk_sum, dv_sum, dp = warpgroup_mma_wait(0, deps=[dk_token, dv_token, dp_token])
+                dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
                 ring_arrive(work.q_empty, i)
-                ds = multiply_pairs(p, dp)
+            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
             _store_ds(work, group, last, ds)
-            dk_sum = warpgroup_mma_wait(0, deps=[_begin_dk(work, group, last, dk_sum)])
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
             ring_arrive(work.q_empty, last)
             # dK leaves through K's memory, which is free once the last dQ is computed.
             ring_wait(work.ds_empty, last)
@@ -265,12 +254,9 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
 
 @gluon.jit
-def compute_dq(work, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
-    dq_accum.Accum has it. Deterministic, when the slot's semaphore has the tile's lock value.
-
-    ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
-    """
+    dq_accum.Accum has it. Deterministic, when it is the tile's turn."""
     QUERIES: gl.constexpr = work.q.shape[3]
     COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
@@ -282,7 +268,6 @@ def compute_dq(work, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, DET
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
     tile = work.first
     done = gl.to_tensor(0)
-    spins_left = gl.to_tensor(SPIN_LIMIT)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
         for i in range(done, done + iterations):
@@ -292,31 +277,48 @@ def compute_dq(work, dq_accum, dq_semaphore, spin_timeouts, D: gl.constexpr, DET
             ds = ring_at(work.ds, i).permute((1, 0))
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
-                if DETERMINISTIC and piece == 0:
-                    # How many tiles have added to the slot becomes known during the product.
-                    lock_value = _read_number(work.lock_values, i, 4)
-                    added = gl.load(dq_semaphore + slot, volatile=True)
                 part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
                 if DETERMINISTIC and piece == 0:
-                    while (added < lock_value) & (spins_left > 0):
-                        added = gl.load(dq_semaphore + slot, volatile=True)
-                        spins_left -= 1
-                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                    ring_wait(work.turn, i)
                 add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS)), by_thread(part))
                 if piece < PIECES - 1:
                     # Else the compiler wants the next product's registers beside this one's.
                     barrier()
             if DETERMINISTIC:
-                ring_free(work.dq_empty, i)
                 barrier()
                 ring_arrive(work.dq_full, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
-    if DETERMINISTIC:
-        if spins_left <= 0:
-            gl.atomic_add(spin_timeouts, 1, sem="relaxed")
+
+
+@gluon.jit
+def wait_turn(work, dq_semaphore, spin_timeouts):
+    """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
+
+    ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
+    """
+    tile = work.first
+    done = gl.to_tensor(0)
+    spins_left = gl.to_tensor(SPIN_LIMIT)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        for i in range(done, done + iterations):
+            ring_wait(work.told, i)
+            slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
+            added = gl.load(dq_semaphore + slot, volatile=True)
+            while (added < lock_value) & (spins_left > 0):
+                added = gl.load(dq_semaphore + slot, volatile=True)
+                spins_left -= 1
+            spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+            # Not more than a round ahead of those who wait for it.
+            ring_free(work.dq_empty, i)
+            ring_arrive(work.turn, i)
+        done += iterations
+        tile = tile_field(work, tile, NEXT)
+    if spins_left <= 0:
+        gl.atomic_add(spin_timeouts, 1, sem="relaxed")
 
 
 @gluon.jit

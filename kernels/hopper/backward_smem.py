@@ -32,6 +32,8 @@ class Work:
     q_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have read q, dO and lse_dpsum
     ds_full: gl.shared_memory_descriptor    # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor   # the dQ warpgroup has read it
+    told: gl.shared_memory_descriptor       # the loading partition has stored slots and lock_values
+    turn: gl.shared_memory_descriptor       # the tiles that come before have added to the slot
     dq_full: gl.shared_memory_descriptor    # where it is announced: the dQ warpgroup has begun to add it
     dq_empty: gl.shared_memory_descriptor   # it is announced
     zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold

@@ -43,7 +43,7 @@ SEGMENT = 128
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "window",
     "shift"]
 
 
@@ -110,7 +110,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, window, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins."""
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
@@ -123,7 +123,7 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % period * ROTATION_UNITS // period
+    place = program * stagger % tl.minimum(period, window) * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + program
     taken = 0
@@ -226,10 +226,11 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
 
 
 TOGETHER = 0
+WINDOW = 1 << 20
 
 
 def _together(pairs, rows):
-    limit = max(1, min(8, (48 << 20) // (rows * 1024)))
+    limit = max(1, min(8, (25 << 20) // (rows * 1056)))
     return max(n for n in range(1, limit + 1) if pairs % n == 0)
 
 
@@ -257,7 +258,7 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     if not programs:
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, WINDOW, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
