@@ -204,29 +204,32 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
     row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
     indices += row * capacity
     number = tl.minimum(tl.load(counts + row), capacity) * parts
-    whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
+    whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts * 2
+    wheres = whens + capacity * parts
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
                                        listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together,
                                        search_steps, SEGMENT, CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
+        tl.store(wheres + entry, tl.where(known, where, -1), mask=entry < number)
     # Other threads read what these have written.
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
-        when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together,
-                                       search_steps, SEGMENT, CAUSAL)
+        entry = first + tl.arange(0, SEGMENT)
+        when = tl.load(whens + entry, mask=entry < number, other=0)
+        where = tl.load(wheres + entry, mask=entry < number, other=-1)
         lock_value = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
-            entry = start + tl.arange(0, OTHERS)
-            other = tl.load(whens + entry, mask=entry < number, other=1 << 62)
+            others = start + tl.arange(0, OTHERS)
+            other = tl.load(whens + others, mask=others < number, other=1 << 62)
             lock_value += tl.sum((other[None, :] < when[:, None]).to(tl.int32), 1)
-        tl.store(lock_values + where, lock_value, mask=known)
+        tl.store(lock_values + where, lock_value, mask=where >= 0)
 
 
 TOGETHER = 0
 WINDOW = 1 << 20
+ASSIGN_WARPS = 4
 
 
 def _together(pairs, rows):
@@ -258,10 +261,11 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     if not programs:
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, WINDOW, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, WINDOW, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024,
+                         num_warps=ASSIGN_WARPS)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
-    whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
+    whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
     lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
     _lock_value_kernel[(queries.number, heads, batch)](
         own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values,
