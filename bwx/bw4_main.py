@@ -9,12 +9,12 @@ class W(V):
         DS.STAGGER, DS.TOGETHER, DS.WINDOW, DS.ASSIGN_WARPS = self.s
         return V.__call__(self,a)
 vs={'old det':lambda a:OB.hopper_backward(*a,True),'old any':lambda a:OB.hopper_backward(*a,False),
- 'any s2':W(False),'any s3':W(False,STAGES=3),
- 'det s2 d2':W(True),'det s2 d3':W(True,DS_STAGES=3),'det s2 d4':W(True,DS_STAGES=4),'det s3 d2':W(True,STAGES=3),'det s3 d3':W(True,STAGES=3,DS_STAGES=3)}
+ 'any s2 d2':W(False,DS_STAGES=2),'any s3 d2':W(False,STAGES=3,DS_STAGES=2),'any s2 d4':W(False,DS_STAGES=4),
+ 'det s2 d2':W(True,DS_STAGES=2),'det s2 d4':W(True,DS_STAGES=4),'det s3 d2':W(True,STAGES=3,DS_STAGES=2),'det s3 d3':W(True,STAGES=3,DS_STAGES=3)}
 compiled=len(vs)
 K=dict(DS_STAGES=4)
-vs['det nowait']=W(True,True,**K)
-for n,k in dict(st3=dict(stagger=3),st7=dict(stagger=7),st4=dict(stagger=4),w96=dict(window=96),w48=dict(window=48),w160=dict(window=160),tg1=dict(together=1),tg2=dict(together=2),nw1=dict(nw=1),s2=dict(stagger=2)).items(): vs['det s2 d4 '+n]=W(True,**k,**K)
+vs['det s2 d4 nowait']=W(True,True,**K)
+for n,k in dict(st3=dict(stagger=3),st7=dict(stagger=7),w96=dict(window=96),tg1=dict(together=1),tg2=dict(together=2),nw1=dict(nw=1)).items(): vs['det s2 d4 '+n]=W(True,**k,**K)
 names=list(vs)
 if len(sys.argv)>1:
     a,fl,m=make(768,2,384,1); vs[names[int(sys.argv[1])]](a); torch.cuda.synchronize(); sys.exit()
@@ -41,9 +41,13 @@ few=names[:compiled]
 for name,s in rows:
     a,fl,m=make(*s)
     full=name in('46080,48','30720,24,128','11520,12','11520,12 h2')
-    rounds=7 if fl<4e12 else 5 if fl<3e13 else 2
+    rounds=7 if fl<4e12 else 4 if fl<3e13 else 1
     calls={n:(lambda v=vs[n]:v(a)) for n in (vs if full else few)}
-    calls|=peers(a,m,s[2] if len(s)>2 else 384,s[1])
     show(name, timed(calls,rounds,sleep=4_000_000 if fl<1e13 else 1_000_000), fl, 'old any')
-    if full:
+    if name=='30720,24,128':
         for n in('det s2 d4','det s2 d4 nw1'): kernels(name+' '+n, lambda: vs[n](a),top=6)
+for name,s in rows:
+    a,fl,m=make(*s)
+    calls={n:(lambda v=vs[n]:v(a)) for n in ('old det','old any','any s2 d2','any s3 d2','det s2 d2','det s2 d4','det s3 d2')}
+    calls|=peers(a,m,s[2] if len(s)>2 else 384,s[1])
+    show('peers '+name, timed(calls,7 if fl<4e12 else 4 if fl<3e13 else 2,sleep=4_000_000 if fl<1e13 else 1_000_000), fl, 'old any')

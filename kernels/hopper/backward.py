@@ -171,7 +171,8 @@ def hopper_backward(
 def constants(dim: int, deterministic: bool) -> dict:
     """The kernel's shape for a head_dim: stages of q and dO, and the partitions' registers."""
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=4 if deterministic else 2,
+                DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 
