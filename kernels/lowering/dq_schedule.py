@@ -37,14 +37,16 @@ ROTATION_UNITS = tl.constexpr(4096)
 # 1.1, and 1.3 at 138,240.
 STAGGER = 5
 SEGMENT = 128
+# Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
+CACHE = 25 << 20
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "window",
-    "shift"]
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
+    "window", "shift"]
 
 
 class Schedule(NamedTuple):
@@ -232,23 +234,28 @@ WINDOW = 1 << 20
 ASSIGN_WARPS = 4
 
 
-def _together(pairs, rows):
-    limit = max(1, min(8, (25 << 20) // (rows * 1056)))
-    return max(n for n in range(1, limit + 1) if pairs % n == 0)
+def heads_together(pairs: int, rows: int, dim: int) -> int:
+    """How many of so many (batch element, key/value head) pairs take turns in the order of tiles: a divisor of ``pairs``.
+
+    Programs of different heads never wait for one another, but what they read and add to must fit into CACHE: for each of ``rows`` query
+    rows of a pair q, dO, lse_dpsum and the sums of dQ.
+    """
+    most = max(CACHE // max(rows * (8 * dim + 32), 1), 1)
+    return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, shift: int | None = None) -> Schedule:
+             programs: int, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is ``blocks.transpose()``, whose ids ascend. Tiles that are not assigned begin at the first block of their lists.
+    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. Tiles that are not assigned begin at the first block of their lists.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
     parts = triton.cdiv(keys.length, KEYS)
     number = batch * kv_heads * keys.number * parts
-    together = TOGETHER or _together(batch * kv_heads, queries.tokens * group) if programs else 1
+    together = (TOGETHER or heads_together(batch * kv_heads, queries.tokens * group, dim)) if programs else 1
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
