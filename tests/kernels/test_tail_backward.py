@@ -60,7 +60,7 @@ def in_torch(estimates, layout):
             places[:, :, i, :length] = order[:, :, start:start + length] - start
         order = places
     return dataclasses.replace(estimates, log_count=estimates.log_count.double(), half_variance=double(estimates.half_variance),
-                               mass=double(estimates.mass), order=order, k_mean=None, v_mean=None, lse=None)
+                               mass=double(estimates.mass), order=order, k_mean=None, v_mean=None)
 
 
 def case(kind, parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, thw=(3, 4, 5), tile=(2, 3, 3),
