@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import without_autocast
+from .device import capability
 from .operators import NAMESPACE, operator, watched
 
 # Of h: beyond it the estimate is damped.
@@ -191,10 +192,26 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """float32 ``[B, H, N, U]`` of moments ``[B, H, N, D * D]`` and ``[B, Hkv, U, D * D]``."""
+    """float32 ``[B, H, N, U]`` of moments ``[B, H, N, n]`` and ``[B, Hkv, U, n]``."""
     a, b = _by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT
     product = torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
     return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
+
+
+def hopper_merges(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Hopper kernel of the merge takes such queries on such a GPU."""
+    return capability == (9, 0) and dtype == torch.bfloat16 and head_dim in (64, 128)
+
+
+def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
+           tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
+    """``combine`` of the portable kernels, by Hopper's own where it can."""
+    if q.is_cuda and hopper_merges(capability(q.device), q.dtype, q.shape[3]):
+        hopper = import_module(".hopper.tail_merge", __package__)
+        if hopper.mergeable(q, out):
+            hopper.hopper_tail_merge(out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, offsets, longest, scale, share)
+            return
+    _kernels("rows").combine(out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, offsets, longest, scale, share)
 
 
 def _new_estimates(
@@ -289,9 +306,10 @@ def _add(
     statistics, rows = _kernels("statistics"), _kernels("rows")
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         lists = rows.block_lists(counts, indices, heads, num_blocks)
-        rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias, mass, None if mass is None else mixture)
+        left = torch.empty(share.shape, dtype=torch.int32, device=q.device)
+        rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias, left, mass, None if mass is None else mixture)
         if half_variance is None:
-            rows.combine(out, lse, q, k_mean, v_mean, bias, None, tail_lse, offsets, longest, scale, share)
+            _merge(out, lse, q, k_mean, v_mean, bias, left, None, tail_lse, offsets, longest, scale, share)
             return new
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
@@ -301,8 +319,8 @@ def _add(
                 None if used is None else used[shared], parts)
             matrix = torch.bmm(_by_kv_head(mixture[own], squares.shape[1]), squares.flatten(0, 1))
             del squares
-            rows.combine(out[own], lse[own], q[own], k_mean[shared], v_mean[shared], bias[own], matrix, tail_lse[own], offsets, longest,
-                         scale, share[own])
+            _merge(out[own], lse[own], q[own], k_mean[shared], v_mean[shared], bias[own], left[own], matrix, tail_lse[own], offsets,
+                   longest, scale, share[own])
             del matrix
     return new
 

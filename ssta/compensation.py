@@ -76,13 +76,13 @@ class _Tiles:
     def sample(self) -> tuple[Tensor, Tensor]:
         """(int64 ``[N, SAMPLE]``: places of the queries that speak for a tile, bool of the same shape: those that are there).
 
-        One of each of SAMPLE equal runs of the tile's tokens, not at the same place of all of them, as rows of a picture are equally
-        long; all tokens where there are no more.
+        One of each of SAMPLE equal runs of the tile's tokens; all tokens where there are no more.
         """
         run = torch.arange(SAMPLE, device=self.lengths.device)
         low = run * self.lengths[:, None] // SAMPLE
         length = (run + 1) * self.lengths[:, None] // SAMPLE - low
-        return (low + run % length.clamp(min=1)).clamp(max=self.longest - 1), length > 0
+        # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+        return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 
 
 @remember(64)

@@ -28,10 +28,11 @@ def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_gr
 
 
 @triton.jit
-def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, mixture, lists_batch, lists_head, lists_group, capacity,
-                 heads, group, blocks, units, mixture_row,
+def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, left, mixture, lists_batch, lists_head, lists_group,
+                 capacity, heads, group, blocks, units, mixture_row,
                  CAP: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """A block's biases, and unless it is None the mixture: what units that are estimated have of their mass together, damped."""
+    """A block's biases; and unless they are None how many units are estimated, and the mixture: what these have of their mass together,
+    damped."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
@@ -55,21 +56,26 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
             for part in tl.static_range(PARTS):
                 known = (item >= 0) & (item < blocks)
                 tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
-    if mixture is not None:
+    if left is not None:
         tl.debug_barrier()
+        number = tl.zeros([WIDTH], tl.int32)
         total = tl.zeros([WIDTH], tl.float32)
         for start in range(0, units, WIDTH):
             unit = start + tl.arange(0, WIDTH)
-            left = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-            total += tl.load(mass + row * units + unit, mask=left, other=0.0)
-        factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
-        for start in range(0, units, WIDTH):
-            unit = start + tl.arange(0, WIDTH)
-            left = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-            h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0)
-            share = tl.load(mass + row * units + unit, mask=left, other=0.0) * factor
-            share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-            tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
+            estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+            number += estimated.to(tl.int32)
+            if mixture is not None:
+                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0)
+        tl.store(left + row, tl.sum(number, 0))
+        if mixture is not None:
+            factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
+            for start in range(0, units, WIDTH):
+                unit = start + tl.arange(0, WIDTH)
+                estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0)
+                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0) * factor
+                share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
+                tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
 
 @triton.jit
@@ -114,8 +120,8 @@ def _logits(a, b, bias, scale_log2):
 @triton.jit
 def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
                  SAMPLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one row of each of SAMPLE equal runs, not at the same
-    place of all of them. All rows of a block that has no more."""
+    """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
+    that has no more."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -125,7 +131,8 @@ def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, 
     size = tl.load(offsets + mine + 1, mask=mine < blocks, other=0) - start
     low = run * size // SAMPLE
     length = (run + 1) * size // SAMPLE - low
-    row = start + low + run % tl.maximum(length, 1)
+    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+    row = start + low + ((run * 40503 % 65536) * length >> 16)
     pointers = head_at(q, batch, head, q_batch, q_head) + (row.to(tl.int64)[:, None] * q_row + dims[None, :])
     queries = tl.load(pointers, mask=(length > 0)[:, None] & (dims < DIM)[None, :], other=0.0)
     # Neither a query that is not finite nor one that is not there has weights.
@@ -163,9 +170,9 @@ def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, 
 
 
 @triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
+def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
                     out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
-                    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row, rows, size = _block_rows(offsets, block, before)
@@ -178,12 +185,8 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
     inside = lines < rows
     tail_lse += at * tokens + row + lines
     bias += (at * blocks + block) * units
-    most = tl.full([WIDTH], float("-inf"), tl.float32)
-    for start in range(0, units, WIDTH):
-        unit = start + tl.arange(0, WIDTH)
-        most = tl.maximum(most, tl.load(bias + unit, mask=unit < units, other=float("-inf")))
     # Rows that leave nothing out keep their bits.
-    if tl.max(most, 0) == float("-inf"):
+    if tl.load(left + at * blocks + block) == 0:
         tl.store(tail_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
         tl.store(share, tl.minimum(rows, M).to(tl.float32) / size)
         return
@@ -255,15 +258,15 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lis
 
 
 def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | None, useful: Tensor | None, cap: float, bias: Tensor,
-              mass: Tensor | None = None, mixture: Tensor | None = None) -> Tensor:
+              left: Tensor | None = None, mass: Tensor | None = None, mixture: Tensor | None = None) -> Tensor:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's.
 
     -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in heads not
-    ``useful``, bool ``[B, H]``. With ``mass``, float32 like bias, also ``mixture``, bfloat16 with dense rows: the share that a unit has of
-    the mass of all that are estimated, damped; 0 where it is not.
+    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, float32 like
+    bias, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
     """
     batch, heads, blocks, units = bias.shape
-    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, mixture),
+    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, left, mixture),
                  (*_numbers(lists), heads, heads // log_count.shape[1], blocks, units, 0 if mixture is None else mixture.stride(2)), (),
                  dict(CAP=cap, PARTS=units // blocks, WIDTH=WIDTH), None)
     return bias
@@ -287,8 +290,8 @@ def sampled_mass(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, scale
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,), dict(SAMPLE=sample, **sizes), config)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, matrix: Tensor | None, tail_lse: Tensor,
-            offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
+def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
+            tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
     """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``share``, float32 ``[B, H, N]``."""
     q = strided(q)
@@ -296,9 +299,9 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
     config, sizes = _config("combine", q)
     tiles = triton.cdiv(longest, sizes["M"])
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
-    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, shares, offsets),
+    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
                     (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
-                    dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), WIDTH=WIDTH, **sizes), config)
+                    dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
     torch.sum(shares, -1, out=share)
 
 

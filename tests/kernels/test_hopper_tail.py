@@ -1,0 +1,174 @@
+"""The Hopper kernel of the tail's merge: on a CPU through the emulator, against float64, and on a GPU also against the portable one."""
+
+import pytest
+import torch
+from cases import INTERPRETED, ragged
+from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
+from hopper_emulator import run
+
+from ssta.kernels import tail
+
+emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
+
+
+def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu", extra=0, linear=True):
+    """What ``combine`` takes, by name: blocks of ``lengths`` tokens and ``extra`` tokens that are of none; some units are not estimated,
+    for some blocks not one."""
+    tokens, blocks = sum(lengths) + extra, len(lengths)
+
+    def rows(*shape):
+        return torch.randn(batch, *shape, dim, device=device).to(torch.bfloat16)
+
+    q, out = (rows(tokens, heads).transpose(1, 2) for _ in range(2))
+    bias = torch.randn(batch, heads, blocks, units, device=device) * 3 + 8
+    bias[torch.rand_like(bias) < 0.2] = -torch.inf
+    bias[:, 1, 1] = -torch.inf
+    matrix = (0.2 * rows(heads * blocks, dim)).view(batch * kv_heads, -1, dim * dim) if linear else None
+    longest = max(lengths)
+    return dict(out=out, lse=torch.randn(batch, heads, tokens, device=device) + 10, q=q, k_mean=rows(kv_heads, units),
+                v_mean=rows(kv_heads, units), bias=bias, left=(bias > -torch.inf).sum(-1).int(), matrix=matrix,
+                tail_lse=torch.full((batch, heads, tokens), -torch.inf, device=device), offsets=ragged(lengths, device), longest=longest,
+                scale=1.3 * dim**-0.5, share=torch.full((batch, heads, blocks), 7.0, device=device))
+
+
+def expected(of):
+    """(out, lse, tail_lse, share) in float64."""
+    q, bias = of["q"].double(), of["bias"].double() * torch.tensor(2.0).double().log()
+    k, v = (of[name].double().repeat_interleave(q.shape[1] // of["k_mean"].shape[1], 1) for name in ("k_mean", "v_mean"))
+    out, lse, tail_lse, share = (of[name].double().clone() for name in ("out", "lse", "tail_lse", "share"))
+    matrices = None if of["matrix"] is None else of["matrix"].double().view(*bias.shape[:3], q.shape[3], q.shape[3])
+    bounds = of["offsets"].tolist()
+    for block in range(bias.shape[2]):
+        rows = slice(bounds[block], bounds[block + 1])
+        logits = of["scale"] * q[:, :, rows] @ k.mT + bias[:, :, block, None]
+        nothing = logits.isneginf().all(-1)
+        tail_lse[:, :, rows] = logits.logsumexp(-1)
+        tail = logits.softmax(-1) @ v
+        if matrices is not None:
+            tail = tail + of["scale"] * q[:, :, rows] @ matrices[:, :, block]
+        total = torch.logaddexp(lse[:, :, rows], tail_lse[:, :, rows])
+        of_exact = (lse[:, :, rows] - total).exp()
+        merged = of_exact[..., None] * out[:, :, rows] + (1 - of_exact)[..., None] * tail
+        out[:, :, rows] = torch.where(nothing[..., None], out[:, :, rows], merged)
+        lse[:, :, rows] = total
+        share[:, :, block] = of_exact.sum(-1) / max(rows.stop - rows.start, 1)
+    return out, lse, tail_lse, share
+
+
+def assert_right(compute, of):
+    """Returns (out, lse, tail_lse, share), in copies."""
+    right = expected(of)
+    of = of | {name: of[name].clone() for name in ("out", "lse", "tail_lse", "share")}
+    before = of["out"].clone(), of["lse"].clone()
+    compute(*of.values())
+    results = of["out"], of["lse"], of["tail_lse"], of["share"]
+    for got, wanted, tolerance in zip(results, right, (2**-6, 1e-4, 1e-4, 1e-4)):
+        torch.testing.assert_close(got.double(), wanted, rtol=2**-7 if got is results[0] else 1e-5, atol=tolerance, equal_nan=True)
+    others = slice(int(of["offsets"][-1]), None)
+    assert torch.equal(of["out"][:, :, others], before[0][:, :, others]) and torch.equal(of["lse"][:, :, others], before[1][:, :, others])
+    untouched = slice(*of["offsets"][1:3].tolist())
+    assert torch.equal(of["out"][:, 1, untouched], before[0][:, 1, untouched]), "rows that leave nothing out keep their bits"
+    return results
+
+
+def compute_emulated(late):
+    return lambda *arguments: run("tail_merge", *arguments, late=late)
+
+
+late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+linear = pytest.mark.parametrize("linear", [True, False], ids=["linear", "means"])
+
+
+@emulated
+@late
+@linear
+@pytest.mark.parametrize("units", [5, 130, 384])
+def test_emulated_ragged_blocks(units, linear, late):
+    assert_right(compute_emulated(late), problem([70, 30, 0, 64, 200, 3], units, heads=4, kv_heads=2, batch=2, extra=11, linear=linear))
+
+
+@emulated
+@late
+def test_emulated_at_head_dim_128(late):
+    assert_right(compute_emulated(late), problem([100, 140], 300, dim=128))
+
+
+@emulated
+@late
+def test_emulated_queries_that_are_not_finite(late):
+    """In a block's last row, and in the first of the next, which is loaded with its last ones; one of whose weights none is left."""
+    of = problem([100, 70, 64], 256)
+    of["q"][0, 0, 99, 3], of["q"][0, 0, 100, 5], of["q"][0, 1, 180, 7] = torch.nan, torch.nan, -torch.inf
+    of["k_mean"][..., 7] = of["k_mean"][..., 7].abs() + 0.1
+    results = assert_right(compute_emulated(late), of)
+    assert results[2][0, 1, 180] == -torch.inf
+
+
+@emulated
+def test_emulated_logits_of_many_hundreds():
+    of = problem([100, 70, 9], 200, linear=False)
+    of["q"] = of["q"] * 200
+    assert_right(compute_emulated(False), of)
+
+
+def test_where_it_runs():
+    assert tail.hopper_merges((9, 0), torch.bfloat16, 128) and tail.hopper_merges((9, 0), torch.bfloat16, 64)
+    for other in (((8, 0), torch.bfloat16, 128), (None, torch.bfloat16, 128), ((10, 0), torch.bfloat16, 128), ((9, 0), torch.float16, 128),
+                  ((9, 0), torch.float32, 128), ((9, 0), torch.bfloat16, 80)):
+        assert not tail.hopper_merges(*other)
+
+
+def compute(*arguments):
+    from ssta.kernels.hopper.tail_merge import hopper_tail_merge
+
+    hopper_tail_merge(*arguments)
+
+
+def portable(*arguments):
+    from ssta.kernels.portable.tail_rows import combine
+
+    combine(*arguments)
+
+
+# As a canvas of 6 x 8 x 8 tiles cut at its edges has them.
+LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
+
+
+@pytest.mark.gpu
+@linear
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("units", [360, 45, 1080])
+def test_on_a_gpu(units, dim, linear):
+    """Against float64, and against the portable kernel; the same bits again."""
+    of = problem(LENGTHS * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
+    of["q"][0, 0, 383, 3], of["q"][0, 0, 384, 5], of["q"][1, 2, 900, 7] = torch.nan, torch.inf, torch.nan
+    results, other = assert_right(compute, of), assert_right(portable, of)
+    for a, b in zip(results, other):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7, equal_nan=True)
+    assert all(torch.equal(a.nan_to_num(7e3), b.nan_to_num(7e3)) for a, b in zip(results, assert_right(compute, of)))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_tail_takes_it(monkeypatch):
+    """Where TMA can read q; elsewhere the portable kernel gives the same."""
+    from ssta.kernels.hopper import tail_merge
+
+    of, calls = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda"), []
+    monkeypatch.setattr(tail_merge, "hopper_tail_merge",
+                        lambda *args, usual=tail_merge.hopper_tail_merge: (calls.append(args), usual(*args)))
+    odd = torch.empty(*of["q"].shape[:3], 129, dtype=torch.bfloat16, device="cuda")[..., :128].copy_(of["q"])
+    for queries in (of["q"], odd):
+        assert_right(tail._merge, of | dict(q=queries))
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_never_waits():
+    of = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda")
+
+    def step():
+        written = {name: of[name].clone() for name in ("out", "lse", "tail_lse", "share")}
+        compute(*(of | written).values())
+        return tuple(written.values())
+
+    assert_never_waits_and_fits_a_cuda_graph(step)
