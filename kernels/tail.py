@@ -22,8 +22,6 @@ CAP = 1.0
 USELESS = 3.0
 # Of the power iteration that finds a block's first principal direction.
 ITERATIONS = 10
-# Of a block's queries so many say what mass it sees in units.
-SAMPLE = 32
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
 # holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
@@ -43,8 +41,8 @@ class BlockEstimates:
             estimated of that.
         half_variance: h, float32 ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the
             estimate nor a score asks for it.
-        mass: float32 ``[B, H, N, U]``, the softmax over all units, mean of 32 of a query block's tokens spread over it, or of
-            all; None where h is.
+        mass: float32 ``[B, H, N, U]``, the softmax over all units, mean of a query block's ``sampled_queries``, spread over
+            it; None where h is.
         order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
             unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
@@ -73,6 +71,14 @@ class BlockEstimates:
         # Of a block of one token one half is empty, which is nothing bad.
         tokens = per_query_head(self.log_count.exp().unflatten(-1, (-1, self.parts)).sum(-1), scores.shape[1])[:, :, None]
         return (scores / tokens).masked_fill(tokens == 0, -torch.inf)
+
+
+def sampled_queries(longest: int) -> int:
+    """How many of a block's queries say what mass it sees in units, where blocks have up to ``longest``.
+
+    Of models of a few minutes' training, at tiles of 128, 256 and 384 tokens, errors of the output are the same within 1 % as where all do.
+    """
+    return 32 if longest <= 128 else 64
 
 
 def useful_heads(error: Tensor) -> Tensor:
@@ -256,7 +262,7 @@ def _estimate(
             del keys
         if with_mass:
             bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-            rows.sampled_mass(q, k_mean, bias, offsets, scale, SAMPLE, mass)
+            rows.sampled_mass(q, k_mean, bias, offsets, scale, sampled_queries(longest), mass)
             rows.errors(mass, half_variance, log_count, None, error)
     return new
 

@@ -27,12 +27,12 @@ from torch import Tensor
 from .kernels import (
     CAP,
     ITERATIONS,
-    SAMPLE,
     BlockEstimates,
     add_tail,
     estimate_blocks,
     kernels_run,
     per_query_head,
+    sampled_queries,
     useful_heads,
     without_autocast,
 )
@@ -74,13 +74,14 @@ class _Tiles:
         return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None]), bounds.diff()
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """(int64 ``[N, SAMPLE]``: places of the queries that speak for a tile, bool of the same shape: those that are there).
+        """(int64 ``[N, n]``: places of the queries that speak for a tile, bool ``[N, n]``: those that are there).
 
-        One of each of SAMPLE equal runs of the tile's tokens; all tokens where there are no more.
+        One of each of n equal runs of the tile's tokens; all tokens where there are no more.
         """
-        run = torch.arange(SAMPLE, device=self.lengths.device)
-        low = run * self.lengths[:, None] // SAMPLE
-        length = (run + 1) * self.lengths[:, None] // SAMPLE - low
+        number = sampled_queries(self.longest)
+        run = torch.arange(number, device=self.lengths.device)
+        low = run * self.lengths[:, None] // number
+        length = (run + 1) * self.lengths[:, None] // number - low
         # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
         return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 

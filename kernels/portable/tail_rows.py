@@ -286,6 +286,7 @@ def sampled_mass(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, scale
     q = strided(q)
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("mass", q)
+    sizes["M"] = max(sizes["M"], sample)
     _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1), (q, k_mean, bias, offsets, mass),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,), dict(SAMPLE=sample, **sizes), config)
 

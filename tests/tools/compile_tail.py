@@ -23,7 +23,6 @@ from ssta.kernels.device import DeviceLimits
 from ssta.kernels.lowering.arguments import View
 from ssta.kernels.portable import tail_rows, tail_statistics
 from ssta.kernels.portable.tail_config import tail_config
-from ssta.kernels.tail import SAMPLE
 
 # Compute capability -> bytes of shared memory of one program.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -55,7 +54,7 @@ def _kernels(name: str, linear: bool, parts: int) -> dict[str, tuple]:
                  dict(CAP=1.0, PARTS=parts, WIDTH=tail_rows.WIDTH)),
         "error": (tail_rows._error_kernel, None, dict(mass=floats, half_variance=floats, log_count=floats, scores=floats, error=floats),
                   dict(PARTS=parts, WIDTH=tail_rows.WIDTH)),
-        "mass": (tail_rows._mass_kernel, "mass", rows | dict(mass=floats), dict(SAMPLE=SAMPLE)),
+        "mass": (tail_rows._mass_kernel, "mass", rows | dict(mass=floats), dict(SAMPLE=32)),
         "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=mine, left="*i32", matrix=squares, tail_lse=floats, out=mine,
                                                                       lse=floats, share=floats), dict(TILES=3)),
     }
