@@ -235,13 +235,14 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 
 
 @triton.jit
-def _number_below(x, size, bound, WIDTH: tl.constexpr):
-    """How many of ``size`` numbers come before ``bound`` in order."""
-    below = tl.zeros([WIDTH], tl.int32)
+def _numbers_below(x, size, bounds, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before each of ``bounds`` in order."""
+    below = tl.zeros(bounds.shape, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        below += ((place < size) & (ordered(tl.load(x + place, mask=place < size, other=0.0)) < bound)).to(tl.int32)
-    return tl.sum(below, 0)
+        keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
+        below += tl.sum(((place < size)[:, None] & (keys[:, None] < bounds[None, :])).to(tl.int32), 0)
+    return below
 
 
 @triton.jit
@@ -273,14 +274,17 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
         tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit.
+    # The middle one in order: the largest number that no more than the lower half's are below of, found four bits at a time.
     lower_size = size // 2
-    middle = tl.full([], -(1 << 31), tl.int64)
-    for bit in range(32):
-        higher = middle + (tl.full([], 1 << 31, tl.int64) >> bit)
-        middle = tl.where(_number_below(projections, size, higher, WIDTH) <= lower_size, higher, middle)
-    # Of those that equal it the first fill the lower half.
-    wanted = lower_size - _number_below(projections, size, middle, WIDTH)
+    middle = tl.full([], -(1 << 31), tl.int32)
+    for step in tl.static_range(8):
+        digits = tl.arange(0, 16)
+        below = _numbers_below(projections, size, middle + (digits << (28 - 4 * step)), WIDTH)
+        # The first bound is the middle itself.
+        digit = tl.sum((below <= lower_size).to(tl.int32), 0) - 1
+        middle += digit << (28 - 4 * step)
+        # Of those that equal it the first fill the lower half.
+        wanted = lower_size - tl.sum(tl.where(digits == digit, below, 0), 0)
     lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)

@@ -49,9 +49,11 @@ def test_ragged_blocks(dtype, linear, parts, monkeypatch):
     check(case, monkeypatch)
 
 
-def test_tiles_of_more_queries_than_speak_for_them(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("longest", [70, 140])
+def test_blocks_of_more_queries_than_speak_for_them(longest, dtype, monkeypatch):
     """And of as many, and fewer; more blocks than one program takes."""
-    check(tail_case([9, 40, 17, 33, 2, 70, 32, 12, 5, 8], 9, parts=2, device=DEVICE), monkeypatch)
+    check(tail_case([9, 40, 17, 33, 2, longest, 32, 12, 5, 64, 8], 10, dtype=dtype, device=DEVICE), monkeypatch)
 
 
 @both_parts
