@@ -37,13 +37,13 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py --size $(SIZE)
 
 # Not python -m pytest, which puts the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
-# One thread a worker: the tests are many and small.
+# One thread a worker: the tests are many and small. A worker that is done takes over what another has left, so that neither idles.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 # Without what takes seconds a test: whole models compiled, whole layers through Triton's interpreter, kernels through the compiler.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 
 gpu-test: $(STAMP)
 	$(BIN)/pytest -m gpu
@@ -63,6 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_tokens.py
 	$(BIN)/python benchmark/bench_interfaces.py
 	$(BIN)/python benchmark/bench_quality.py --limit 8
+	$(BIN)/python benchmark/bench_grid.py$(if $(HAS_GPU),, --only "tile 1x4x4")
 	$(BIN)/python benchmark/tune.py
 	$(BIN)/python benchmark/table.py --check
 

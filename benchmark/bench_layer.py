@@ -80,12 +80,7 @@ def configurations(shape: LayerShape, kinds: list[tuple[str, str]], options: arg
 
 
 def measure_layer(shape: LayerShape, configs: dict[tuple[str, str], SSTAConfig], rounds: int, device: str, whole: bool) -> list[dict]:
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    # [B, S, H, D] as projections give it, seen as [B, H, S, D].
-    q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
-    text_mask = torch.arange(shape.text, device=device)[None] < shape.valid if shape.text else None
-    layout = TokenLayout.video_text(shape.thw, shape.text)
+    q, k, v, layout, text_mask = layer_inputs(shape, device)
     tensors_mib = 4 * q.numel() * q.element_size() / 2**20
 
     calls = {("dense", "", "total"): lambda: dense(q, k, v)}
@@ -127,6 +122,16 @@ def measure_layer(shape: LayerShape, configs: dict[tuple[str, str], SSTAConfig],
                 extra_over_qkvo=extra and extra / tensors_mib, error=fact["error"], note=measured["note"]))
     order = [("dense", ""), *configs]
     return sorted(rows, key=lambda row: (order.index((row["padding"], row["compensation"])), row["stage"] == "total"))
+
+
+def layer_inputs(shape: LayerShape, device: str) -> tuple[Tensor, Tensor, Tensor, TokenLayout, Tensor | None]:
+    """q, k, v ``[1, H, S, D]``, the layout and the text's mask, if there is text."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    # [B, S, H, D] as projections give it, seen as [B, H, S, D].
+    q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
+    text_mask = torch.arange(shape.text, device=device)[None] < shape.valid if shape.text else None
+    return q, k, v, TokenLayout.video_text(shape.thw, shape.text), text_mask
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

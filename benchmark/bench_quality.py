@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.backends.cudnn.allow_tf32 = False
     print_machine()
     try:
-        checkpoint, clips = trained(options, device)
+        checkpoint, clips = trained(options, device, again=options.fine_tune)
     except Unusable as error:
         parser.error(str(error))
     tiles = FULL_TILES if gpu else TOY_TILES
@@ -88,24 +88,30 @@ def draw(bench: Bench, out: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     gpu = torch.cuda.is_available()
-    parser.add_argument("--clips", metavar="FOLDER", type=Path,
-                        help="videos to train on, read with cv2 or imageio (default: procedural scenes)")
-    parser.add_argument("--minutes", type=_positive, default=5.5 if gpu else 0.05, help="of training (default %(default)s)")
-    parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="trained on from, or measured if finished (default OUT/model.pt)")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("build/quality"),
-                        help="where checkpoint, rows and pictures go (default %(default)s)")
+    add_training(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only configurations whose name contains one of these")
     parser.add_argument("--videos", type=number, default=8 if gpu else 2, help="for each seed (default %(default)s)")
     parser.add_argument("--seeds", type=number, default=1, help="of noise (default %(default)s)")
     parser.add_argument("--steps", type=number, default=30 if gpu else 3, help="of denoising (default %(default)s)")
-    parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
-    parser.add_argument("--train-seed", type=int, help="chooses the clips, and all that is random in training (default 0)")
-    parser.add_argument("--head-dim", type=int, choices=(32, 64, 128), help="of the transformer, whose width stays (default 64)")
     parser.add_argument("--fine-tune", action="store_true", help="also train through SSTA")
     parser.add_argument("--fine-tune-seconds", type=_positive, default=60.0 if gpu else 1.0, help="of the dense one (default %(default)s)")
     parser.add_argument("--fine-tune-loss", nargs="+", choices=tuple(LOSSES), default=["diffusion"],
                         help="of the training through SSTA: the clips' velocities or the frozen dense model's (default diffusion)")
     parser.add_argument("--limit", metavar="MINUTES", type=_positive, help="after which no configuration is begun")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """What ``trained`` asks for."""
+    parser.add_argument("--clips", metavar="FOLDER", type=Path,
+                        help="videos to train on, read with cv2 or imageio (default: procedural scenes)")
+    parser.add_argument("--minutes", type=_positive, default=5.5 if torch.cuda.is_available() else 0.05,
+                        help="of training (default %(default)s)")
+    parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="trained on from, or measured if finished (default OUT/model.pt)")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("build/quality"),
+                        help="where checkpoint, rows and pictures go (default %(default)s)")
+    parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
+    parser.add_argument("--train-seed", type=int, help="chooses the clips, and all that is random in training (default 0)")
+    parser.add_argument("--head-dim", type=int, choices=(32, 64, 128), help="of the transformer, whose width stays (default 64)")
 
 
 def _positive(text: str) -> float:
@@ -115,8 +121,8 @@ def _positive(text: str) -> float:
     return value
 
 
-def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoint, Clips | None]:
-    """A finished checkpoint, and the clips where they are needed.
+def trained(options: argparse.Namespace, device: torch.device, again: bool = False) -> tuple[Checkpoint, Clips | None]:
+    """A finished checkpoint, and the clips where they are needed: to finish it, or to train ``again``.
 
     Raises:
         Unusable: clips or a checkpoint that cannot be used, or that do not fit each other or the other arguments.
@@ -132,7 +138,7 @@ def trained(options: argparse.Namespace, device: torch.device) -> tuple[Checkpoi
                 raise Unusable(f"--{option} must be {found}, as in the checkpoint {path}, got {given}")
         size, seed, head_dim = checkpoint.size, checkpoint.train_seed, checkpoint.size.head_dim
         print(f"{path}: {checkpoint.steps} steps, {checkpoint.seconds:.0f} s of training, {'' if checkpoint.complete else 'not '}finished")
-        if checkpoint.complete and not options.fine_tune:
+        if checkpoint.complete and not again:
             return checkpoint, None
     size = ModelSize(**{**vars(size), "head_dim": head_dim})
     clips = load_clips(options.clips, size, seed, device)

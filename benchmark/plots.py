@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
+from quality_tables import best, layer_times, mean_of, samples_of
 from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, title, with_times
 from stages import STAGES
 
@@ -158,6 +159,41 @@ def mean_row(rows: list[Row]) -> Row:
     return rows[0] | {column: str(sum(values) / len(values)) for column, values in found.items() if values}
 
 
+MARKERS = "os^Dv*"
+
+
+def plot_equal_time(layers: list[Row], rows: list[Row]) -> Figure:
+    """PSNR of the samples against the time of a large model's layer over all steps: a colour for what is done with the tiles that are not
+    computed, a form for every tile, and a line through the best for their time, by name. Means over the trained models; lines up and down
+    reach from the worst of them to the best."""
+    models, found = samples_of(rows)
+    times, of_layer = layer_times(found, layers), {row["name"]: row for row in layers}
+    places = {name: (time, mean_of(found[name], "psnr")) for name, time in times.items() if len(found[name]) == len(models)}
+    ways, tiles = (list(dict.fromkeys(of_layer[name][column] for name in places)) for column in ("compensation", "tile"))
+    figure = Figure((9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for name, (time, psnr) in places.items():
+        values = [float(row["psnr"]) for row in found[name]]
+        way, tile = of_layer[name]["compensation"], of_layer[name]["tile"]
+        axes.errorbar(time, psnr, [[psnr - min(values)], [max(values) - psnr]], color=COLOURS[ways.index(way)], elinewidth=0.4,
+                      marker=MARKERS[tiles.index(tile) % len(MARKERS)], markersize=5, linestyle="")
+    line = best(places)
+    axes.plot(*zip(*(places[name] for name in line)), color="#999999", linewidth=0.8, zorder=0)
+    for name in line:
+        axes.annotate(name, places[name], xytext=(-4, 4), textcoords="offset points", fontsize=6, ha="right")
+    for i, way in enumerate(ways):
+        axes.plot([], [], color=COLOURS[i], marker="o", linestyle="", label="dropped" if way == "none" else way)
+    for i, tile in enumerate(tiles):
+        axes.plot([], [], color="#777777", marker=MARKERS[i % len(MARKERS)], linestyle="", label=tile)
+    axes.set_xlabel(f"time of attention over all steps, dense = 1: a layer of {layers[0]['layer']}", fontsize="small")
+    axes.set_ylabel("PSNR against dense, dB: the small model", fontsize="small")
+    axes.margins(x=0.12)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=10, fontsize="small", frameon=False)
+    figure.supxlabel(f"{len(models)} trained, {rows[0]['videos']} videos x {rows[0]['seeds']} seeds, {rows[0]['steps']} steps; "
+                     f"{caption(layers)}", fontsize="x-small")
+    return figure
+
+
 def plot_timeline(rows: list[Row]) -> Figure:
     """What every rank's device and host do: exchanges, the kernel that takes longest, the other kernels; calls of a host, and its waits."""
     from timeline import is_wait
@@ -205,4 +241,6 @@ def caption(rows: list[Row]) -> str:
 
 # Which CSVs are drawn, and how.
 PLOTS = {"kernels": plot_kernels, "sweep": plot_sweep, "layer": plot_layer, "pipeline": plot_pipeline,
-         "quality": plot_quality, "timeline": plot_timeline}
+         "quality": plot_quality, "grid": plot_equal_time, "timeline": plot_timeline}
+# Those that are made of two CSVs (rows.BESIDE).
+JOINED = (plot_equal_time,)

@@ -136,7 +136,8 @@ def small_tiles(tile: Triple) -> Iterator[Entry]:
     yield Entry("tiles", f"{named}, warm-up 15 %", config, Schedule(dense_steps=0.15))
     yield Entry("tiles", f"{named}, window 3x3x3", replace(config, sparse_type="ssta", kernel_thw=(3, 3, 3)))
     for density in DENSITIES[1:]:
-        yield Entry("tiles", f"linear {density:g}{_of_tile(tile)}", kept(tile, density, **LINEAR))
+        for way, options in {"linear": LINEAR, "linear 2 parts": LINEAR_2}.items():
+            yield Entry("tiles", f"{way} {density:g}{_of_tile(tile)}", kept(tile, density, **options))
 
 
 def other_tile(tile: Triple) -> Iterator[Entry]:

@@ -1,4 +1,4 @@
-"""The rows of a CSV in benchmark/results: how they are read, what they are of, and the names under which tables and plots show them."""
+"""The rows of a CSV in benchmark/results: how they are read, what they are of, and the names and figures that tables and plots show."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (to
          "default": 'SSTA by default, `compensation="linear"`', "removed": "no attention at all"}
 
 
+# SOURCE of CSVs -> that of others, from the same machine, which its tables or plots need too.
+BESIDE = {"quality": "grid", "grid": "quality"}
+
+
 def read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def rows_beside(path: Path) -> list[Row]:
+    """Of the CSV that BESIDE names for ``path``, SOURCE_MACHINE.csv; none where there is no such file."""
+    source, _, machine = path.stem.partition("_")
+    other = path.with_name(f"{BESIDE[source]}_{machine}.csv")
+    return read_rows(other) if other.exists() else []
 
 
 def grouped(rows: list[Row], key) -> dict:
@@ -49,3 +60,27 @@ def with_times(rows: list[Row]) -> list[str]:
 def title(provider: str) -> str:
     """The names of SSTA's own implementations in its own spelling."""
     return provider.replace("ssta ", "SSTA ")
+
+
+def memory(row: Row) -> str:
+    """The peak besides the inputs, and over what query, key, value and output hold together."""
+    return f"{figures(row['extra_mib'])} MiB ({figures(row['extra_over_qkvo'])} x)" if row["extra_mib"] else "–"
+
+
+def milliseconds(row: Row | None) -> str:
+    return figures(row["median_ms"] if row else None)
+
+
+def spread(row: Row | None) -> str:
+    """Half the distance between the quartiles, as a share of the median."""
+    if not row or not row["median_ms"]:
+        return "–"
+    return f"{(float(row['q3_ms']) - float(row['q1_ms'])) / 2 / float(row['median_ms']):.1%}"
+
+
+def figures(number: float | str | None) -> str:
+    """Three significant digits, a dash for what was not measured."""
+    if number in (None, ""):
+        return "–"
+    rounded = float(f"{float(number):.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:#.3g}"

@@ -19,10 +19,27 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
 
 from measure import RESULTS
-from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, read_rows, title, with_times
+from quality_tables import equal_time_table, fine_tune_table, quality_table, samples_table
+from rows import (
+    BESIDE,
+    PADDINGS,
+    STEPS,
+    Row,
+    figures,
+    grouped,
+    is_dense,
+    kept_cell,
+    memory,
+    milliseconds,
+    problem_of,
+    read_rows,
+    rows_beside,
+    spread,
+    title,
+    with_times,
+)
 from shapes import LAYERS
 from stages import STAGES
 
@@ -58,11 +75,15 @@ def draw(results: Path, sources: Iterable[str] = ()) -> None:
     except ModuleNotFoundError:
         print("matplotlib is not installed, so there are no plots: pip install '.[plot]'")
         return
-    from plots import PLOTS
+    from plots import JOINED, PLOTS
 
     for source, plot in PLOTS.items():
         for path in sorted(results.glob(f"{source}_*.csv")) if not sources or source in sources else ():
-            plot(read_rows(path)).savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
+            rows, beside = read_rows(path), rows_beside(path) if plot in JOINED else []
+            if plot in JOINED and not beside:
+                print(f"{path} is drawn together with {BESIDE[source]}_*.csv of the same machine, which is not there")
+                continue
+            (plot(rows, beside) if plot in JOINED else plot(rows)).savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
             print(f"drew {path.with_suffix('.png')}")
 
 
@@ -79,7 +100,10 @@ def filled(text: str, results: Path) -> str:
         if place["name"] not in TABLES:
             raise ValueError(f"table:NAME must be one of {', '.join(TABLES)}, got {place['name']!r}")
         source, make = TABLES[place["name"]]
-        measured = [(make(rows), rows) for rows in map(read_rows, sorted(results.glob(f"{source}_*.csv")))]
+        measured = []
+        for path in sorted(results.glob(f"{source}_*.csv")):
+            rows = read_rows(path)
+            measured.append((make(rows, rows_beside(path)) if make in JOINED else make(rows), rows))
         tables = [captioned(lines, rows) for lines, rows in measured if len(lines) > 1]
         return place["open"] + "\n".join(tables) + place["close"] if tables else place[0]
 
@@ -185,67 +209,6 @@ def host_table(rows: list[Row]) -> list[list[str]]:
                      f"{(float(row['q3_us']) - float(row['q1_us'])) / 2 / float(row['host_us']):.1%}", memory(row)] for row in rows]
 
 
-# Quality
-
-
-# Of the configurations, what the main README shows.
-SAMPLES = ("dense, backend cudnn", "dropped 0.156", "mean 0.156", "linear 0.156", "linear 2 parts 0.156", "linear 0.156, tile 4x4x8",
-           "dropped 0.156, warm-up 15 %", "linear 0.156, warm-up 15 %", "linear 0.3, tile 4x4x8")
-
-
-def samples_of(rows: list[Row]) -> tuple[list[tuple[str, str]], dict[str, list[Row]]]:
-    """(trained models as (clips, seed), rows of each configuration, by its name)."""
-    samples = [row for row in rows if row["what"] == "sample" and row["psnr"]]
-    found = {name: of for (name,), of in grouped(samples, lambda row: (row["name"],)).items()}
-    return list(dict.fromkeys((row["clips"], row["train_seed"]) for row in samples)), found
-
-
-def mean_of(rows: list[Row], column: str) -> float | None:
-    values = [float(row[column]) for row in rows if row[column]]
-    return fmean(values) if values else None
-
-
-def quality_table(rows: list[Row]) -> list[list[str]]:
-    """One line a configuration of the samples: PSNR and its spread over videos for each trained model, and means over the models."""
-    models, found = samples_of(rows)
-    lines = [["configuration", "density", *(f"{clips}, training {seed}: PSNR, dB" for clips, seed in models), "SSIM", "velocity error",
-              "loss above dense", "s a sample"]]
-    for name, of in found.items():
-        own = {(row["clips"], row["train_seed"]): row for row in of}
-        psnr = [own.get(model) for model in models]
-        ssim, error, loss, seconds = (mean_of(of, column) for column in ("ssim", "velocity_error", "loss_above", "sample_s"))
-        lines.append([name, f"{float(of[0]['density']):.1%}",
-                      *("–" if row is None else f"{float(row['psnr']):.1f}"
-                        + (f" ± {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else "") for row in psnr),
-                      f"{ssim:.3f}", figures(error), "–" if loss is None else f"{loss:+.2f} %",
-                      figures(seconds)])
-    return lines
-
-
-def samples_table(rows: list[Row]) -> list[list[str]]:
-    """One line for each of SAMPLES that was measured on every trained model: means over the models, with the lowest and highest PSNR."""
-    models, found = samples_of(rows)
-    lines = [["configuration", "tile pairs computed", "PSNR, dB", "SSIM", "loss above dense"]]
-    for name in SAMPLES:
-        of = found.get(name, [])
-        if of and len(of) == len(models):
-            psnr = [float(row["psnr"]) for row in of]
-            lines.append([name, f"{float(of[0]['density']):.1%}", f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
-                          f"{mean_of(of, 'ssim'):.3f}", f"{mean_of(of, 'loss_above'):+.1f} %"])
-    return lines
-
-
-def fine_tune_table(rows: list[Row]) -> list[list[str]]:
-    """One line a configuration and way of training, with the share of the gap that it closed."""
-    lines = [["model", "configuration", "loss", "above dense", "velocity error", "gap closed"]]
-    for row in rows:
-        if row["what"] == "fine-tune" and row["loss"]:
-            lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",
-                          f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
-                          f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
-    return lines
-
-
 # Lists of single tokens, and other libraries' interfaces
 
 
@@ -346,30 +309,6 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
     return "\n".join([head, rule, *body, "", machine, ""])
 
 
-def memory(row: Row) -> str:
-    """The peak besides the inputs, and over what query, key, value and output hold together."""
-    return f"{figures(row['extra_mib'])} MiB ({figures(row['extra_over_qkvo'])} x)" if row["extra_mib"] else "–"
-
-
-def milliseconds(row: Row | None) -> str:
-    return figures(row["median_ms"] if row else None)
-
-
-def spread(row: Row | None) -> str:
-    """Half the distance between the quartiles, as a share of the median."""
-    if not row or not row["median_ms"]:
-        return "–"
-    return f"{(float(row['q3_ms']) - float(row['q1_ms'])) / 2 / float(row['median_ms']):.1%}"
-
-
-def figures(number: float | str | None) -> str:
-    """Three significant digits, a dash for what was not measured."""
-    if number in (None, ""):
-        return "–"
-    rounded = float(f"{float(number):.3g}")
-    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:#.3g}"
-
-
 # NAME in a document -> SOURCE of its CSVs, and how the table is made.
 TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table),
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
@@ -377,7 +316,9 @@ TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_tabl
           "steps": ("pipeline", steps_table), "ranks": ("parallel", ranks_table), "shared_stages": ("parallel", shared_stages_table),
           "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "errors": ("errors", errors_table), "quality": ("quality", quality_table),
-          "samples": ("quality", samples_table), "fine_tune": ("fine_tune", fine_tune_table)}
+          "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table)}
+# Those that are made of two CSVs.
+JOINED = (samples_table, equal_time_table)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ import os
 import hypothesis
 import pytest
 import torch
+from quick_interpreter import quicken
 from uninitialised import poisoned
 
 GPU = torch.cuda.is_available()
 if not GPU:
     # Triton reads it when it is first imported, which torch does not do by itself.
     os.environ["TRITON_INTERPRET"] = "1"
+    quicken()
 
 
 # A device as a context knows the functions that make tensors by what they are when it first meets one: the true ones.

@@ -2,11 +2,12 @@
 
 import ast
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from cases import INTERPRETED, LEVELS, OVERFLOW, inputs, levels, patterns, ragged
+from cases import INTERPRETED, LEVELS, OVERFLOW, inputs, levels, patterns, ragged, spread
 from hopper_emulator import INLINE_ASM, module, run
 from oracles import attention_with_gradients
 
@@ -37,8 +38,8 @@ def assert_right(q, k, v, blocks, causal, late, scale=0.125):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
 
 
-# The first walk over a list is as float16 has it, but for the maxima.
-speeds = pytest.mark.parametrize("late, dtype", [(False, torch.float16), (True, torch.bfloat16)], ids=["early fp16", "late bf16"])
+# (late, dtype): the first walk over a list is as float16 has it, but for the maxima.
+SPEEDS = (False, torch.float16), (True, torch.bfloat16)
 
 
 @pytest.fixture
@@ -46,30 +47,26 @@ def every_row_fails(monkeypatch):
     monkeypatch.setattr(module("forward_mainloop"), "LARGEST_SUM", 0.0)
 
 
-@speeds
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", patterns("cpu"))
-def test_small_blocks(name, causal, late, dtype, every_row_fails):
-    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+@pytest.mark.parametrize("name, causal, speed", spread(patterns("cpu"), (False, True), SPEEDS))
+def test_small_blocks(name, causal, speed, every_row_fails):
+    (late, dtype), (blocks, heads, kv_heads, q_len, kv_len) = speed, patterns("cpu")[name]
     assert_right(*inputs(2, heads, kv_heads, q_len, kv_len, 64, dtype=dtype), blocks, causal, late)
 
 
-@speeds
-@pytest.mark.parametrize("name", patterns("cpu"))
-def test_a_result_in_the_place_of_q_is_the_same(name, late, dtype):
+@pytest.mark.parametrize("name, speed", zip(patterns("cpu"), cycle(SPEEDS)))
+def test_a_result_in_the_place_of_q_is_the_same(name, speed):
     """Programs run one after another, so the later ones find rows beside their own overwritten."""
-    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
+    (late, dtype), (blocks, heads, kv_heads, q_len, kv_len) = speed, patterns("cpu")[name]
     q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 64, dtype=dtype)
     expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
-@speeds
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_long_blocks(dim, causal, late, dtype, every_row_fails, walks):
+@pytest.mark.parametrize("dim, causal, speed", spread((64, 128), (False, True), SPEEDS))
+def test_long_blocks(dim, causal, speed, every_row_fails, walks):
     """More chunks a row than there are stages, full and partial ones; parts that a block fills, half fills and leaves empty."""
+    late, dtype = speed
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     assert_right(*inputs(1, 2, 1, 985, 1002, dim, dtype=dtype), blocks, causal, late)
     assert set(walks) == ({0, 1} if late else {0})
@@ -176,19 +173,11 @@ def three_programs(monkeypatch):
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("name", patterns("cpu"))
-def test_gradients_of_small_blocks(name, late, three_programs):
+@pytest.mark.parametrize("name, late, causal, deterministic", spread(patterns("cpu"), *[(False, True)] * 3))
+def test_gradients_of_small_blocks(name, late, causal, deterministic, three_programs):
+    """Causal with more keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
     blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
-    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, late)
-
-
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "non-deterministic"])
-@pytest.mark.parametrize("name", patterns("cpu"))
-def test_causal_gradients_of_small_blocks(name, deterministic, three_programs):
-    """More keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
-    blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
-    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, deterministic, True, causal=True)
+    assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, deterministic, late, causal)
 
 
 def test_gradients_of_one_program():
@@ -197,8 +186,8 @@ def test_gradients_of_one_program():
     assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, True, True)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("dim, deterministic, causal", [(64, True, False), (128, True, True), (64, False, True), (128, False, False)])
+@pytest.mark.parametrize("dim, deterministic, causal, late", [(64, True, False, True), (64, False, True, False), (128, True, True, False),
+                                                              (128, False, False, True)])
 def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_programs):
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late, causal)

@@ -80,10 +80,11 @@ def test_a_compiled_pipeline_meets_no_new_graph_at_later_steps():
 FALLING = Schedule(density=lambda ratio: 1.0 if ratio < -5 else 0.5 if ratio < -1 else 0.25, dense_layers=(0,))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("schedule, variants", [
+@pytest.mark.parametrize("schedule, variants, whole", [
     # Dense layers, dense steps, those that choose and those that do not.
-    (Schedule(dense_steps=0.2, dense_layers=(0,), refresh=3), 4), (FALLING, 4), (replace(FALLING, refresh=3), 6)])
+    (Schedule(dense_steps=0.2, dense_layers=(0,), refresh=3), 4, False), (FALLING, 4, False), (replace(FALLING, refresh=3), 6, False),
+    # All of that at once.
+    (replace(FALLING, refresh=3), 0, True)])
 def test_compiled_blocks_follow_densities_and_keep_selections(schedule, variants, whole):
     tiny = PIPELINES["wan"]
     pipe = tiny.build(layers=3)

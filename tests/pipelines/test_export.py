@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch._inductor.exc import InvalidCxxCompiler
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
 
-# The compensation is what models get by default that were not trained with SSTA.
+# The compensation is what models get by default that were not trained with SSTA. In halves it has every step that there is.
 LINEAR = SSTAConfig(tile_thw=(2, 4, 4), sparse_type="block_attn", density=0.4, compensation="linear")
+HALVES = replace(LINEAR, compensation_parts=2)
 OPERATORS = {"ssta.block_sparse_attention.default", "ssta.layout_tensors.default"}
 
 
@@ -29,8 +31,7 @@ def compiler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("ltx", False), ("cogvideox", False), ("hunyuan_video", True),
-                                          ("ltx", True)])
+@pytest.mark.parametrize("name, strict", [("hunyuan_video", False), ("cogvideox", False), ("ltx", True)])
 def test_an_exported_model_computes_the_same_bits_also_for_other_inputs(name, strict):
     tiny = TINY[name]
     model, call, other = tiny.build(), tiny.call(), tiny.call(prompts=(6,), seed=2)
@@ -62,7 +63,7 @@ def test_a_model_compiled_ahead_of_time_gives_the_same_in_a_process_of_its_own(c
     model, call, other = tiny.build(layers=1), tiny.call(), tiny.call(seed=2)
     with torch.no_grad():
         dense = model(**other)[0]
-        with apply_ssta(model, LINEAR, schedule=Schedule()):
+        with apply_ssta(model, HALVES, schedule=Schedule()):
             expected = model(**other)[0]
             program = torch.export.export(model, (), call)
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

@@ -1,6 +1,7 @@
 """Patterns, inputs and devices that the kernels' tests share."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, dim, device="cpu", dtype=torch
     dim = max(dim, 64) if impl == "hopper" else dim
     q = torch.randn(batch, q_len, heads, dim, device=device, dtype=dtype).transpose(1, 2)
     return q, *(torch.randn(batch, kv_heads, kv_len, dim, device=device, dtype=dtype) for _ in range(2))
+
+
+def spread(names, *settings):
+    """(name, a value of each setting), for tests of which the whole product would take minutes: each name meets every value of every
+    setting, in as few choices as that needs, and from name to name other values meet one another."""
+    shifts = list(product(*(range(len(values)) for values in settings[1:])))
+    return [(name, *(values[(turn + shift) % len(values)] for values, shift in zip(settings, (0, *shifts[i % len(shifts)]))))
+            for i, name in enumerate(names) for turn in range(max(map(len, settings)))]
 
 
 def ragged(lengths, device):

@@ -1,0 +1,104 @@
+"""The tables of what SSTA does to videos, and the join of their rows with the times of a large model's layer."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from rows import Row, figures, grouped
+
+# Of the configurations, what the main README shows.
+SAMPLES = ("dense, backend cudnn", "dropped 0.156", "mean 0.156", "linear 0.156", "linear 2 parts 0.156", "linear 0.156, tile 4x4x8",
+           "dropped 0.156, warm-up 15 %", "linear 0.156, warm-up 15 %", "linear 0.3, tile 4x4x8", "preset near", "preset balanced",
+           "preset fast")
+
+
+def samples_of(rows: list[Row]) -> tuple[list[tuple[str, str]], dict[str, list[Row]]]:
+    """(trained models as (clips, seed), rows of each configuration, by its name)."""
+    samples = [row for row in rows if row["what"] == "sample" and row["psnr"]]
+    found = {name: of for (name,), of in grouped(samples, lambda row: (row["name"],)).items()}
+    return list(dict.fromkeys((row["clips"], row["train_seed"]) for row in samples)), found
+
+
+def mean_of(rows: list[Row], column: str) -> float | None:
+    values = [float(row[column]) for row in rows if row[column]]
+    return fmean(values) if values else None
+
+
+def quality_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration of the samples: PSNR and its spread over videos for each trained model, and means over the models."""
+    models, found = samples_of(rows)
+    lines = [["configuration", "density", *(f"{clips}, training {seed}: PSNR, dB" for clips, seed in models), "SSIM", "velocity error",
+              "loss above dense", "s a sample"]]
+    for name, of in found.items():
+        own = {(row["clips"], row["train_seed"]): row for row in of}
+        psnr = [own.get(model) for model in models]
+        ssim, error, loss, seconds = (mean_of(of, column) for column in ("ssim", "velocity_error", "loss_above", "sample_s"))
+        lines.append([name, f"{float(of[0]['density']):.1%}",
+                      *("–" if row is None else f"{float(row['psnr']):.1f}"
+                        + (f" ± {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else "") for row in psnr),
+                      f"{ssim:.3f}", figures(error), "–" if loss is None else f"{loss:+.2f} %",
+                      figures(seconds)])
+    return lines
+
+
+def layer_times(samples: dict[str, list[Row]], layers: list[Row]) -> dict[str, float]:
+    """Of each configuration that bench_grid.py measured the time of the layer over all steps, dense attention being 1.
+
+    A configuration that computes d of the pairs at a sparse step and D over all steps and layers has a share of (D - d) / (1 - d) of them
+    dense. What a selection that serves several steps saves is not in it.
+    """
+    found = {}
+    for row in layers:
+        if row["name"] in samples and row["relative"] and row["compensation"]:
+            sparse, overall = float(row["density"]), mean_of(samples[row["name"]], "density")
+            # On a small canvas no number of whole tiles may be the density that was asked for.
+            dense = (overall - sparse) / (1 - sparse) if overall > sparse + 0.02 else 0.0
+            found[row["name"]] = dense + (1 - dense) * float(row["relative"])
+    return found
+
+
+def samples_table(rows: list[Row], layers: list[Row]) -> list[list[str]]:
+    """One line for each of SAMPLES that was measured on every trained model: means over the models, with the lowest and highest PSNR, and
+    the time of the layer where ``layers``, rows of bench_grid.py, has it."""
+    models, found = samples_of(rows)
+    times = layer_times(found, layers)
+    lines = [["configuration", "tile pairs computed", *(["720p layer, dense = 1"] if times else []), "PSNR, dB", "SSIM",
+              "loss above dense"]]
+    for name in SAMPLES:
+        of = found.get(name, [])
+        if of and len(of) == len(models):
+            psnr = [float(row["psnr"]) for row in of]
+            lines.append([name, f"{float(of[0]['density']):.1%}", *([figures(times.get(name, 1.0 if name.startswith("dense") else None))]
+                                                                    if times else []),
+                          f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
+                          f"{mean_of(of, 'ssim'):.3f}", f"{mean_of(of, 'loss_above'):+.1f} %"])
+    return lines
+
+
+def equal_time_table(layers: list[Row], rows: list[Row]) -> list[list[str]]:
+    """One line for each configuration of which layer and samples were measured, the fastest first; the best for their time are marked."""
+    models, found = samples_of(rows)
+    times, of_layer = layer_times(found, layers), {row["name"]: row for row in layers}
+    places = {name: (time, mean_of(found[name], "psnr")) for name, time in times.items() if len(found[name]) == len(models)}
+    lines = [["configuration", "tile", "layer, ms", "layer over all steps, dense = 1", "PSNR, dB", "best for its time"]]
+    for name, (time, psnr) in sorted(places.items(), key=lambda place: place[1]):
+        lines.append([name, of_layer[name]["tile"], figures(of_layer[name]["median_ms"]), f"{time:.3f}", f"{psnr:.1f}",
+                      "yes" if name in best(places) else ""])
+    return lines
+
+
+def best(places: dict[str, tuple[float, float]]) -> list[str]:
+    """The names of ``{name: (time, value)}`` than which none is better in less time or as much, by time."""
+    return sorted((name for name, (time, value) in places.items() if not any(t <= time and v > value for t, v in places.values())),
+                  key=places.__getitem__)
+
+
+def fine_tune_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration and way of training, with the share of the gap that it closed."""
+    lines = [["model", "configuration", "loss", "above dense", "velocity error", "gap closed"]]
+    for row in rows:
+        if row["what"] == "fine-tune" and row["loss"]:
+            lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",
+                          f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
+                          f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
+    return lines

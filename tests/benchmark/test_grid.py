@@ -1,0 +1,138 @@
+"""Quality against time: the layer in the configurations of the quality grid, its join with their samples, and captures of real heads."""
+
+import csv
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    import bench_grid
+
+    monkeypatch.setattr(bench_grid, "RESULTS", tmp_path)
+    return bench_grid
+
+
+def test_a_layer_in_the_configurations_of_the_grid(bench, tmp_path, monkeypatch, capsys):
+    bench.main(["--only", "linear 0.156, warm-up", "by noise", "linear 1", "mean 0.3", "dropped 0.156, tile", "--csv", "grid_a"])
+    with (tmp_path / "grid_a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    # What has no density, or leaves nothing out, is not there; what differs in its schedule alone is one call.
+    assert [row["name"] for row in rows] == ["dense", "linear 0.156, warm-up 15 %", "mean 0.3", "dropped 0.156, tile 1x4x4",
+                                             "linear 0.156, warm-up 15 %, refresh 5"]
+    of = {row["name"]: row for row in rows}
+    assert of["dropped 0.156, tile 1x4x4"]["tile"] == "1x4x4" and of["mean 0.3"]["compensation"] == "mean"
+    warm, again = of["linear 0.156, warm-up 15 %"], of["linear 0.156, warm-up 15 %, refresh 5"]
+    assert warm["median_ms"] == again["median_ms"] and warm["density"] == "0.156" and float(warm["error"]) < 1e-4
+    assert float(warm["relative"]) == pytest.approx(float(warm["median_ms"]) / float(of["dense"]["median_ms"]))
+    monkeypatch.setattr(bench, "ssta_attention", lambda q, *args, real=bench.ssta_attention, **options: spoiled(real(q, *args, **options)))
+    with pytest.raises(SystemExit, match="no time is printed"):
+        bench.main(["--only", "dropped 0.3"])
+    with pytest.raises(SystemExit):
+        bench.main(["--only", "everything"])
+    assert "--only must be part of one of" in capsys.readouterr().err
+
+
+def spoiled(result):
+    return (result[0] * 1.01, result[1]) if isinstance(result, tuple) else result * 1.01
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """CSVs of two trained models and of a layer: dropped, linear, linear with half of its pairs dense, and one model's configuration."""
+    import measure
+
+    def sample(name, psnr, density, seed=0):
+        return dict(what="sample", group="", name=name, clips="film", train_seed=seed, density=density, psnr=psnr, ssim=0.9, loss_above=1.0,
+                    velocity_error=0.1, sample_s=1.0, psnr_spread=1.0, ssim_spread=0.1, videos=8, seeds=1, steps=30)
+
+    def layer(name, relative, compensation="linear", density=0.156):
+        return dict(layer="large", name=name, tile="4x8x8", density=density, compensation=compensation, median_ms=100 * relative,
+                    relative=relative)
+
+    measure.write_rows(tmp_path / "quality_card.csv", [
+        sample(name, psnr + seed, density, seed) for seed in (0, 1) for name, psnr, density in (
+            ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), ("linear 0.156, warm-up 15 %", 26.0, 0.578),
+            ("dense, backend cudnn", 64.0, 1.0))] + [sample("mean 0.156", 20.0, 0.156)])
+    measure.write_rows(tmp_path / "grid_card.csv", [
+        layer("dense", 1.0, "", 1.0), layer("dropped 0.156", 0.2, "none"), layer("linear 0.156", 0.24),
+        layer("linear 0.156, warm-up 15 %", 0.24), layer("mean 0.156", 0.22, "mean"), layer("linear 0.3", 0.3)])
+    return tmp_path
+
+
+def test_time_over_all_steps_counts_the_dense_ones(measured):
+    import table
+
+    text = "<!-- table:samples -->\n<!-- /table -->\n<!-- table:equal_time -->\n<!-- /table -->\n"
+    samples, equal_time = table.filled(text, measured).split("<!-- /table -->\n")[:2]
+    # Of (0.578 - 0.156) / (1 - 0.156), half, the time is 1.
+    assert "| linear 0.156, warm-up 15 % | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
+    assert "| dropped 0.156 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
+    assert "| dense, backend cudnn | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
+    assert "mean" not in equal_time, "measured on one model alone"
+    assert [line.split(" | ")[0] for line in equal_time.splitlines()[3:6]] == [
+        "| dropped 0.156", "| linear 0.156", "| linear 0.156, warm-up 15 %"]
+    assert [line.endswith("| yes |") for line in equal_time.splitlines()[3:6]] == [True, True, False]
+    (measured / "grid_card.csv").unlink()
+    assert "720p" not in table.filled(text, measured)
+
+
+def test_the_plot_names_the_best_for_their_time(measured, capsys):
+    pytest.importorskip("matplotlib")
+    import plots
+    import table
+    from rows import read_rows
+
+    rows = [read_rows(measured / f"{name}_card.csv") for name in ("grid", "quality")]
+    axes = plots.plot_equal_time(*rows).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["dropped 0.156", "linear 0.156"]
+    line = next(line for line in axes.lines if line.get_color() == "#999999")
+    assert line.get_xydata().tolist() == [[0.2, 18.5], [0.24, 27.5]]
+    table.draw(measured, ["grid"])
+    assert (measured / "grid_card.png").exists()
+    (measured / "quality_card.csv").unlink()
+    table.draw(measured, ["grid"])
+    assert "drawn together with quality_*.csv of the same machine" in capsys.readouterr().out
+
+
+def test_heads_are_captured_from_a_model_that_it_trains(tmp_path, monkeypatch, capsys):
+    import capture
+    import numpy as np
+    from torch.nn.functional import scaled_dot_product_attention
+
+    arguments = ["--minutes", "0.005", "--device", "cpu", "--out", str(tmp_path)]
+    found = []
+    monkeypatch.setattr(capture, "chosen", lambda layers, *rest, real=capture.chosen: found.append(layers) or real(layers, *rest))
+    capture.main([*arguments, "--to", str(tmp_path / "deep" / "a.npz")])
+    with np.load(tmp_path / "deep" / "a.npz") as file:
+        held = {name: file[name] for name in file.files}
+    assert held["q"].shape == held["v"].shape == (6, 256, 32) and held["thw"].tolist() == [4, 8, 8]
+    assert held["noise"][0] > held["noise"][-1] and held["half_variance"][:3].tolist() == sorted(held["half_variance"][:3])
+    # In its steps each is what went into attention: a sixteenth of a standard deviation off at most.
+    for i, layers in ((0, found[0]), (5, found[1])):
+        for name, x in zip("qkv", layers[held["layer"][i]]):
+            exact = x[0, held["head"][i]].float().numpy()
+            assert (abs(held[name][i] * held[f"{name}_step"][i] - exact) <= 0.5001 * held[f"{name}_step"][i]).all()
+    with capture.SelfAttention(5) as seen:
+        q, k = torch.randn(2, 1, 1, 5, 4)
+        scaled_dot_product_attention(q, k, value=k)
+        scaled_dot_product_attention(q, k[:, :, :3], k[:, :, :3])
+    assert len(seen.seen) == 1
+    # Again from the checkpoint, without a training.
+    capture.main([*arguments, "--to", str(tmp_path / "b.npz")])
+    assert (tmp_path / "b.npz").read_bytes() and "training" in capsys.readouterr().out
+    with np.load(tmp_path / "b.npz") as file:
+        assert all((file[name] == held[name]).all() for name in held)
+    (tmp_path / "model.pt").write_bytes(b"nothing")
+    with pytest.raises(SystemExit):
+        capture.main(arguments)
+    assert "must be a file that this script wrote" in capsys.readouterr().err
+
+
+def test_the_box_lies_in_the_middle():
+    import capture
+
+    x = torch.arange(4 * 6 * 8).unsqueeze(1)
+    box = capture.boxed(x, (4, 6, 8), (2, 2, 4))[:, 0].unflatten(0, (2, 2, 4))
+    assert box[0, 0, 0] == (1 * 6 + 2) * 8 + 2 and box[-1, -1, -1] == (2 * 6 + 3) * 8 + 5
