@@ -19,7 +19,7 @@ from ..lowering.chunks import ENTRY, HEADER, kv_partition, q_partition, work_que
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import tma_descriptor, tma_ready
+from ..lowering.tma import tma_ready, tma_tiles
 from .config import HopperForwardConfig, hopper_forward_config
 from .forward_load import Work, load
 from .forward_mainloop import attend
@@ -126,7 +126,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     out, lse = empty_outputs(q, rows, in_place)
     plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
-            (tma_descriptor(q, ROWS), tma_descriptor(k, config.chunk), tma_descriptor(v, config.chunk), tma_descriptor(out, ROWS)),
+            (tma_tiles(q, ROWS), tma_tiles(k, config.chunk), tma_tiles(v, config.chunk), tma_tiles(out, ROWS)),
             (out, lse, queue.data),
             (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
     return out, lse

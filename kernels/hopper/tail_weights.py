@@ -15,7 +15,7 @@ from ..device import multiprocessors
 from ..lowering.inputs import strided, tma_ok
 from ..lowering.primitives import LN2, LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import tma_descriptor
+from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in
 from .inline_asm import clear_rows, rematerialise, sum_lanes
 from .primitives import (
@@ -332,7 +332,7 @@ def hopper_tail_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: 
     numbers = (blocks, units, heads, heads // k_mean.shape[1], tokens, programs, weights.stride(2))
     fixed = dict(CAP=cap) | constants(dim, units)
     key = (q.get_device(), q.dtype, weights.dtype, half_variance is None, fit(numbers), *fixed.values())
-    _launch(key, (batch * heads * programs, 1, 1), (tma_descriptor(q, ROWS), tma_descriptor(k_mean, COLUMNS)),
+    _launch(key, (batch * heads * programs, 1, 1), (tma_tiles(q, ROWS), tma_tiles(k_mean, COLUMNS)),
             (bias, half_variance, offsets, lse, weights), (*numbers, scale * LOG2E), fixed, OPTIONS)
 
 
