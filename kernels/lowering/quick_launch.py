@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
+
+from ..kept import Kept
 
 # How a compiled kernel's launcher is called is private to Triton. These are the versions that it is checked under (``make compat``); under
 # others every launch goes the public way.
@@ -36,7 +38,7 @@ class Tiles(NamedTuple):
     """
 
     x: Tensor
-    kind: tuple
+    kind: Hashable
     make: Callable[[Tensor], Any]
 
 
@@ -54,7 +56,8 @@ class QuickLaunch:
 
         self.driver, self.knobs = driver, knobs.runtime
         self.kernel = kernel
-        self.compiled: dict[tuple, tuple[Any, _Direct | None]] = {}
+        # Where it is emptied, Triton still keeps what it compiled; only the way to it is found anew.
+        self.compiled: dict[tuple, tuple[Any, _Direct | None]] = Kept(KEYS_KEPT)
         self.known = launcher_known(triton.__version__)
 
     def __call__(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles], tensors: Sequence[Tensor | None],
@@ -105,15 +108,12 @@ class QuickLaunch:
         compiled = self.kernel[grid](*[tiles.make(tiles.x) for tiles in descriptors], *tensors, *numbers, **constants, **options)
         # Triton's interpreter gives back nothing, and compiles nothing.
         if self.known and aligned and compiled is not None:
-            if len(self.compiled) >= KEYS_KEPT:
-                # Triton keeps what it compiled; only the way to it is found anew.
-                self.compiled.clear()
             self.compiled[key] = compiled, _Direct.of(compiled, len(descriptors))
 
 
 # What a kernel gets for Tiles: by address and kind. It holds no memory and says nothing of what stands there, so it is as good for whatever
 # tensor of that kind lies at the address later.
-_descriptors: dict[tuple[int, tuple], list] = {}
+_descriptors: dict[tuple[int, Hashable], list] = Kept(DESCRIPTORS_KEPT)
 
 
 class _Direct(NamedTuple):
@@ -145,10 +145,8 @@ class _Direct(NamedTuple):
             return cls(launch, settled, False, metas, _encoder())
         return cls(launch, (*options, None, None, compiled.packed_metadata, None, None, None), True, metas, _encoder())
 
-    def describe(self, place: int, x: Tensor, kind: tuple, make: Callable[[Tensor], Any]) -> list:
+    def describe(self, place: int, x: Tensor, kind: Hashable, make: Callable[[Tensor], Any]) -> list:
         """The kernel's arguments for a descriptor, found by its kind from now on."""
-        if len(_descriptors) >= DESCRIPTORS_KEPT:
-            _descriptors.clear()
         found = _descriptors[x.data_ptr(), kind] = list(self.encode(make(x), self.metas[place]))
         return found
 

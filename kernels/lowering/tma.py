@@ -34,9 +34,10 @@ def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 def tma_tiles(x: Tensor, rows: int) -> Tiles:
     """``tma_descriptor`` for a QuickLaunch, which makes it where it knows none."""
-    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), _descriptor_of(rows))
+    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), descriptor_of(rows))
 
 
 @lru_cache
-def _descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
+def descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
+    """``tma_descriptor`` with so many rows."""
     return partial(tma_descriptor, rows=rows)

@@ -8,6 +8,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from ssta.kernels.kept import Kept
 from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering.quick_launch import QuickLaunch, Tiles, fit, launcher_known
 
@@ -154,7 +155,7 @@ def flat(arguments):
 
 @pytest.fixture
 def no_descriptors(monkeypatch):
-    monkeypatch.setattr(quick_launch, "_descriptors", {})
+    monkeypatch.setattr(quick_launch, "_descriptors", Kept(5))
 
 
 def test_the_function_in_c_gets_what_tritons_launcher_gives_it(no_descriptors):
@@ -179,16 +180,17 @@ def test_a_descriptor_is_encoded_once_for_an_address_and_a_kind(no_descriptors):
     compiled = Compiled(lambda *arguments: None)
     launch = QuickLaunch(Recorder(compiled))
     x, y = torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.bfloat16)
+
     def run(a, b, kinds=("a", "b")):
-        launch(KEY, GRID, [Tiles(z, (kind, z.shape), descriptor) for z, kind in zip((a, b), kinds)], (None, None), (9, 0.5), dict(SIZE=64), {})
+        tiles = [Tiles(z, (kind, z.shape), descriptor) for z, kind in zip((a, b), kinds)]
+        launch(KEY, GRID, tiles, (None, None), (9, 0.5), dict(SIZE=64), {})
         return len(compiled.filled)
 
-    assert [run(x, y), run(x, y), run(x, y), run(y, x), run(x[:4], y), run(x, y, ("a", "c")), run(x, y)] == [0, 2, 2, 4, 5, 6, 6]
+    assert [run(x, y), run(x, y), run(x, y), run(y, x), run(x[:4], y), run(x[:4], y)] == [0, 2, 2, 4, 5, 5]
     assert {fields[1] for fields in compiled.filled} == {1, 2}
 
 
-def test_descriptors_that_are_kept_are_bounded(no_descriptors, monkeypatch):
-    monkeypatch.setattr(quick_launch, "DESCRIPTORS_KEPT", 5)
+def test_descriptors_that_are_kept_are_bounded(no_descriptors):
     launch = QuickLaunch(Recorder(Compiled(lambda *arguments: None)))
     for _ in range(9):
         launch(KEY, GRID, [Tiles(torch.zeros(6, 3), (object(),), descriptor)] * 2, (None, None), (9, 0.5), dict(SIZE=64), {})
