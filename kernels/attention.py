@@ -108,8 +108,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, impl
         return None
     if watched(q, k, v) or torch.is_autocast_enabled(q.device.type):
         return None
-    return (blocks.facts, causal, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(), k.dtype, k.get_device(), k.shape, k.stride(),
-            v.dtype, v.get_device(), v.shape, v.stride())
+    # Whether Triton interprets decides what a CPU can run, and may change.
+    return (blocks.facts, causal, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(),
+            k.dtype, k.get_device(), k.shape, k.stride(), v.dtype, v.get_device(), v.shape, v.stride())
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..blocks import BlockLists
 from ..device import multiprocessors
 from ..kept import Kept
-from ..lowering.chunks import ENTRY, HEADER, Partition, ChunkPlan, kv_partition, q_partition, queue_plan, work_queue
+from ..lowering.chunks import ENTRY, HEADER, ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit

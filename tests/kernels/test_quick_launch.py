@@ -116,7 +116,8 @@ class Compiled:
     The kernel takes two descriptors of 2 x 3 tiles, a pointer, one that is None, an int, a float and a constant.
     """
 
-    signature = dict(a="tensordesc<bf16[2, 3]>", b="tensordesc<bf16[2, 3]>", p="*fp32", none="constexpr", n="i32", x="fp32", SIZE="constexpr")
+    signature = dict(a="tensordesc<bf16[2, 3]>", b="tensordesc<bf16[2, 3]>", p="*fp32", none="constexpr", n="i32", x="fp32",
+                     SIZE="constexpr")
     function, packed_metadata = 5, (4, 1, 1024)
 
     def __init__(self, called, scratch=0):

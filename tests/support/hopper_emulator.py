@@ -306,7 +306,8 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_ready=lambda x: x)}
+             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_ready=lambda x: x,
+                                                 descriptor_of=lambda rows: partial(tma_descriptor, rows=rows))}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)
