@@ -72,8 +72,10 @@ class BlockLists:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
-        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0
+                 ) -> BlockLists:
+        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes; then also with their
+        first tokens, of the same shape, in sequences of ``tokens``.
 
         For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
         writes to these blocks' tensors.
@@ -92,7 +94,8 @@ class BlockLists:
         values.pop("_flipped", None)
         values.pop("_facts", None)
         if lengths is not None:
-            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=0)
+            bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)
         return new
 
     def covering(self, tokens: int) -> BlockLists:

@@ -7,7 +7,6 @@ deterministic, two more warps do that, in the order that dq_schedule gives, held
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -147,7 +146,7 @@ def hopper_backward(
     dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
-               plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, accum.number,
+               plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
                kv_len - q_len, number)
     fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
                  CAUSAL=causal) | shape

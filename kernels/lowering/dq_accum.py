@@ -102,7 +102,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
     dq_accum = torch.empty(batch, heads, slots, QUERIES, dim, dtype=torch.float32, device=out.device)
-    parts = triton.cdiv(queries.length, QUERIES)
+    parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
@@ -116,7 +116,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
 def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
-    parts = triton.cdiv(queries.length, QUERIES)
+    parts = -(-queries.length // QUERIES)
     numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
     constants = dict(UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)
     _launch_postprocess((dq.get_device(), dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),

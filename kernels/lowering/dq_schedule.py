@@ -25,7 +25,7 @@ from ..blocks import BlockLists
 from .chunks import Partition, shared_strides
 from .dq_accum import KEYS, QUERIES
 from .primitives import block_bounds
-from .quick_launch import QuickLaunch, fit
+from .quick_launch import QuickLaunch, fit, power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations;
 # the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of their length.
@@ -228,14 +228,14 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
-    parts = triton.cdiv(keys.length, KEYS)
+    parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     numbers = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length, keys.tokens,
                queries.length, queries.tokens, width, parts, shift or 0)
-    constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_KV=keys.uniform,
+    constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
                      UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
@@ -244,7 +244,7 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
     numbers = (number, programs, group, STAGGER)
-    constants = dict(PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
     _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
