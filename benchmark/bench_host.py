@@ -3,7 +3,8 @@
     python benchmark/bench_host.py [--layer TEXT ...] [--calls 20] [--rounds 25] [--against DIR] [--csv NAME]
 
 At the size of layers of shapes.py: block_sparse_attention over a random fifth of the blocks, also recording for a backward, and that
-backward; and the whole layer by ssta_3d_attention, also with compensation "linear". Before every call the device has finished all others, so that no call waits for room in its queue.
+backward; and the whole layer by ssta_3d_attention, also with compensation "linear". Before every call the device has finished all
+others, so that no call waits for room in its queue.
 host_us is the median over rounds of the medians of --calls calls, q1_us and q3_us its quartiles; without a GPU it holds the computation
 too. Before any time is taken, sampled blocks and tiles are checked against float64.
 """
