@@ -81,7 +81,7 @@ class RecordedAttention(torch.autograd.Function):
             grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options, ctx.route.name)
             return *grads, *(None,) * 6
         blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
-        flipped = None if counts_t is None else BlockLists.trusted(*blocks.flipped_fields(counts_t, indices_t))
+        flipped = None if counts_t is None or indices_t is None else BlockLists.trusted(*blocks.flipped_fields(counts_t, indices_t))
         return *run_backward(ctx.route, dout, dlse, q, k, v, out, lse, blocks, flipped, *ctx.options), *(None,) * 6
 
 

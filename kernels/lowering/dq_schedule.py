@@ -233,8 +233,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
-    numbers = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length, keys.tokens,
-               queries.length, queries.tokens, width, parts, shift or 0)
+    numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
+                                keys.tokens, queries.length, queries.tokens, width, parts, shift or 0)
     constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
                      UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
     device = counts.get_device()
