@@ -65,6 +65,7 @@ class BlockLists:
     # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
     _covers: ClassVar[int] = 0
+    _facts: ClassVar[tuple | None] = None
 
     def __post_init__(self) -> None:
         settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
@@ -105,7 +106,7 @@ class BlockLists:
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
         vars(self)["_covers"] = tokens
-        vars(self).pop("_facts", None)
+        vars(self)["_facts"] = None
         return self
 
     def __getstate__(self) -> dict:
@@ -130,7 +131,7 @@ class BlockLists:
     @property
     def facts(self) -> tuple:
         """All that is known of these lists without reading a tensor, as a part of keys: lists with the same facts have the same work."""
-        found = vars(self).get("_facts")
+        found = self._facts
         if found is None:
             sizes = [x.shape if isinstance(x, Tensor) else x for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)]
             found = vars(self)["_facts"] = (self.device, self.indices.shape, *sizes, self.num_kv_blocks, self.max_q_length,

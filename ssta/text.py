@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .kernels import BlockLists, require_strided
+from .kernels import BlockLists, require_strided, valid_lengths
 from .layout import TileLayout
 from .memo import captured, remember, traced
 from .sequence import DenseRun, TokenLayout
@@ -76,7 +76,8 @@ class TextMask:
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
         def valid() -> Tensor:
-            return self._valid_left(layout, self.counts).clamp(_places(layout).none, layout.lengths)[:, None]
+            places = _places(layout)
+            return valid_lengths(self.valid, places.ends, places.starts, layout.lengths)
         return self._view(("tile_lengths", layout), valid)
 
     def relisted(self, blocks: BlockLists, counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
@@ -130,12 +131,12 @@ class _Places(NamedTuple):
     Attributes:
         runs: int64 ``[N + M]``, the number of each tile's run.
         starts: int32 ``[N + M]``, the run's tokens before it.
-        none: int32 ``[1]``, no token.
+        ends: int32 ``[2, N + M]``, where among the tokens of all runs each tile's run begins and ends.
     """
 
     runs: Tensor
     starts: Tensor
-    none: Tensor
+    ends: Tensor
 
 
 @remember(64)
@@ -149,7 +150,11 @@ def _places(layout: TileLayout) -> _Places:
     options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
     runs = [torch.zeros(layout.num_video_tiles, **options)]
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
+    ends, first = [torch.zeros(2, layout.num_video_tiles, **options)], 0
     for number, run in enumerate(layout.dense):
+        last = first + run.extent[2]
+        ends.append(torch.cat([torch.full((1, run.num_tiles), end, **options) for end in (first, last)]))
+        first = last
         runs.append(torch.full((run.num_tiles,), number, **options))
         starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
-    return _Places(torch.cat(runs).long(), torch.cat(starts), torch.zeros(1, **options))
+    return _Places(torch.cat(runs).long(), torch.cat(starts), torch.cat(ends, 1))
