@@ -7,6 +7,7 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -84,9 +85,9 @@ class QuickLaunch:
             compiled[grid](*[tiles.make(tiles.x) for tiles in descriptors], *pointers, *numbers, *constants.values())
             return
         # The same without gathering what a hook would be told, which takes as long as all else.
-        driver = self.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
         if direct is None:
+            driver = self.driver.active
+            stream = driver.get_current_stream(driver.get_current_device())
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
                          *[tiles.make(tiles.x) for tiles in descriptors], *pointers, *numbers, *constants.values())
             return
@@ -98,9 +99,9 @@ class QuickLaunch:
         arguments += numbers
         arguments += constants.values()
         if direct.flat:
-            direct.launch(*grid, stream, *direct.settled, *arguments)
+            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, *arguments)
         else:
-            direct.launch(*grid, stream, *direct.settled, arguments)
+            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, arguments)
 
     def _first(self, key: tuple, aligned: bool, grid: tuple[int, int, int], descriptors: Sequence[Tiles], tensors: Sequence[Tensor | None],
                numbers: Sequence[int | float], constants: dict, options: dict) -> None:
@@ -124,6 +125,8 @@ class _Direct(NamedTuple):
     flat: bool               # whether these come one by one
     metas: Sequence[dict]    # how each descriptor is to be encoded
     encode: Callable         # (descriptor, meta) -> the kernel's arguments
+    device: Callable         # the current one's number
+    stream: Callable         # of a device, the current one
 
     @classmethod
     def of(cls, compiled, descriptors: int) -> _Direct | None:
@@ -139,11 +142,16 @@ class _Direct(NamedTuple):
                 return None
             # Triton's function that encodes descriptors at every launch, around the one that launches.
             launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
+        from triton.runtime import driver
+
+        # What Triton asks looks first whether CUDA is there.
+        device = getattr(torch._C, "_cuda_getDevice", driver.active.get_current_device)
+        rest = metas, _encoder(), device, driver.active.get_current_stream
         options = compiled.function, run.launch_cooperative_grid, run.launch_pdl
         if hasattr(run, "kernel_signature"):
             settled = (*options, compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-            return cls(launch, settled, False, metas, _encoder())
-        return cls(launch, (*options, None, None, compiled.packed_metadata, None, None, None), True, metas, _encoder())
+            return cls(launch, settled, False, *rest)
+        return cls(launch, (*options, None, None, compiled.packed_metadata, None, None, None), True, *rest)
 
     def describe(self, place: int, x: Tensor, kind: Hashable, make: Callable[[Tensor], Any]) -> list:
         """The kernel's arguments for a descriptor, found by its kind from now on."""
