@@ -112,7 +112,7 @@ def _backward(
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
     flipped = None
-    if counts_t is not None:
+    if counts_t is not None and indices_t is not None:
         flipped = BlockLists.from_fields(*blocks.flipped_fields(counts_t, indices_t))
     return run_backward(route_of(impl, q, k, blocks, causal), dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
 
