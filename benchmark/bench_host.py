@@ -2,8 +2,9 @@
 
     python benchmark/bench_host.py [--layer TEXT ...] [--calls 20] [--rounds 25] [--against DIR] [--csv NAME]
 
-At the size of layers of shapes.py: block_sparse_attention over a random fifth of the blocks, also recording for a backward, and the
-whole layer by ssta_3d_attention. Before every call the device has finished all others, so that no call waits for room in its queue.
+At the size of layers of shapes.py: block_sparse_attention over a random fifth of the blocks, also recording for a backward, and that
+backward; and the whole layer by ssta_3d_attention, also with compensation "linear". Before every call the device has finished all
+others, so that no call waits for room in its queue.
 host_us is the median over rounds of the medians of --calls calls, q1_us and q3_us its quartiles; without a GPU it holds the computation
 too. Before any time is taken, sampled blocks and tiles are checked against float64.
 """
@@ -58,7 +59,7 @@ def measure_host(shape: LayerShape, number_of_calls: int, rounds: int, device: s
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     qkvo_mib = 4 * shape.tokens * shape.heads * shape.head_dim * dtype.itemsize / 2**20
     try:
-        calls = {**kernel_calls(shape, device, dtype), "ssta_3d_attention": layer_call(shape, device, dtype)}
+        calls = {**kernel_calls(shape, device, dtype), **layer_calls(shape, device, dtype)}
     except Wrong as error:
         raise SystemExit(f"{error}; no time is printed") from None
     memory = {}
@@ -80,24 +81,30 @@ def kernel_calls(shape: LayerShape, device: str, dtype: torch.dtype) -> dict[str
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     calls = {"block_sparse_attention": partial(block_sparse_attention, q, k, v, blocks),
              "block_sparse_attention, recording": partial(block_sparse_attention, *leaves, blocks)}
-    exact = truth(q, k, v, blocks)
+    dout = torch.randn_like(q)
+    exact = truth(q, k, v, blocks, dout)
     for name, call in calls.items():
         exact.forward_error(name, call().detach())
-    return calls
+    backward = partial(torch.autograd.grad, block_sparse_attention(*leaves, blocks), leaves, dout, retain_graph=True)
+    exact.backward_error("backward", backward())
+    return calls | {"its backward": backward}
 
 
-def layer_call(shape: LayerShape, device: str, dtype: torch.dtype) -> Callable[[], object]:
+def layer_calls(shape: LayerShape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """The layer without padding, on projections as they come, checked."""
+    plain = replace(shape.config, pad_type="none").for_canvas(shape.thw)
+    linear = replace(plain, compensation="linear", sampling_type="error", threshold=0.0, adaptive_pool=None)
     q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
     text_mask = torch.arange(shape.text, device=device)[None] < shape.valid if shape.text else None
-    config = replace(shape.config, pad_type="none").for_canvas(shape.thw)
-    call = partial(ssta_3d_attention, q, k, v, shape.thw, config.topk, config.tile_thw, config.kernel_thw, shape.text, config.sparse_type,
-                   config.threshold, lambda_=config.lambda_, sampling_type=config.sampling_type, pad_type=config.pad_type,
-                   text_mask=text_mask, mask_share_within_head=config.mask_share_within_head, adaptive_pool=config.adaptive_pool)
-    layout = TokenLayout.video_text(shape.thw, shape.text)
-    _, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, return_blocks=True)
-    sampled_error(shape, q, k, v, call(), blocks, layout, config)
-    return call
+    layout, calls = TokenLayout.video_text(shape.thw, shape.text), {}
+    for name, config in (("ssta_3d_attention", plain), ("ssta_3d_attention, linear", linear)):
+        calls[name] = call = partial(
+            ssta_3d_attention, q, k, v, shape.thw, config.topk, config.tile_thw, config.kernel_thw, shape.text, config.sparse_type,
+            config.threshold, lambda_=config.lambda_, sampling_type=config.sampling_type, pad_type=config.pad_type, text_mask=text_mask,
+            mask_share_within_head=config.mask_share_within_head, adaptive_pool=config.adaptive_pool, compensation=config.compensation)
+        _, blocks = ssta_attention(q, k, v, layout, config, text_mask=text_mask, return_blocks=True)
+        sampled_error(shape, q, k, v, call(), blocks, layout, config)
+    return calls
 
 
 def host_times(calls: dict[str, Callable[[], object]], number_of_calls: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
+from .kept import Kept
 from .notices import warn_once
-from .op import attention_operator, route_of, run_forward, with_kv_blocks
+from .op import RecordedAttention, attention_operator, route_of, run_forward, with_kv_blocks
 from .operators import refuse_forward_mode, watched
-from .routing import PatternFacts, Problem, Route, require_impl
+from .routing import PatternFacts, Problem, Route, interpreting, require_impl
 
 
 @overload
@@ -71,11 +72,13 @@ def block_sparse_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    q, k, v = autocast_inputs(q=q, k=k, v=v)
-    _check(q, k, v, blocks)
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         require_bool(name, flag)
-    out, lse, _ = _attend(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), causal, deterministic, impl)
+    key = _key(q, k, v, blocks, causal, impl)
+    if key is None or key not in _routes:
+        q, k, v = autocast_inputs(q=q, k=k, v=v)
+        _check(q, k, v, blocks)
+    out, lse, _ = _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
     return (out, lse) if return_lse else out
 
 
@@ -90,7 +93,24 @@ def attend_owned(
     checked q, k, v and blocks as is done there, autocast included: nothing is checked again on every call. The arguments and the results
     are as there. ``route`` is None while torch.compile traces: the graph chooses when it runs.
     """
-    return _attend(q, k, v, blocks, resolve_scale(scale, q.shape[-1]), False, deterministic, impl, owned=not keep_q)
+    key = _key(q, k, v, blocks, False, impl)
+    return _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), False, deterministic, impl, owned=not keep_q)
+
+
+# What checked arguments were routed to, by ``_key``: the same ones again are neither checked nor routed.
+_routes: dict[tuple, Route] = Kept(1024)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, impl: str) -> tuple | None:
+    """All that checks and routing look at, for plain tensors that nobody watches, outside of autocast; else None."""
+    # Whatever is asked of a tensor costs a tenth of a microsecond, and there are fifty checks.
+    if torch.compiler.is_compiling() or not (type(q) is type(k) is type(v) is Tensor and type(blocks) is BlockLists and type(impl) is str):
+        return None
+    if watched(q, k, v) or torch.is_autocast_enabled(q.device.type):
+        return None
+    # Whether Triton interprets decides what a CPU can run, and may change.
+    return (blocks.facts, causal, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(),
+            k.dtype, k.get_device(), k.shape, k.stride(), v.dtype, v.get_device(), v.shape, v.stride())
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
@@ -130,32 +150,45 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, impl: str, owned: bool = False,
+    key: tuple | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, impl: str,
+    owned: bool = False,
 ) -> tuple[Tensor, Tensor, Route | None]:
-    """(out, lse, route) of arguments that have been checked."""
-    name, route = require_impl(impl), None
-    # A compiled graph asks the GPU when it runs, in the operator.
-    if not torch.compiler.is_compiling():
-        route = route_of(name, q, k, blocks, causal)
-        name = route.name
-        if route.slow_fallback:
-            warn_once("torch on a GPU", route.slow_fallback)
-    if name == "reference":
-        from .reference import reference_attention
-
-        return *reference_attention(q, k, v, blocks, scale, causal), route
-    refuse_forward_mode(q=q, k=k, v=v)
+    """(out, lse, route) of arguments that have been checked; ``key`` is theirs."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if route is not None and not (needs_grad or watched(q, k, v)):
-        if owned and route.in_place:
-            return *run_forward(route, q, k, v, blocks, scale, causal, in_place=True), route
-        return *run_forward(route, q, k, v, blocks, scale, causal), route
+    route = None if key is None else _routes.get(key)
+    if route is None:
+        name = require_impl(impl)
+        # A compiled graph asks the GPU when it runs, in the operator.
+        if not torch.compiler.is_compiling():
+            route = route_of(name, q, k, blocks, causal)
+            name = route.name
+            if route.slow_fallback:
+                warn_once("torch on a GPU", route.slow_fallback)
+        if name == "reference":
+            from .reference import reference_attention
+
+            return *reference_attention(q, k, v, blocks, scale, causal), route
+        if route is None or key is None and watched(q, k, v):
+            return *_operate(name, route, q, k, v, blocks, scale, causal, deterministic, needs_grad), route
+        if key is not None:
+            _routes[key] = route
+    if needs_grad:
+        flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if route.needs_transpose else None
+        return *RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route), route
+    if owned and route.in_place:
+        return *run_forward(route, q, k, v, blocks, scale, causal, in_place=True), route
+    return *run_forward(route, q, k, v, blocks, scale, causal), route
+
+
+def _operate(name: str, route: Route | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
+             deterministic: bool, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator, for all who watch; ``route`` is None while torch.compile traces."""
+    refuse_forward_mode(q=q, k=k, v=v)
     transposes = needs_grad and (_may_transpose(name, q, k, blocks, causal) if route is None else route.needs_transpose)
     # The transpose is an input of the operator, so that lists used by many layers are transposed once.
     flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if transposes else None
-    out, lse = attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
-                                  float(scale), causal, deterministic, name)
-    return out, lse, route
+    return attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
+                              float(scale), causal, deterministic, name)
 
 
 def _may_transpose(name: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> bool:

@@ -31,8 +31,14 @@ def settled_fields(
         if number is not None and number != implied:
             raise ValueError(f"num_kv_blocks must be {implied} for these kv_offsets, got {number}")
         number = implied
-    return {**_settled_axis("q", q_offsets, q_lengths, longest_q, counts.shape[2], counts.device),
-            **_settled_axis("kv", kv_offsets, kv_lengths, longest_kv, number, counts.device), "num_kv_blocks": number}
+    settled = {**_settled_axis("q", q_offsets, q_lengths, longest_q, counts.shape[2], counts.device),
+               **_settled_axis("kv", kv_offsets, kv_lengths, longest_kv, number, counts.device), "num_kv_blocks": number}
+    # What both axes share, they still share.
+    if kv_offsets is q_offsets:
+        settled["kv_offsets"] = settled["q_offsets"]
+    if kv_lengths is q_lengths:
+        settled["kv_lengths"] = settled["q_lengths"]
+    return settled
 
 
 def _settled_axis(axis: str, offsets: int | Tensor, lengths: Tensor | None, longest: int | None, blocks: int | None, device: torch.device

@@ -14,6 +14,8 @@ from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, ke
 from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
 from .checks import require_int, require_mask
 
+# What the package knows of patterns that it makes, beside their fields.
+KNOWN = ("_bounds", "_covers")
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
 
@@ -63,6 +65,7 @@ class BlockLists:
     # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
     _covers: ClassVar[int] = 0
+    _facts: ClassVar[tuple | None] = None
 
     def __post_init__(self) -> None:
         settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
@@ -70,8 +73,10 @@ class BlockLists:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
-        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0
+                 ) -> BlockLists:
+        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes; then also with their
+        first tokens, of the same shape, in sequences of ``tokens``.
 
         For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
         writes to these blocks' tensors.
@@ -88,8 +93,10 @@ class BlockLists:
         values.update(vars(self), counts=counts, indices=indices)
         # What was derived from the old lists.
         values.pop("_flipped", None)
+        values.pop("_facts", None)
         if lengths is not None:
-            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=0)
+            bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)
         return new
 
     def covering(self, tokens: int) -> BlockLists:
@@ -99,11 +106,12 @@ class BlockLists:
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
         vars(self)["_covers"] = tokens
+        vars(self)["_facts"] = None
         return self
 
     def __getstate__(self) -> dict:
         # A copy's tensors are the user's, who may write to them.
-        return {name: value for name, value in vars(self).items() if name not in ("_bounds", "_covers")}
+        return {name: value for name, value in vars(self).items() if name not in (*KNOWN, "_facts")}
 
     # What it says about itself
 
@@ -119,6 +127,16 @@ class BlockLists:
     @property
     def device(self) -> torch.device:
         return self.counts.device
+
+    @property
+    def facts(self) -> tuple:
+        """All that is known of these lists without reading a tensor, as a part of keys: lists with the same facts have the same work."""
+        found = self._facts
+        if found is None:
+            sizes = [x.shape if isinstance(x, Tensor) else x for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)]
+            found = vars(self)["_facts"] = (self.device, self.indices.shape, *sizes, self.num_kv_blocks, self.max_q_length,
+                                            self.max_kv_length, self._covers)
+        return found
 
     def density(self) -> Tensor:
         """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
@@ -359,6 +377,27 @@ class BlockLists:
         q_offsets = max_q_length if q_offsets is None else q_offsets
         kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
         return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+    @classmethod
+    def trusted(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
+                known: dict | None = None) -> BlockLists:
+        """``from_fields`` of what was checked before, and what is ``known`` of the lists that it was: for every call of a backward."""
+        new = object.__new__(cls)
+        vars(new).update(
+            known or {}, counts=counts, indices=indices, q_offsets=max_q_length if q_offsets is None else q_offsets,
+            kv_offsets=max_kv_length if kv_offsets is None else kv_offsets, q_lengths=q_lengths, kv_lengths=kv_lengths,
+            num_kv_blocks=num_kv_blocks, max_q_length=max_q_length, max_kv_length=max_kv_length)
+        return new
+
+    @property
+    def known(self) -> dict:
+        """What is not among the fields, and holds of these tensors wherever they are."""
+        return {name: vars(self)[name] for name in KNOWN if name in vars(self)}
+
+    def flipped_fields(self, counts: Tensor, indices: Tensor) -> tuple:
+        """``to_fields`` of the transpose, of which these are counts and indices."""
+        ragged = [x if isinstance(x, Tensor) else None for x in (self.kv_offsets, self.q_offsets)]
+        return (counts, indices, *ragged, self.kv_lengths, self.q_lengths, self.num_q_blocks, self.max_kv_length, self.max_q_length)
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .blocks import BlockLists
 from .checks import without_autocast
-from .operators import NAMESPACE
+from .operators import NAMESPACE, watched
 from .routing import PatternFacts, Route, choose_route
 
 
@@ -40,6 +41,50 @@ def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockList
         return forward(q, k, v, blocks, scale, causal, **options)
 
 
+def run_backward(
+    route: Route, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
+    flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by the route's backward; ``flipped`` is ``blocks.transpose()`` where ``route.needs_transpose``."""
+    assert route.backward is not None
+    order = (deterministic,) if route.takes_deterministic else ()
+    with without_autocast(q.device.type):
+        return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+
+
+class RecordedAttention(torch.autograd.Function):
+    """``run_forward`` with a gradient, for tensors that nobody watches: the operators below without the dispatcher, which takes longer than
+    all else before a launch."""
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool,
+        deterministic: bool, route: Route,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = run_forward(route, q, k, v, blocks, scale, causal)
+        pattern = blocks.to_fields()
+        # All are saved, so that writing to one of them before the backward is an error.
+        ctx.save_for_backward(q, k, v, out, lse, *pattern[:6], *((flipped.counts, flipped.indices) if flipped else (None, None)))
+        ctx.sizes, ctx.options = pattern[6:], (scale, causal, deterministic)
+        ctx.route, ctx.known = route, blocks.known
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 9
+        q, k, v, out, lse, *pattern, counts_t, indices_t = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        if watched(dout, q, k, v) or dlse is not None and watched(dlse):
+            grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options, ctx.route.name)
+            return *grads, *(None,) * 6
+        blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
+        flipped = None if counts_t is None or indices_t is None else BlockLists.trusted(*blocks.flipped_fields(counts_t, indices_t))
+        return *run_backward(ctx.route, dout, dlse, q, k, v, out, lse, blocks, flipped, *ctx.options), *(None,) * 6
+
+
 @torch.library.custom_op(f"{NAMESPACE}::block_sparse_attention", mutates_args=())
 def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
@@ -67,14 +112,9 @@ def _backward(
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
     flipped = None
-    if counts_t is not None:
-        flipped = BlockLists.from_fields(counts_t, indices_t, kv_offsets, q_offsets, kv_lengths, q_lengths, blocks.num_q_blocks,
-                                         max_kv_length, max_q_length)
-    route = route_of(impl, q, k, blocks, causal)
-    assert route.backward is not None
-    order = (deterministic,) if route.takes_deterministic else ()
-    with without_autocast(q.device.type):
-        return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+    if counts_t is not None and indices_t is not None:
+        flipped = BlockLists.from_fields(*blocks.flipped_fields(counts_t, indices_t))
+    return run_backward(route_of(impl, q, k, blocks, causal), dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
 
 
 def partial_gradients(

@@ -241,10 +241,10 @@ def choose_route(
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     # The environment is read only where it decides anything, which is not on the way to a GPU's kernels.
-    kind, interpreting = (capability(device), False) if device.type == "cuda" else (None, _interpreting())
+    kind, interpreted = (capability(device), False) if device.type == "cuda" else (None, interpreting())
     # A compiler traces what is not cached.
     decide = _decide_anew if torch.compiler.is_compiling() else _decide
-    problem = Problem(device.type, kind, interpreting, dtype, head_dim, heads, kv_heads, causal, facts)
+    problem = Problem(device.type, kind, interpreted, dtype, head_dim, heads, kv_heads, causal, facts)
     try:
         return decide(require_impl(impl), problem)
     except TypeError:
@@ -328,6 +328,6 @@ def _load(chosen: Pass) -> Callable:
     return found
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
     """As Triton itself reads it, without importing Triton."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

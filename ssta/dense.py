@@ -50,7 +50,7 @@ def dense_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    lengths, runs = None, TokenLayout(tuple([DenseRun(segment.length) for segment in layout.segments]))
+    whole, runs = None, TokenLayout(tuple([DenseRun(segment.length) for segment in layout.segments]))
     if rings is not None:
         if text_mask is not None:
             text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
@@ -60,8 +60,7 @@ def dense_attention(
     tiles = checked_layout(runs, _EXACT.tile_thw, _EXACT.pad_type, query.device)
     if text_mask is not None:
         whole = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
-        lengths = whole.tile_lengths(tiles)
-    blocks = window_lists(tiles, _EXACT.kernel_thw, lengths)
+    blocks = window_lists(tiles, _EXACT.kernel_thw, whole)
     out = block_sparse_attention(query, key, value, blocks, scale=scale, impl=impl)
     route = None
     if not torch.compiler.is_compiling():

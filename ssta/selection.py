@@ -78,16 +78,15 @@ def select_tiles(
         with torch.no_grad():
             return select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores, exchanged=exchanged)
     layout, q = tiled.layout, tiled.held_q()
-    lengths = active = k_per_row = own = apart = None
+    active = k_per_row = own = apart = None
     text = None if text_mask is None else TextMask.of(text_mask, q.shape[0], layout.tokens, q.device)
-    if text is not None and layout.dense and layout.padding == "none":
-        # The invalid tokens of a dense tile are neither attended to nor computed.
-        lengths = text.tile_lengths(layout)
-    elif text is not None and layout.dense:
-        active = text.active_tiles(layout)
+    if text is not None and (not layout.dense or layout.padding != "none"):
+        active = text.active_tiles(layout) if layout.dense else None
+        text = None
+    # What is left of the text: the invalid tokens of a dense tile are neither attended to nor computed.
     chosen = config.sparse_type != "sta" and layout.num_video_tiles > 0
     if not chosen and active is None:
-        return Selection(window_lists(layout, config.kernel_thw, lengths))
+        return Selection(window_lists(layout, config.kernel_thw, text))
     fixed = _fixed(layout, config.kernel_thw, config.sparse_type)
     if chosen:
         # Autocast would compute the scores in half precision.
@@ -107,7 +106,7 @@ def select_tiles(
         lists = keep_blocks(fixed.forced, own, active)
     else:
         lists = select_blocks(fixed.forced, scores, k_per_row, active, beyond=apart is not None)
-    blocks = fixed.blocks.relisted(*lists, lengths)
+    blocks = fixed.blocks.relisted(*lists) if text is None else text.relisted(fixed.blocks, *lists, layout)
     return Selection(blocks, scores, k_per_row, own, apart) if keep_scores else Selection(blocks)
 
 
@@ -160,10 +159,10 @@ def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: st
     return _Fixed(forced, blocks.covering(layout.num_slots), window)
 
 
-def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], lengths: Tensor | None = None) -> BlockLists:
-    """Window and text alone, for all batch elements and heads at once; ``lengths``: valid slots of each tile, int32 ``[B, 1, N + M]``."""
+def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], text: TextMask | None = None) -> BlockLists:
+    """Window and text alone, for all batch elements and heads at once; less the text that is not valid."""
     blocks = _window_lists(layout, kernel_thw)
-    return blocks if lengths is None else blocks.relisted(blocks.counts, blocks.indices, lengths)
+    return blocks if text is None else text.relisted(blocks, blocks.counts, blocks.indices, layout)
 
 
 @remember(64)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .kernels import require_strided
+from .kernels import BlockLists, require_strided, valid_lengths
 from .layout import TileLayout
 from .memo import captured, remember, traced
 from .sequence import DenseRun, TokenLayout
@@ -76,8 +76,14 @@ class TextMask:
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
         def valid() -> Tensor:
-            return self._valid_left(layout, self.counts).minimum(layout.lengths).clamp(min=0)[:, None]
+            places = _places(layout)
+            return valid_lengths(self.valid, places.ends, places.starts, layout.lengths)
         return self._view(("tile_lengths", layout), valid)
+
+    def relisted(self, blocks: BlockLists, counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
+        """The tiles of ``layout`` as ``blocks``, with other lists, less what is not valid."""
+        lengths = self.tile_lengths(layout)
+        return blocks.relisted(counts, indices, lengths, _tile_starts(layout, len(lengths)), layout.num_slots)
 
     def active_tiles(self, layout: TileLayout) -> Tensor:
         """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
@@ -93,7 +99,7 @@ class TextMask:
     def _valid_left(layout: TileLayout, counts: Tensor) -> Tensor:
         """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
         far beyond its length for a video tile."""
-        runs, starts = _places(layout)
+        runs, starts, _ = _places(layout)
         # One run's count serves all tiles.
         return (counts if len(layout.dense) == 1 else counts[:, runs]) - starts
 
@@ -119,14 +125,36 @@ class TextMask:
         return found
 
 
+class _Places(NamedTuple):
+    """Where tiles stand in their dense runs; a video tile counts as one that stands far before the first run.
+
+    Attributes:
+        runs: int64 ``[N + M]``, the number of each tile's run.
+        starts: int32 ``[N + M]``, the run's tokens before it.
+        ends: int32 ``[2, N + M]``, where among the tokens of all runs each tile's run begins and ends.
+    """
+
+    runs: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
 @remember(64)
-def _places(layout: TileLayout) -> tuple[Tensor, Tensor]:
-    """For each tile the number of its dense run, int64 ``[N + M]``, and the run's tokens before it, int32; a video tile counts as one that
-    stands far before the first run."""
+def _tile_starts(layout: TileLayout, batch: int) -> Tensor:
+    """int32 ``[B, 1, N + M]``: each tile's first slot."""
+    return layout.offsets[:-1].repeat(batch, 1, 1)
+
+
+@remember(64)
+def _places(layout: TileLayout) -> _Places:
     options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
     runs = [torch.zeros(layout.num_video_tiles, **options)]
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
+    ends, first = [torch.zeros(2, layout.num_video_tiles, **options)], 0
     for number, run in enumerate(layout.dense):
+        last = first + run.extent[2]
+        ends.append(torch.cat([torch.full((1, run.num_tiles), end, **options) for end in (first, last)]))
+        first = last
         runs.append(torch.full((run.num_tiles,), number, **options))
         starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
-    return torch.cat(runs).long(), torch.cat(starts)
+    return _Places(torch.cat(runs).long(), torch.cat(starts), torch.cat(ends, 1))

@@ -8,7 +8,6 @@ turns to come, and two move the semaphores on when additions are written.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +21,8 @@ from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_pr
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E
-from ..lowering.tma import tma_descriptor, tma_ready
+from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.tma import tma_ready, tma_tiles
 from .backward_iterator import Lists
 from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, fill_selector, load, wait_turn
 from .backward_smem import Work
@@ -44,9 +44,9 @@ _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "l
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
-                     spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes,
+                     spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, dq_accum, scale_log2, scale,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
                      PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
@@ -154,19 +154,25 @@ def hopper_backward(
     # For each slot, how many tiles have added to it. Never read where additions have no order.
     dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
-    _backward_kernel[(programs or number,)](
-        *(tma_descriptor(x, KEYS) for x in (k, v)), *(tma_descriptor(x, QUERIES) for x in (q, dout)),
-        *(tma_descriptor(x, KEYS // WARPGROUPS) for x in (dk, dv)), _lse_dpsum_desc(accum.lse_dpsum), dk, dv, dq_semaphore,
-        counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
-        plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
-        *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
-        plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, accum.number,
-        kv_len - q_len, number, accum.dq_accum, scale * LOG2E, scale,
-        UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS), CAUSAL=causal,
-        # Programs that wait for one another must all be there.
-        **shape, **OPTIONS, launch_cooperative_grid=deterministic)
+    numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
+               plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
+               kv_len - q_len, number)
+    fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
+                 CAUSAL=causal) | shape
+    # Programs that wait for one another must all be there.
+    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs or number, 1, 1),
+            (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
+             *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
+             Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
+            (dk, dv, dq_semaphore, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
+             plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
+             accum.dq_accum),
+            (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     backward_postprocess(accum, dq, scale, queries)
     return dq, dk, dv
+
+
+_launch = QuickLaunch(_backward_kernel)
 
 
 def constants(dim: int, deterministic: bool) -> dict:

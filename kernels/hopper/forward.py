@@ -5,21 +5,22 @@ chunks of keys that the block attends to: first the partial ones, which a ragged
 full ones, where the scores of the next chunk are computed while the values of this one are added up.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-from torch import Size, Tensor, bfloat16
+import torch
+from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import ENTRY, HEADER, kv_partition, q_partition, work_queue
+from ..kept import Kept
+from ..lowering.chunks import ENTRY, HEADER, ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import tma_descriptor, tma_ready
+from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.tma import descriptor_of, tma_ready
 from .config import HopperForwardConfig, hopper_forward_config
 from .forward_load import Work, load
 from .forward_mainloop import attend
@@ -113,52 +114,60 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
     """
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    batch, heads, q_len, dim = q.shape
-    kv_len = k.shape[2]
-    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    rows, items = q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2])
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
-    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
-                                             batch * heads * rows.number, multiprocessors(q.device))
+    key = (q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, blocks.facts, causal, in_place, config)
+    # Kept, because it depends on nothing else and takes longer to work out than the launches.
+    settled = _settled.get(key)
+    if settled is None:
+        settled = _settled[key] = _settle(q, k, rows, items, blocks, causal, in_place, config)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
+    queue = work_queue(settled.queue, blocks, rows, items)
     out, lse = empty_outputs(q, rows, in_place)
-    plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
-    _launch((q.get_device(), q.dtype, plan.key), plan.grid,
-            (tma_descriptor(q, ROWS), tma_descriptor(k, config.chunk), tma_descriptor(v, config.chunk), tma_descriptor(out, ROWS)),
-            (out, lse, queue.data),
-            (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
+    _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (out, lse, queue),
+            (*settled.numbers, scale * LOG2E), settled.constants, settled.options)
     return out, lse
 
 
 _launch = QuickLaunch(_forward_kernel)
 
 
-class _Plan(NamedTuple):
-    """What a launch takes beside tensors and the scale."""
+class _Settled(NamedTuple):
+    """What the launches of a call take beside tensors and the scale."""
 
+    queue: ChunkPlan
+    key: tuple
     grid: tuple[int, int, int]
+    tiles: tuple[tuple, ...]   # of q, k, v and out, as Tiles have it
     numbers: tuple[int, ...]
     constants: dict
     options: dict
-    key: tuple
 
 
-# Kept, because it depends on shapes alone and takes longer to work out than the launch.
-@lru_cache(maxsize=256)
-def _plan(q: Size, k: Size, out_strides: tuple[int, ...], queue: tuple[int, ...], number: int, length: int,
-          config: HopperForwardConfig, causal: bool) -> _Plan:
-    batch, heads, q_len, dim = q
-    kv_heads, kv_len = k[1:3]
-    list_batch, list_heads, width = queue
+_settled: dict[tuple, _Settled] = Kept(1024)
+
+
+def _settle(q: Tensor, k: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool, in_place: bool,
+            config: HopperForwardConfig | None) -> _Settled:
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
+                                             batch * heads * rows.number, multiprocessors(q.device))
+    queue = queue_plan(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
+    list_batch, list_heads, width = queue.extent
     # One program a tile. As many programs as multiprocessors, which take tile after tile (persistent ones), measured 1 % slower on an H200
     # at 72 chunks a tile and 3 % slower at 144.
-    parts = -(-length // (ROWS * config.warpgroups))
-    numbers = (*out_strides[:3], width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch,
-               heads, heads // kv_heads, q_len, kv_len - q_len)
+    parts = -(-rows.length // (ROWS * config.warpgroups))
+    out_strides = q.stride() if in_place else torch.empty_like(q, device="meta").stride()
+    numbers = (*out_strides[:3], width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads,
+               batch, heads, heads // kv_heads, q_len, kv_len - q_len)
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
-    return _Plan((batch * heads * number * parts, 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()))
+    # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.
+    tiles = tuple([(object(), descriptor_of(size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
+    return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), (batch * heads * rows.number * parts, 1, 1), tiles,
+                    numbers, fixed, options(config))
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..lowering.inputs import strided, tma_ok
 from ..lowering.primitives import LN2, LOG2E, LOWEST
 from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import tma_descriptor
+from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import lazy_rescale, scheduling_fence
 from .primitives import (
@@ -268,8 +268,8 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     fixed = constants(dim)
     key = (q.get_device(), q.dtype, matrix is None, fit(numbers), *fixed.values())
     _launch(key, (batch * heads * blocks * parts, 1, 1),
-            (tma_descriptor(q, ROWS), tma_descriptor(out, ROWS), tma_descriptor(k_mean, dim), tma_descriptor(v_mean, dim),
-             None if matrix is None else tma_descriptor(matrix.view(batch, heads, blocks * dim, dim), dim)),
+            (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, dim), tma_tiles(v_mean, dim),
+             None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), dim)),
             (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E), fixed, OPTIONS)
     torch.sum(shares, -1, out=share)
 

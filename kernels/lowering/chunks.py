@@ -21,7 +21,7 @@ from .quick_launch import QuickLaunch, fit
 
 # List entries read at once by one program.
 SEGMENT = 256
-# Parts of a ``Queue``, in numbers of 4 bytes.
+# Parts of a work queue, in numbers of 4 bytes.
 HEADER = tl.constexpr(8)
 ENTRY = tl.constexpr(8)
 
@@ -37,20 +37,6 @@ class Chunks(NamedTuple):
     def read_by(self, heads: int) -> ChunkLists:
         """As a kernel of ``heads`` heads takes them."""
         return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
-
-
-class Queue(NamedTuple):
-    """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
-
-    ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
-    are used: first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all
-    sizes, but where no chunk can be partial.
-    """
-
-    data: Tensor
-    batch: int
-    heads: int
-    width: int        # of a row of starts or sizes
 
 
 class Partition(NamedTuple):
@@ -181,7 +167,7 @@ def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
-    """The same as a ``Queue``."""
+    """The same as ``work_queue`` says."""
     lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
     bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
     item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
@@ -236,15 +222,25 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
     return Chunks(starts, sizes, full, partial)
 
 
-def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> Queue:
-    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
+def queue_plan(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> ChunkPlan:
+    """How ``work_queue`` is to be called for all lists with these ``facts``; arguments as for ``chunk_lists``."""
+    return _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
+
+
+def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition) -> Tensor:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them: for each
+    (batch, head) the longest list first.
+
+    int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five are used:
+    first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes, but where
+    no chunk can be partial.
+    """
     data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
     _launch(_launch_queue, plan, blocks, rows, items, data)
-    return Queue(data, *plan.extent)
+    return data
 
 
-class _Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """What a launch takes beside tensors."""
 
     extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
@@ -257,7 +253,7 @@ class _Plan(NamedTuple):
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
 def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
-          rows_are_queries: bool | None) -> _Plan:
+          rows_are_queries: bool | None) -> ChunkPlan:
     """``rows_are_queries``: None for a queue."""
     batch, heads = counts[:2]
     for axis in (rows, items):
@@ -272,14 +268,14 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
     if rows_are_queries is not None:
         constants["ROWS_ARE_QUERIES"] = rows_are_queries
-    return _Plan((batch, heads, width), size, numbers, constants,
+    return ChunkPlan((batch, heads, width), size, numbers, constants,
                  (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
 
 
 _launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
 
 
-def _launch(kernel: QuickLaunch, plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:
+def _launch(kernel: QuickLaunch, plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:
     batch, heads, _ = plan.extent
     kernel((out[0].get_device(), plan.key), (rows.number, heads, batch), (),
            (blocks.counts.contiguous(), blocks.indices.contiguous(), *rows.tensors, *items.tensors, *out), plan.numbers, plan.constants, {})

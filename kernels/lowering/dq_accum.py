@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .chunks import Partition
 from .primitives import block_bounds, load_rows, store_rows
+from .quick_launch import QuickLaunch
 
 QUERIES = 64
 # Keys of a program of the backward kernel.
@@ -103,19 +104,25 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
     dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
-    parts = triton.cdiv(queries.length, QUERIES)
+    parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
-    _preprocess_kernel[(queries.number * parts, batch * heads)](
-        out, dout, given, lse, lse_dpsum, dq_accum, queries.starts, queries.sizes,
-        *out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots, scale,
-        UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, M=QUERIES, DIM=dim)
+    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
+    numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
+    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, M=QUERIES, DIM=dim)
+    _launch_preprocess((out.get_device(), out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
+                       (queries.number * parts, batch * heads, 1), (),
+                       (out, dout, given, lse, lse_dpsum, dq_accum, queries.starts, queries.sizes), (*numbers, scale), constants, {})
     return Accum(lse_dpsum, dq_accum)
 
 
 def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
-    parts = triton.cdiv(queries.length, QUERIES)
-    _postprocess_kernel[(queries.number * parts, batch * heads)](
-        accum.dq_accum, dq, queries.starts, queries.sizes, *dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length,
-        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)
+    parts = -(-queries.length // QUERIES)
+    numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
+    constants = dict(UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)
+    _launch_postprocess((dq.get_device(), dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),
+                        (accum.dq_accum, dq, queries.starts, queries.sizes), (*numbers, scale), constants, {})
+
+
+_launch_preprocess, _launch_postprocess = map(QuickLaunch, (_preprocess_kernel, _postprocess_kernel))

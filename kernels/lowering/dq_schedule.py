@@ -26,6 +26,7 @@ from ..blocks import BlockLists
 from .chunks import Partition, shared_strides
 from .dq_accum import KEYS, QUERIES
 from .primitives import block_bounds
+from .quick_launch import QuickLaunch, fit, power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations;
 # the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of their length.
@@ -251,30 +252,36 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
-    parts = triton.cdiv(keys.length, KEYS)
+    parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
     together = heads_together(batch * kv_heads, queries.tokens * group, dim) if programs else 1
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
-    _tiles_kernel[(keys.number, batch * kv_heads)](
-        counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped,
-        *strides, *keys.strides(kv_heads), *queries.strides(heads),
-        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0,
-        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_KV=keys.uniform, UNIFORM_Q=queries.uniform,
-        CAUSAL=shift is not None)
+    numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
+                                keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
+    constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
+                     UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
+    device = counts.get_device()
+    _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
+                  (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
     if not programs:
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    numbers = (number, programs, group, STAGGER)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
     whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
     lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
-    _lock_value_kernel[(queries.number, heads, batch)](
-        own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values,
-        *shared_strides(own_counts, heads), *strides,
-        kv_heads, group, keys.number, capacity, width, parts, together, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32,
-        CAUSAL=shift is not None)
+    numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, together,
+               width.bit_length())
+    constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+    _launch_lock_values((device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
+                        (own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values), numbers, constants, {})
     return Schedule(tiles, lock_values, skipped, width)
+
+
+_launch_tiles, _launch_assign, _launch_lock_values = map(QuickLaunch, (_tiles_kernel, _assign_kernel, _lock_value_kernel))

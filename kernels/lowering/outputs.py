@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chunks import Partition
-from .quick_launch import QuickLaunch, fit
+from .quick_launch import QuickLaunch, fit, power_of_2
 
 # Rows that a program clears at once.
 ROWS = 32
@@ -51,7 +51,7 @@ def empty_outputs(q: Tensor, rows: Partition, in_place: bool = False) -> tuple[T
         numbers = (*out.stride()[:3], *rows.strides(heads), heads, tokens)
         _launch_clear((q.get_device(), q.dtype, dim, fit(numbers)), (rows.number + 1, batch * heads, 1), (),
                       (out, lse, rows.starts, rows.sizes), numbers,
-                      dict(ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim)), {})
+                      dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim)), {})
     return out, lse
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 from .projection import Projection
 
 # Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
@@ -137,7 +138,7 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
-    dim_pad = triton.next_power_of_2(dim)
+    dim_pad = power_of_2(dim)
     # A pointer that is not used is x.
     kind, weight, rstd = "none", x, x
     if norm is not None:
@@ -150,17 +151,20 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
         if cos.stride() != sin.stride() or cos.stride(-1) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
         rope, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
-    together = min(HEADS, triton.next_power_of_2(heads))
+    together = min(HEADS, power_of_2(heads))
     rows = max(1, NUMBERS // (together * dim_pad))
     grouped = out.dim() == 5
     into = (out.stride(0), *out.stride()[2:4], out.stride(1), out.shape[2]) if grouped else (*out.stride()[:3], 0, heads)
     source, offsets, means, begin = order or (x, x, x, 0)
-    blocks = triton.cdiv(tokens, rows) if order is None else len(offsets) - 1
-    _rotary_kernel[(blocks * triton.cdiv(heads, together), batch)](
-        x, out, weight, rstd, cos, sin, source, offsets, means, *x.stride()[:3], *into, dim if weight.dim() == 2 else 0, *strides, heads,
-        tokens, begin, means.shape[2], 0.0 if norm is None else norm.eps, ORDERED=order is not None, GROUPS=grouped,
-        MEANS=order is not None and means.shape[2] > 0, NORM=kind, CAST=norm is not None and norm.casts_before_weight, ROPE=rope,
-        PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+    blocks = -(-tokens // rows) if order is None else len(offsets) - 1
+    numbers = (*x.stride()[:3], *into, dim if weight.dim() == 2 else 0, *strides, heads, tokens, begin, means.shape[2])
+    constants = dict(ORDERED=order is not None, GROUPS=grouped, MEANS=order is not None and means.shape[2] > 0, NORM=kind,
+                     CAST=norm is not None and norm.casts_before_weight, ROPE=rope, PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together,
+                     DIM=dim, DIM_PAD=dim_pad)
+    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
+    _launch_rotary((x.get_device(), x.dtype, out.dtype, weight.dtype, rstd.dtype, cos.dtype, sin.dtype, numbers, *constants.values()),
+                   (blocks * -(-heads // together), batch, 1), (), (x, out, weight, rstd, cos, sin, source, offsets, means),
+                   (*numbers, 0.0 if norm is None else norm.eps), constants, OPTIONS)
 
 
 def token_rstd(x: Tensor, eps: float) -> Tensor:
@@ -168,9 +172,13 @@ def token_rstd(x: Tensor, eps: float) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     rstd = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
-    dim_pad = triton.next_power_of_2(dim)
+    dim_pad = power_of_2(dim)
     rows = max(1, NUMBERS // dim_pad)
     if rstd.numel():
-        _rstd_kernel[(triton.cdiv(tokens, rows), batch)](x, rstd, *x.stride()[:3], heads, tokens, eps,
-                                                          ROWS=rows, DIM=dim, DIM_PAD=dim_pad, **OPTIONS)
+        numbers = (*x.stride()[:3], heads, tokens)
+        _launch_rstd((x.get_device(), x.dtype, dim, numbers), (-(-tokens // rows), batch, 1), (), (x, rstd), (*numbers, eps),
+                     dict(ROWS=rows, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
     return rstd
+
+
+_launch_rotary, _launch_rstd = map(QuickLaunch, (_rotary_kernel, _rstd_kernel))

@@ -62,7 +62,8 @@ def new_tokens(x: Tensor, tokens: int) -> Tensor:
     """Uninitialised ``[B, H, tokens, D]`` in x's memory order."""
     batch, heads, _, dim = x.shape
     if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+        row = heads * dim
+        return x.new_empty_strided((batch, heads, tokens, dim), (tokens * row, dim, row, 1))
     return x.new_empty(batch, heads, tokens, dim)
 
 

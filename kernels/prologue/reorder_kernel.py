@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import QuickLaunch
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32
@@ -103,8 +103,9 @@ def take(x: Tensor, index: Tensor, out: Tensor) -> None:
     x = _strided(x)
     batch, heads, _, dim = x.shape
     if out.numel():
-        numbers = (*x.stride()[:3], *out.stride()[:3], heads, len(index))
-        _launch_take((x.get_device(), x.dtype, dim, numbers), (triton.cdiv(len(index), ROWS) * heads, batch, 1), (), (x, index, out),
+        tokens = out.shape[2]
+        numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
+        _launch_take((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), (), (x, index, out),
                      numbers, _constants(dim), OPTIONS)
 
 
@@ -113,7 +114,7 @@ _launch_gather, _launch_take = QuickLaunch(_gather_kernel), QuickLaunch(_take_ke
 
 @lru_cache
 def _constants(dim: int) -> dict[str, int]:
-    return dict(ROWS=ROWS, DIM=dim, DIM_PAD=triton.next_power_of_2(dim))
+    return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
 
 def _strided(x: Tensor) -> Tensor:

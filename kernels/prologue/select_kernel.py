@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import ordered
-from ..lowering.quick_launch import QuickLaunch
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -149,14 +149,14 @@ def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
         return scores
     q_ready, k_ready = torch.empty_like(q), torch.empty_like(k)
     bias = torch.empty(batch, kv_heads, rows, dtype=torch.float32, device=q.device)
-    width_pad = triton.next_power_of_2(width)
+    width_pad = power_of_2(width)
     # Triton specialises on whole numbers: so they are in the keys.
     device, integers = q.get_device(), (batch * heads, rows)
     _launch_prepare((device, cosine, width, integers), (batch * (heads + kv_heads), 1, 1), (), (q, k, q_ready, k_ready, bias),
                     (*integers, lambda_), dict(COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad),
                     dict(num_warps=PREPARE_WARPS))
     integers = (rows, heads // kv_heads)
-    _launch_score((device, width, integers), (triton.cdiv(rows, SIDE) ** 2, batch * heads, 1), (), (q_ready, k_ready, bias, scores),
+    _launch_score((device, width, integers), ((-(-rows // SIDE)) ** 2, batch * heads, 1), (), (q_ready, k_ready, bias, scores),
                   (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
     return scores
 
@@ -165,7 +165,7 @@ def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_r
            counts: Tensor, indices: Tensor) -> None:
     """Writes what ``kernels.prologue.select.select_blocks`` returns."""
     batch, heads, blocks = counts.shape
-    width = triton.next_power_of_2(blocks)
+    width = power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]
     given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
     # Numbers that are shared by all lists are read by each.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import ordered
-from ..lowering.quick_launch import QuickLaunch
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 
 # The lowest score that is taken is found eight bits at a time. Its 256 counts are added up over the rows in memory, one addition for each
 # bin and program, so a program takes several rows.
@@ -75,11 +75,11 @@ def spread(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
     lists, blocks, device = batch * heads, len(forced), forced.get_device()
     totals = torch.zeros(lists, PASSES, BINS, dtype=torch.int32, device=scores.device)
     sure, alike, counts = (torch.empty(batch, heads, rows, dtype=torch.int32, device=scores.device) for _ in range(3))
-    width = max(LEAST_WIDTH, triton.next_power_of_2(rows))
+    width = max(LEAST_WIDTH, power_of_2(rows))
     for known in range(PASSES + 1):
         constants = dict(LAST=known == PASSES, BINS=BINS, PASSES=PASSES, ROWS=ROWS, WIDTH=width)
         # The density, of which number and least follow, may be another at every call: so they are in no key.
-        _launch_count((device, width, known == PASSES, rows, blocks), (triton.cdiv(rows, ROWS), lists, 1), (),
+        _launch_count((device, width, known == PASSES, rows, blocks), (-(-rows // ROWS), lists, 1), (),
                       (scores, forced, totals, sure, alike), (rows, blocks, number, least, known), constants, {})
     _launch_share((device, width, rows), (lists, 1, 1), (), (sure, alike, counts), (rows, number), dict(WIDTH=width), {})
     return counts

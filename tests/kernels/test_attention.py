@@ -57,6 +57,76 @@ def test_whoever_watches_sees_the_operator():
     assert torch.equal(mapped[0], plain) and torch.equal(mapped[1], block_sparse_attention(-q, k, v, blocks))
 
 
+@pytest.mark.parametrize("impl", ["torch", *(["triton"] if INTERPRETED else [])])
+def test_a_recorded_call_has_the_gradients_of_the_operator(impl):
+    """Plain calls bypass the dispatcher with a gradient too; ragged blocks, valid lengths and lse included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    leaves = [x.requires_grad_() for x in inputs(1, 2, 1, 40, 40, 16)]
+    offsets, lengths = torch.tensor([0, 16, 25, 40], dtype=torch.int32), torch.tensor([16, 5, 15], dtype=torch.int32)
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, offsets, offsets, q_lengths=lengths, kv_lengths=lengths)
+
+    def grads(watch_forward, watch_backward):
+        with Watch() if watch_forward else torch.enable_grad():
+            out, lse = block_sparse_attention(*leaves, blocks, return_lse=True, impl=impl)
+        with Watch() if watch_backward else torch.enable_grad():
+            return torch.autograd.grad(out.float().square().sum() + lse.masked_fill(lse.isinf(), 0).sum(), leaves)
+
+    plain = grads(False, False)
+    assert not seen
+    for watched in ((True, True), (False, True)):
+        seen.clear()
+        for a, b in zip(plain, grads(*watched)):
+            assert torch.equal(a, b)
+        assert "ssta.block_sparse_attention_backward.default" in seen
+
+
+def test_a_recorded_call_is_a_good_citizen_of_autograd():
+    leaves = [x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32)]
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
+    out = block_sparse_attention(*leaves, blocks)
+    plain = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = torch.autograd.grad(block_sparse_attention(*leaves, blocks).sum(), leaves)
+    recomputed = torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(block_sparse_attention, *leaves, blocks, use_reentrant=False).sum(), leaves)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, offloaded, recomputed))
+    batched = torch.autograd.grad(out, leaves, torch.ones(2, *out.shape), is_grads_batched=True, retain_graph=True)
+    assert all(torch.equal(a, part) for a, parts in zip(plain, batched) for part in parts)
+    assert block_sparse_attention(leaves[0], *[x.detach() for x in leaves[1:]], blocks).requires_grad
+    grad, = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        torch.autograd.grad(grad.sum(), leaves)
+    for number in range(3):
+        again = block_sparse_attention(*leaves, blocks)
+        (blocks.counts, blocks.indices, again.detach())[number].add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.sum().backward()
+
+
+def test_a_call_like_one_before_is_still_checked():
+    """What is known of earlier calls holds for these shapes, strides, dtypes and lists, and for nothing that is equal to them by chance."""
+    q, k, v = inputs(1, 2, 1, 32, 48, 16, dtype=torch.float32)
+    blocks = full_lists(2, 3)
+    for _ in range(2):
+        plain = block_sparse_attention(q, k, v, blocks, causal=True)
+    for changes, error in (
+        (dict(causal=1), TypeError), (dict(scale=-1.0), ValueError), (dict(blocks=full_lists(3, 3)), ValueError),
+        (dict(v=v.double()), TypeError), (dict(v=v[:, :, :47]), ValueError), (dict(k=k.mT.contiguous().mT), ValueError),
+        (dict(k=k.to_sparse()), TypeError), (dict(impl="hopper"), ValueError), (dict(deterministic=1), TypeError),
+    ):
+        with pytest.raises(error):
+            block_sparse_attention(**(dict(q=q, k=k, v=v, blocks=blocks, causal=True) | changes))
+    assert torch.equal(block_sparse_attention(torch.nn.Parameter(q), k, v, blocks, causal=True), plain)
+
+
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
     from ssta.kernels.op import attention_operator

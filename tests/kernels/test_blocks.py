@@ -1,5 +1,8 @@
 """BlockLists: every conversion there and back, the transpose, and what the constructor refuses."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -343,3 +346,26 @@ def test_a_share_keeps_the_order_of_its_lists():
 def test_what_lists_are_made_of_has_strides(make, name):
     with pytest.raises(TypeError, match=f"{name} must be a dense, strided tensor"):
         make()
+
+
+def test_axes_that_share_their_offsets_share_their_bounds():
+    offsets, lengths = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([[[3, 1]]], dtype=torch.int32)
+    blocks = BlockLists(torch.zeros(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 0, dtype=torch.int32), offsets, offsets)
+    whole = blocks.relisted(blocks.counts, blocks.indices)
+    assert all(a is b for a, b in zip(whole.q_bounds(8), whole.kv_bounds(8)))
+    starts = torch.tensor([[[0, 3]]], dtype=torch.int32)
+    for known in ((), (starts, 8)):
+        cut = blocks.relisted(blocks.counts, blocks.indices, lengths, *known)
+        assert all(a is b for a, b in zip(cut.q_bounds(8), cut.kv_bounds(8)))
+        assert [x.tolist() for x in cut.q_bounds(8)] == [[[[0, 3]]], [[[3, 1]]]]
+
+
+def test_facts_are_those_of_the_lists_at_hand():
+    blocks = BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 4, 4)
+    alike, other = (BlockLists.from_mask(torch.zeros(2, 3, dtype=torch.bool), size, 4) for size in (4, 5))
+    assert blocks.facts == alike.facts != other.facts
+    assert copy.copy(blocks).facts == pickle.loads(pickle.dumps(blocks)).facts == blocks.facts
+    shorter = blocks.relisted(blocks.counts, blocks.indices[..., :2])
+    assert shorter.facts != blocks.facts and shorter.facts == blocks.relisted(blocks.counts, blocks.indices[..., :2]).facts
+    known = blocks.facts
+    assert blocks.covering(12).facts != known

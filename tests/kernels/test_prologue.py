@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
 from ssta.kernels import BlockLists, gather_blocks, kernels_run, score_blocks, select_blocks, spread_blocks, take_tokens, topk_blocks
+from ssta.kernels.prologue.lengths import _lengths_in_torch
 from ssta.kernels.prologue.reorder import _take_in_torch, new_tokens
 from ssta.kernels.prologue.select import _select_in_torch, _spread_in_torch
 from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 from ssta.selection import select_tiles
+from ssta.text import _places
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUT = TokenLayout((VideoGrid(3, 5, 4), DenseRun(7), VideoGrid(2, 3, 3)))
@@ -154,6 +156,27 @@ def test_topk_blocks_rank_nan_below_everything_but_minus_infinity():
     assert topk_blocks(scores, 4, apart).tolist() == [[True, False, True, False]]
 
 
+@pytest.mark.parametrize("tokens", [LAYOUT, TokenLayout.video_text((3, 4, 4), 11),
+                                    TokenLayout((DenseRun(5), VideoGrid(1, 2, 2), DenseRun(1100)))])
+def test_valid_lengths_are_those_of_each_runs_valid_tokens(tokens):
+    from ssta.kernels.prologue.lengths_kernel import lengths
+
+    layout = tile_layout(tokens, (2, 2, 3), "none", DEVICE)
+    places = _places(layout)
+    valid = torch.rand(3, tokens.dense_length, 2, device=DEVICE)[..., 1] < 0.6
+    valid[1], valid[2] = False, True
+    expected = _lengths_in_torch(valid, places.ends, places.starts, layout.lengths)
+    out = torch.full_like(expected, -1)
+    lengths(valid, places.ends, places.starts, layout.lengths, out)
+    assert torch.equal(out, expected)
+    for batch, mask in enumerate(valid.tolist()):
+        left, lengths_of = [sum(mask[:run.length]) for run in tokens.dense[:1]] + [sum(mask[-run.length:]) for run in tokens.dense[1:]], []
+        for count, run in zip(left, layout.dense):
+            for first in range(0, run.extent[2], run.tile[2]):
+                lengths_of.append(max(0, min(count - first, run.tile[2], run.extent[2] - first)))
+        assert out[batch, 0].tolist() == layout.lengths[:layout.num_video_tiles].tolist() + lengths_of
+
+
 @pytest.mark.gpu
 def test_the_operators_keep_their_contract():
     """torch.library's own checks: schema, fake tensors, no aliasing of inputs."""
@@ -165,7 +188,8 @@ def test_the_operators_keep_their_contract():
     scores = torch.randn(2, 2, 9, 9, device=DEVICE)
     for op, arguments in ((ops.take_tokens, (q, layout.source)), (ops.gather_blocks, (q, k, v, layout.source, layout.offsets, 4)),
                           (ops.score_blocks, (means, means, 0.7, True)), (ops.select_blocks, (forced, scores, None, None, 3, True)),
-                          (ops.spread_blocks, (forced, scores, 30, 1))):
+                          (ops.spread_blocks, (forced, scores, 30, 1)),
+                          (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *_places(layout)[:0:-1], layout.lengths))):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -1,13 +1,16 @@
 """Launches that skip what an earlier launch has settled take the same arguments, and only where nothing else is compiled."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from triton import knobs
 from triton.runtime import driver
 
-from ssta.kernels.lowering.quick_launch import QuickLaunch, fit, launcher_known
+from ssta.kernels.kept import Kept
+from ssta.kernels.lowering import quick_launch
+from ssta.kernels.lowering.quick_launch import QuickLaunch, Tiles, fit, launcher_known
 
 
 class Recorder:
@@ -42,8 +45,9 @@ def test_the_second_launch_passes_by_the_compiler():
     kernel = Recorder(compiled)
     launch = QuickLaunch(kernel)
     x, y = torch.zeros(8), torch.ones(8)
-    launch(KEY, GRID, ("tiles",), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
-    launch(KEY, GRID, ("tiles",), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
+    tiles = Tiles(x, (), lambda x: "tiles")
+    launch(KEY, GRID, (tiles,), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
+    launch(KEY, GRID, (tiles,), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
     assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4))]
     assert compiled.runs == [(*GRID, 7, "function", "metadata", None, None, None, "tiles", y.data_ptr(), 0, 6, 0.5, 64)]
 
@@ -104,3 +108,110 @@ def test_under_a_version_that_is_not_checked_every_launch_is_a_plain_one(version
 def test_versions_whose_launchers_are_known():
     assert all(map(launcher_known, ("3.6.0", "3.7.1", "3.8.0+git12ab", "3.9.0")))
     assert not any(map(launcher_known, ("3.5.1", "3.10.0", "4.6.0", "2.7.0")))
+
+
+class Compiled:
+    """What Triton compiles a kernel to, with its own launcher for NVIDIA's GPUs around ``called``, which stands for the function in C.
+
+    The kernel takes two descriptors of 2 x 3 tiles and between them one that is None, a pointer, one that is None, an int, a float and a
+    constant.
+    """
+
+    signature = dict(a="tensordesc<bf16[2, 3]>", absent="constexpr", b="tensordesc<bf16[2, 3]>", p="*fp32", none="constexpr",
+                     n="i32", x="fp32", SIZE="constexpr")
+    function, packed_metadata = 5, (4, 1, 1024)
+
+    def __init__(self, called, scratch=0):
+        from triton.backends.nvidia import driver as nvidia
+
+        meta = [dict(swizzle=swizzle, elem_size=2, elem_type=10, block_size=[2, 3], fp4_padded=False) for swizzle in (1, 2)]
+        self.metadata = SimpleNamespace(
+            tensordesc_meta=meta, num_ctas=1, launch_cooperative_grid=True, launch_pdl=False, global_scratch_size=scratch,
+            global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, instrumentation_mode="")
+        source = SimpleNamespace(constants={"absent": None, "none": None, "SIZE": 64}, signature=self.signature,
+                                 fn=SimpleNamespace(arg_names=list(self.signature)))
+        driver.active.utils = SimpleNamespace(
+            launch=called, build_signature_metadata=lambda signature: b"signature", fill_tma_descriptor=self.fill,
+            fill_tma_descriptor_tiled=self.fill)
+        self.filled = []
+        with mock.patch.multiple(nvidia, create=True, library_dirs=list, annotate_arguments=tuple, make_kernel_signature=tuple,
+                                 compile_module_from_src=lambda **options: SimpleNamespace(launch=called)):
+            self.run = nvidia.CudaLauncher(source, self.metadata)
+
+    def fill(self, *fields):
+        self.filled.append(fields)
+        return "encoded", fields
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.run(*grid, 7, self.function, self.packed_metadata, None, None, None, *arguments)
+
+
+def descriptor(x):
+    return SimpleNamespace(base=x, shape=list(x.shape), strides=list(x.stride()), padding="zero", round_f32_to_tf32=False)
+
+
+def twice(tiles):
+    return [tiles, None, tiles]
+
+
+def flat(arguments):
+    """A call's arguments, of which a list is as good as a tuple."""
+    return [list(x) if isinstance(x, (list, tuple)) else x for x in arguments]
+
+
+@pytest.fixture
+def no_descriptors(monkeypatch):
+    monkeypatch.setattr(quick_launch, "_descriptors", Kept(5))
+
+
+def test_the_function_in_c_gets_what_tritons_launcher_gives_it(no_descriptors):
+    """Under every version that is supported (``make compat``)."""
+    calls = []
+    compiled = Compiled(lambda *arguments: calls.append(flat(arguments)))
+    launch = QuickLaunch(Recorder(compiled))
+    first, second, third = (torch.zeros(6, 3, dtype=torch.bfloat16) for _ in range(3))
+    p = torch.zeros(8)
+    fixed = dict(SIZE=64)
+    for x in (first, second, third, second):
+        tiles = [Tiles(y, ("kind", y.shape), descriptor) for y in (x, first)]
+        tiles.insert(1, None)
+        launch(KEY, GRID, tiles, (p, None), (9, 0.5), fixed, {})
+    assert len(calls) == 3
+    for x, call in zip((second, third, second), calls.copy()):
+        compiled[GRID](descriptor(x), None, descriptor(first), p.data_ptr(), 0, 9, 0.5, 64)
+        # Encoded once for an address: the second descriptor of ``first`` is that of the first call.
+        assert call == calls[-1]
+
+
+def test_a_descriptor_is_encoded_once_for_an_address_and_a_kind(no_descriptors):
+    compiled = Compiled(lambda *arguments: None)
+    launch = QuickLaunch(Recorder(compiled))
+    x, y = torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.bfloat16)
+
+    def run(a, b, kinds=("a", "b")):
+        tiles = [Tiles(z, (kind, z.shape), descriptor) for z, kind in zip((a, b), kinds)]
+        tiles.insert(1, None)
+        launch(KEY, GRID, tiles, (None, None), (9, 0.5), dict(SIZE=64), {})
+        return len(compiled.filled)
+
+    assert [run(x, y), run(x, y), run(x, y), run(y, x), run(x[:4], y), run(x[:4], y)] == [0, 2, 2, 4, 5, 5]
+    assert {fields[1] for fields in compiled.filled} == {1, 2}
+
+
+def test_descriptors_that_are_kept_are_bounded(no_descriptors):
+    launch = QuickLaunch(Recorder(Compiled(lambda *arguments: None)))
+    for _ in range(9):
+        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (object(),), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
+    assert 0 < len(quick_launch._descriptors) <= 5
+
+
+def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(no_descriptors, monkeypatch):
+    calls = []
+    compiled = Compiled(lambda *arguments: calls.append(arguments), scratch=16)
+    launch = QuickLaunch(Recorder(compiled))
+    from triton.runtime import _allocation
+    asked = []
+    monkeypatch.setattr(_allocation, "_allocator", SimpleNamespace(get=lambda: lambda *size: asked.append(size)))
+    for _ in range(3):
+        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
+    assert len(calls) == len(asked) == 2

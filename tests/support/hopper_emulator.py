@@ -24,6 +24,7 @@ import ssta.kernels
 # Triton, what lowers the lists and what counts must be the real ones, so they are imported before anything is replaced.
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
+from ssta.kernels.lowering import quick_launch
 
 TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False
@@ -110,6 +111,10 @@ class Tiles:
 
 def tma_descriptor(x, rows):
     return Tiles(x, x.shape, x.stride(), [1, 1, rows, x.shape[3]], None)
+
+
+def tma_tiles(x, rows):
+    return quick_launch.Tiles(x, (), lambda x: tma_descriptor(x, rows))
 
 
 def copy_in(tiles, at, barrier, shared):
@@ -305,7 +310,8 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_ready=lambda x: x)}
+             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_ready=lambda x: x,
+                                                 descriptor_of=lambda rows: partial(tma_descriptor, rows=rows))}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)
