@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
