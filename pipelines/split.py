@@ -31,7 +31,6 @@ class Split:
         whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
             alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
         tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
-        conditions: whether ``hooks`` share out the conditions of joint attention too, which no layer before or after needs whole.
         stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
@@ -44,7 +43,6 @@ class Split:
     plan: Callable[[nn.Module], Plan]
     whole: tuple[str, ...] = ()
     tokens: Callable[[Mapping[str, Any]], int] | None = None
-    conditions: bool = False
     stock: bool = False
     trains: bool | str = True
     hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
