@@ -97,6 +97,15 @@ def attend_owned(
     return _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), False, deterministic, impl, owned=not keep_q)
 
 
+def attend_again(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float, keep_q: bool = False
+                 ) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attend_owned`` for a caller that it gave ``route`` for tensors and lists of the same kind (shapes, strides, dtype,
+    device and ``BlockLists.facts``), with a forward of its own: where no gradient is wanted and nobody watches."""
+    if route.in_place and not keep_q:
+        return run_forward(route, q, k, v, blocks, scale, False, in_place=True)
+    return run_forward(route, q, k, v, blocks, scale, False)
+
+
 # What checked arguments were routed to, by ``_key``: the same ones again are neither checked nor routed.
 _routes: dict[tuple, Route] = Kept(1024)
 

@@ -18,6 +18,7 @@ from .inputs import check_inputs, check_lengths
 from .kernels import (
     BlockLists,
     Deferred,
+    Kept,
     attend_owned,
     autocast_inputs,
     kernels_run,
@@ -27,6 +28,7 @@ from .kernels import (
 from .layout import Input, TiledQKV, TileLayout, checked_layout
 from .memo import remember_plain
 from .parallel import Exchanged, Sent, Shards, alike
+from .plan import Plan, kind_of
 from .ring_layer import attend_own_rows, keys_may_follow, ring_layer
 from .rings import Rings, shards_of
 from .selection import Selection, select_tiles
@@ -207,7 +209,15 @@ def ssta_layer(
     require_bool("deterministic", deterministic)
     exchanged, sent = None, None
     if shards is None:
+        kind = kind_of(query, key, value, layout, config, text_mask, scale, impl)
+        plan = None if kind is None else _plans.get(kind)
+        if plan is not None:
+            # Made for tensors.
+            return LayerResult(*plan.run(query, key, value, text_mask, selection, keep_scores))  # type: ignore[arg-type]
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
+        if kind is not None:
+            # For the next call of this kind.
+            _plans[kind] = Plan(checked.config, checked.scale, checked.tiles, impl)
     elif isinstance(shards, Rings):
         q, k, v, checked = _agreed(query, key, value, layout, config, text_mask, scale, impl, shards)
         if keys_may_follow(checked.config, impl):
@@ -251,6 +261,10 @@ def ssta_layer(
     if note is not None:
         note("attended")
     return LayerResult(exchanged.from_tiles(out, tiles), selection, route, exact_mass)
+
+
+# By what ``kind_of`` gives.
+_plans: dict[tuple, Plan] = Kept(64)
 
 
 class _Checked(NamedTuple):

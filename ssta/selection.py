@@ -87,7 +87,7 @@ def select_tiles(
     chosen = config.sparse_type != "sta" and layout.num_video_tiles > 0
     if not chosen and active is None:
         return Selection(window_lists(layout, config.kernel_thw, text))
-    fixed = _fixed(layout, config.kernel_thw, config.sparse_type)
+    fixed = fixed_tiles(layout, config.kernel_thw, config.sparse_type)
     if chosen:
         # Autocast would compute the scores in half precision.
         with without_autocast(q.device.type):
@@ -130,7 +130,7 @@ def _scores(
     return across_rows(scores, resolve_scale(scale, tiled.k.shape[3]), config.pool_cells)
 
 
-class _Fixed(NamedTuple):
+class FixedTiles(NamedTuple):
     """What does not depend on scores.
 
     Attributes:
@@ -145,7 +145,7 @@ class _Fixed(NamedTuple):
 
 
 @remember(64)
-def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> _Fixed:
+def fixed_tiles(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: str) -> FixedTiles:
     keep = near(layout.tile_grids, kernel_thw, layout.device)
     window = tuple([window_size(grid, kernel_thw) for grid in layout.tile_grids])
     if sparse_type == "block_attn":
@@ -156,7 +156,7 @@ def _fixed(layout: TileLayout, kernel_thw: tuple[int, int, int], sparse_type: st
     offsets, longest = layout.tile_length or layout.offsets, layout.max_tile_length
     blocks = BlockLists(counts, counts[..., None][..., :0], offsets, offsets, num_kv_blocks=layout.num_tiles, max_q_length=longest,
                         max_kv_length=longest)
-    return _Fixed(forced, blocks.covering(layout.num_slots), window)
+    return FixedTiles(forced, blocks.covering(layout.num_slots), window)
 
 
 def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], text: TextMask | None = None) -> BlockLists:
@@ -167,7 +167,7 @@ def window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int], text: Tex
 
 @remember(64)
 def _window_lists(layout: TileLayout, kernel_thw: tuple[int, int, int]) -> BlockLists:
-    fixed = _fixed(layout, kernel_thw, "sta")
+    fixed = fixed_tiles(layout, kernel_thw, "sta")
     blocks = fixed.blocks.relisted(*select_blocks(fixed.forced, None))
     if not torch.compiler.is_compiling():
         # A backward pass would make the transpose later and keep it on these lists, perhaps in the memory of a CUDA graph being captured.

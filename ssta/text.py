@@ -76,14 +76,14 @@ class TextMask:
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
         def valid() -> Tensor:
-            places = _places(layout)
+            places = tile_places(layout)
             return valid_lengths(self.valid, places.ends, places.starts, layout.lengths)
         return self._view(("tile_lengths", layout), valid)
 
     def relisted(self, blocks: BlockLists, counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
         """The tiles of ``layout`` as ``blocks``, with other lists, less what is not valid."""
         lengths = self.tile_lengths(layout)
-        return blocks.relisted(counts, indices, lengths, _tile_starts(layout, len(lengths)), layout.num_slots)
+        return blocks.relisted(counts, indices, lengths, tile_starts(layout, len(lengths)), layout.num_slots)
 
     def active_tiles(self, layout: TileLayout) -> Tensor:
         """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
@@ -99,7 +99,7 @@ class TextMask:
     def _valid_left(layout: TileLayout, counts: Tensor) -> Tensor:
         """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
         far beyond its length for a video tile."""
-        runs, starts, _ = _places(layout)
+        runs, starts, _ = tile_places(layout)
         # One run's count serves all tiles.
         return (counts if len(layout.dense) == 1 else counts[:, runs]) - starts
 
@@ -140,13 +140,13 @@ class _Places(NamedTuple):
 
 
 @remember(64)
-def _tile_starts(layout: TileLayout, batch: int) -> Tensor:
+def tile_starts(layout: TileLayout, batch: int) -> Tensor:
     """int32 ``[B, 1, N + M]``: each tile's first slot."""
     return layout.offsets[:-1].repeat(batch, 1, 1)
 
 
 @remember(64)
-def _places(layout: TileLayout) -> _Places:
+def tile_places(layout: TileLayout) -> _Places:
     options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
     runs = [torch.zeros(layout.num_video_tiles, **options)]
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]

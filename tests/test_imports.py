@@ -19,11 +19,11 @@ ABOVE = ("attention", "token_attention", "op", "routing", "reference", "interfac
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "lowering")
 # What ssta/ and pipelines/ may take from kernels/: its three contracts.
-ATTENTION = {"BlockLists", "IMPLEMENTATIONS", "PatternFacts", "Route", "attend_owned", "autocast_inputs", "block_sparse_attention",
-             "choose_route", "logger", "merge_attention", "partial_gradients", "require_bool", "require_impl", "require_int",
-             "require_number", "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast"}
-PREPARATION = {"Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
-               "spread_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths"}
+ATTENTION = {"BlockLists", "IMPLEMENTATIONS", "Kept", "PatternFacts", "Route", "attend_again", "attend_owned", "autocast_inputs",
+             "block_sparse_attention", "choose_route", "logger", "merge_attention", "partial_gradients", "require_bool", "require_impl",
+             "require_int", "require_number", "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast"}
+PREPARATION = {"Deferred", "Projection", "RMSNorm", "Steps", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks",
+               "select_blocks", "spread_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths"}
 TAIL = {"BlockEstimates", "CAP", "ITERATIONS", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads"}
 CONTRACT = ATTENTION | PREPARATION | TAIL
 

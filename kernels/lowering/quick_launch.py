@@ -109,6 +109,10 @@ class QuickLaunch:
         else:
             direct.launch(*grid, direct.stream(direct.device()), *direct.settled, arguments)
 
+    def settle(self, key: tuple, grid: tuple[int, int, int], numbers: Sequence[int | float], constants: dict, options: dict) -> Launch:
+        """This launch with all settled but the tensors, of a kernel that takes no descriptors."""
+        return Launch(self, (key, grid, numbers, constants, options))
+
     def _first(self, key: tuple, aligned: bool, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """A plain launch, after which the key is known."""
@@ -116,6 +120,69 @@ class QuickLaunch:
         # Triton's interpreter gives back nothing, and compiles nothing.
         if self.known and aligned and compiled is not None:
             self.compiled[key] = compiled, _Direct.of(compiled, sum([tiles is not None for tiles in descriptors]))
+
+
+class Launch:
+    """What is left of a QuickLaunch when only the tensors are not settled, none of which is None: from the second call on little else than
+    the launch."""
+
+    __slots__ = ("quick", "settled", "found", "known")
+
+    def __init__(self, quick: QuickLaunch, settled: tuple) -> None:
+        self.quick, self.settled, self.known = quick, settled, quick.knobs
+        self.found: tuple[_Direct, tuple, tuple] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launches on the current device and stream."""
+        if self.found is None:
+            return self._whole(tensors)
+        pointers = [x.data_ptr() for x in tensors]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        enter, leave = self.known.launch_enter_hook, self.known.launch_exit_hook
+        if together % 16 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            return self._whole(tensors)
+        direct, grid, rest = self.found
+        if direct.flat:
+            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, *pointers, *rest)
+        else:
+            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, [*pointers, *rest])
+
+    def _whole(self, tensors: Sequence[Tensor]) -> None:
+        key, grid, numbers, constants, options = self.settled
+        self.quick(key, grid, (), tensors, numbers, constants, options)
+        _, direct = self.quick.compiled.get(key, (None, None))
+        if direct is not None:
+            self.found = direct, grid, (*numbers, *constants.values())
+
+
+class Settled(NamedTuple):
+    """New tensors of settled sizes, and the launch that fills them from others of settled sizes."""
+
+    launch: Launch
+    sizes: tuple[tuple, ...]   # shape, strides, dtype, device
+
+    @classmethod
+    def of(cls, launch: Launch, *outputs: Tensor) -> Settled:
+        """For tensors such as ``outputs``."""
+        return cls(launch, tuple([(x.shape, x.stride(), x.dtype, x.device) for x in outputs]))
+
+    @classmethod
+    def contiguous(cls, launch: Launch, x: Tensor, *shapes: tuple[int, ...]) -> Settled:
+        """For contiguous tensors of x's dtype and device, none of them empty."""
+        sizes = []
+        for shape in shapes:
+            strides = [1]
+            for size in shape[:0:-1]:
+                strides.insert(0, strides[0] * size)
+            sizes.append((tuple(shape), tuple(strides), x.dtype, x.device))
+        return cls(launch, tuple(sizes))
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        outputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.sizes]
+        self.launch(*inputs, *outputs)
+        return outputs
 
 
 def _made(descriptors: Sequence[Tiles | None]) -> list:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import QuickLaunch
+from ..lowering.quick_launch import Launch, QuickLaunch
 
 # Tokens that a program looks at at once.
 SEGMENT = 1024
@@ -26,10 +26,14 @@ def _lengths_kernel(valid, runs, before, lengths, out, mask_batch, mask_token, b
 
 def lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, out: Tensor) -> None:
     """Writes what ``kernels.prologue.lengths.valid_lengths`` returns."""
-    batch, _, blocks = out.shape
     if out.numel():
-        _launch((valid.get_device(),), (blocks, batch, 1), (), (valid, runs, before, lengths, out), (*valid.stride(), blocks),
-                dict(SEGMENT=SEGMENT), {})
+        launch_lengths(valid, out)(valid, runs, before, lengths, out)
+
+
+def launch_lengths(valid: Tensor, out: Tensor) -> Launch:
+    """Of tensors such as these."""
+    batch, _, blocks = out.shape
+    return _launch.settle((valid.get_device(),), (blocks, batch, 1), (*valid.stride(), blocks), dict(SEGMENT=SEGMENT), {})
 
 
 _launch = QuickLaunch(_lengths_kernel)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import QuickLaunch, power_of_2
+from ..lowering.quick_launch import Launch, QuickLaunch, power_of_2
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32
@@ -88,25 +88,35 @@ def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tens
                   q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor, k_means: Tensor) -> None:
     """Writes what ``kernels.reorder.gather_blocks`` returns."""
     q, k, v = map(_strided, (q, k, v))
+    if q.shape[0] * q.shape[1] * (len(offsets) - 1):
+        launch_gather(q, k, v, offsets, q_out, k_out, v_out, q_means)(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_means)
+
+
+def launch_gather(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor) -> Launch:
+    """Of tensors such as these, of which q, k and v have a last stride of 1."""
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
-    if batch * heads * blocks:
-        strides = [stride for x in (q, k, v, q_out, k_out, v_out) for stride in x.stride()[:3]]
-        numbers = (*strides, heads, kv_heads, q_means.shape[2])
-        # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-        _launch_gather((q.get_device(), q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), (),
-                       (q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_means), numbers, _constants(dim), OPTIONS)
+    strides = [stride for x in (q, k, v, q_out, k_out, v_out) for stride in x.stride()[:3]]
+    numbers = (*strides, heads, kv_heads, q_means.shape[2])
+    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
+    return _launch_gather.settle((q.get_device(), q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), numbers,
+                                 _constants(dim), OPTIONS)
 
 
 def take(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Writes ``kernels.reorder.take_tokens`` into ``out``, whose last stride is 1."""
     x = _strided(x)
-    batch, heads, _, dim = x.shape
     if out.numel():
-        tokens = out.shape[2]
-        numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
-        _launch_take((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), (), (x, index, out),
-                     numbers, _constants(dim), OPTIONS)
+        launch_take(x, out)(x, index, out)
+
+
+def launch_take(x: Tensor, out: Tensor) -> Launch:
+    """Of tensors such as these, whose last stride is 1."""
+    batch, heads, _, dim = x.shape
+    tokens = out.shape[2]
+    numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
+    return _launch_take.settle((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), numbers, _constants(dim),
+                               OPTIONS)
 
 
 _launch_gather, _launch_take = QuickLaunch(_gather_kernel), QuickLaunch(_take_kernel)

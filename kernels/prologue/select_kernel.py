@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import ordered
-from ..lowering.quick_launch import QuickLaunch, power_of_2
+from ..lowering.quick_launch import Launch, QuickLaunch, Settled, power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -142,40 +141,49 @@ def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, he
 
 def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
     """The scores that ``kernels.prologue.select.score_blocks`` describes."""
+    if not q.shape[0] * q.shape[1] * q.shape[2]:
+        return q.new_empty(*q.shape[:3], q.shape[2])
+    prepare, multiply = settled_score(q, k, lambda_, cosine)
+    return multiply(*prepare(q, k))[0]
+
+
+def settled_score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> tuple[Settled, Settled]:
+    """For descriptors such as these, which are not empty: of q and k what is multiplied, and of that the scores."""
     batch, heads, rows, width = q.shape
-    kv_heads = k.shape[1]
-    scores = torch.empty(batch, heads, rows, rows, dtype=torch.float32, device=q.device)
-    if not scores.numel():
-        return scores
-    q_ready, k_ready = torch.empty_like(q), torch.empty_like(k)
-    bias = torch.empty(batch, kv_heads, rows, dtype=torch.float32, device=q.device)
-    width_pad = power_of_2(width)
+    kv_heads, width_pad = k.shape[1], power_of_2(width)
     # Triton specialises on whole numbers: so they are in the keys.
     device, integers = q.get_device(), (batch * heads, rows)
-    _launch_prepare((device, cosine, width, integers), (batch * (heads + kv_heads), 1, 1), (), (q, k, q_ready, k_ready, bias),
-                    (*integers, lambda_), dict(COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad),
-                    dict(num_warps=PREPARE_WARPS))
+    prepare = _launch_prepare.settle((device, cosine, width, integers), (batch * (heads + kv_heads), 1, 1), (*integers, lambda_),
+                                     dict(COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad),
+                                     dict(num_warps=PREPARE_WARPS))
     integers = (rows, heads // kv_heads)
-    _launch_score((device, width, integers), ((-(-rows // SIDE)) ** 2, batch * heads, 1), (), (q_ready, k_ready, bias, scores),
-                  (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
-    return scores
+    multiply = _launch_score.settle((device, width, integers), ((-(-rows // SIDE)) ** 2, batch * heads, 1),
+                                    (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
+    return (Settled.contiguous(prepare, q, q.shape, k.shape, (batch, kv_heads, rows)),
+            Settled.contiguous(multiply, q, (batch, heads, rows, rows)))
 
 
 def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
            counts: Tensor, indices: Tensor) -> None:
     """Writes what ``kernels.prologue.select.select_blocks`` returns."""
+    launch = launch_select(forced, scores, active, k_per_row, k_all, beyond, counts)
+    # A pointer that is not read may be any.
+    launch(forced, *(forced if x is None else x for x in (scores, active, k_per_row)), counts, indices)
+
+
+def launch_select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
+                  counts: Tensor) -> Launch:
+    """Of tensors such as these, in whose place any others are as good where they are None."""
     batch, heads, blocks = counts.shape
     width = power_of_2(blocks)
     scored = 0 if scores is None else scores.shape[-1]
     given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
+    kind = None if active is None else active.dtype
     # Numbers that are shared by all lists are read by each.
     per_list = scored if k_per_row is not None and k_per_row.numel() > scored else 0
-    # A pointer that is not read may be any.
-    scores, active, k_per_row = (forced if x is None else x for x in (scores, active, k_per_row))
     numbers = (k_all, heads, blocks, scored, per_list)
-    _launch_select((forced.get_device(), width, numbers, *given.values()), (blocks, heads, batch), (),
-                   (forced, scores, active, k_per_row, counts, indices), numbers, dict(WIDTH=width, **given),
-                   dict(num_warps=min(16, max(2, width // 512))))
+    return _launch_select.settle((forced.get_device(), kind, width, numbers, *given.values()), (blocks, heads, batch), numbers,
+                                 dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
 
 
 _launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))

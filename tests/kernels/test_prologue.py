@@ -13,7 +13,7 @@ from ssta.kernels.prologue.select import _select_in_torch, _spread_in_torch
 from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 from ssta.selection import select_tiles
-from ssta.text import _places
+from ssta.text import tile_places
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUT = TokenLayout((VideoGrid(3, 5, 4), DenseRun(7), VideoGrid(2, 3, 3)))
@@ -162,7 +162,7 @@ def test_valid_lengths_are_those_of_each_runs_valid_tokens(tokens):
     from ssta.kernels.prologue.lengths_kernel import lengths
 
     layout = tile_layout(tokens, (2, 2, 3), "none", DEVICE)
-    places = _places(layout)
+    places = tile_places(layout)
     valid = torch.rand(3, tokens.dense_length, 2, device=DEVICE)[..., 1] < 0.6
     valid[1], valid[2] = False, True
     expected = _lengths_in_torch(valid, places.ends, places.starts, layout.lengths)
@@ -189,7 +189,7 @@ def test_the_operators_keep_their_contract():
     for op, arguments in ((ops.take_tokens, (q, layout.source)), (ops.gather_blocks, (q, k, v, layout.source, layout.offsets, 4)),
                           (ops.score_blocks, (means, means, 0.7, True)), (ops.select_blocks, (forced, scores, None, None, 3, True)),
                           (ops.spread_blocks, (forced, scores, 30, 1)),
-                          (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *_places(layout)[:0:-1], layout.lengths))):
+                          (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *tile_places(layout)[:0:-1], layout.lengths))):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

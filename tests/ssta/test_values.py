@@ -14,7 +14,7 @@ from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_a
 from ssta.attention import ssta_layer
 from ssta.kernels import BlockLists, block_sparse_attention, topk_blocks
 from ssta.selection import select_tiles
-from ssta.text import _places
+from ssta.text import tile_places
 
 LAYOUT = TokenLayout((DenseRun(3), VideoGrid(2, 4, 4), DenseRun(9)))
 CONFIG = SSTAConfig(tile_thw=(1, 2, 2), topk=2)
@@ -129,7 +129,7 @@ def test_a_text_mask_of_inference_mode_serves_a_backward_pass():
 def test_tiles_of_a_text_mask_are_those_that_hold_a_valid_token():
     layout = tile_layout(LAYOUT, (1, 2, 2))
     text = TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
-    runs, starts, _ = _places(layout)
+    runs, starts, _ = tile_places(layout)
     assert text.tile_lengths(layout)[:, 0, 8:].tolist() == [[2, 4, 1, 0], [3, 4, 4, 1]]
     assert text.active_tiles(layout)[:, 8:].tolist() == [[True, True, True, False], [True] * 4]
     assert text.active_tiles(layout)[:, :8].all() and runs[8:].tolist() == [0, 1, 1, 1] and starts[8:].tolist() == [0, 0, 4, 8]
