@@ -99,11 +99,14 @@ def attend_owned(
 
 def attend_again(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float, keep_q: bool = False
                  ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``attend_owned`` for a caller that it gave ``route`` for tensors and lists of the same kind (shapes, strides, dtype,
-    device and ``BlockLists.facts``), with a forward of its own: where no gradient is wanted and nobody watches."""
+    """(out, lse) of ``attend_owned`` for a caller to whom it gave ``route`` for tensors and lists of the same kind (shapes, strides, dtype,
+    device and ``BlockLists.facts``). Where nobody watches or wants a gradient, without autocast, on the current GPU; not by the reference.
+    """
+    assert route.forward is not None
+    forward = route.forward.load()
     if route.in_place and not keep_q:
-        return run_forward(route, q, k, v, blocks, scale, False, in_place=True)
-    return run_forward(route, q, k, v, blocks, scale, False)
+        return forward(q, k, v, blocks, scale, False, in_place=True)
+    return forward(q, k, v, blocks, scale, False)
 
 
 # What checked arguments were routed to, by ``_key``: the same ones again are neither checked nor routed.

@@ -73,10 +73,10 @@ class BlockLists:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0
-                 ) -> BlockLists:
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0,
+                 facts: tuple | None = None) -> BlockLists:
         """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes; then also with their
-        first tokens, of the same shape, in sequences of ``tokens``.
+        first tokens, of the same shape, in sequences of ``tokens``. ``facts``: those of the result, where they are known.
 
         For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
         writes to these blocks' tensors.
@@ -93,7 +93,7 @@ class BlockLists:
         values.update(vars(self), counts=counts, indices=indices)
         # What was derived from the old lists.
         values.pop("_flipped", None)
-        values.pop("_facts", None)
+        values["_facts"] = facts
         if lengths is not None:
             bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
             values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)

@@ -106,7 +106,8 @@ def ssta_3d_attention(
     layout = TokenLayout.video_text(thw, text_len)
     shards = None
     if group is None:
-        check_lengths(query, layout)
+        if type(query) is not Tensor or query.dim() != 4 or query.shape[2] != layout.length:
+            check_lengths(query, layout)
     else:
         shards = shards_of(group, layout)
     return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
@@ -212,7 +213,7 @@ def ssta_layer(
         kind = kind_of(query, key, value, layout, config, text_mask, scale, impl)
         plan = None if kind is None else _plans.get(kind)
         if plan is not None:
-            # Made for tensors.
+            # Nothing was sent by other ranks.
             return LayerResult(*plan.run(query, key, value, text_mask, selection, keep_scores))  # type: ignore[arg-type]
         checked = _checked(query, key, value, layout, config, text_mask, scale, impl)
         if kind is not None:

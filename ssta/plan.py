@@ -11,8 +11,8 @@ from torch import Tensor
 from .budget import row_counts
 from .compensation import compensate, estimate_tiles
 from .config import SSTAConfig
-from .kernels import BlockLists, Route, Steps, attend_again, attend_owned, kernels_run, watched
-from .layout import TiledQKV, TileLayout
+from .kernels import BlockLists, Deferred, Route, Steps, attend_again, attend_owned, kernels_run, watched
+from .layout import Input, TiledQKV, TileLayout
 from .memo import captured
 from .selection import Selection, fixed_tiles, select_tiles
 from .sequence import TokenLayout
@@ -26,31 +26,35 @@ def kind_of(query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAC
     That is where kernels do not run, where somebody watches or wants a gradient, under autocast, while a CUDA graph is captured, on a GPU
     other than the current one, and with functions of the user's own, which may hold what memory there is.
     """
-    if torch.compiler.is_compiling() or not (
-            type(query) is type(key) is type(value) is Tensor and type(layout) is TokenLayout and type(config) is SSTAConfig
-            and type(impl) is str and (scale is None or type(scale) is float)):
+    if torch.compiler.is_compiling() or not (type(layout) is TokenLayout and type(config) is SSTAConfig and type(impl) is str
+                                             and (scale is None or type(scale) is float)):
         return None
+    if type(query) is type(key) is type(value) is Tensor:
+        tensors = [query, key, value]
+    elif type(query) is type(key) is type(value) is Deferred:
+        tensors = [projection.x for x in (query, key, value) for projection in x.projections]
+    else:
+        return None
+    first = tensors[0]
     if text_mask is None:
-        mask = query
+        mask = first
     elif type(text_mask) is TextMask:
         mask = text_mask.valid
     elif type(text_mask) is Tensor:
         mask = text_mask
     else:
         return None
-    if watched(query, key, value, mask) or not kernels_run(query):
+    if watched(*tensors, mask) or not kernels_run(first) or torch.is_autocast_enabled(first.device.type) or captured():
         return None
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
         return None
-    if torch.is_autocast_enabled(query.device.type) or query.is_cuda and query.get_device() != torch.cuda.current_device() or captured():
+    if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]) or callable(config.sampling_type) or config.budget is not None:
         return None
-    if callable(config.sampling_type) or config.budget is not None:
-        return None
-    # Of a mask that is checked, whose strides nobody asks for.
+    # Of a mask that is checked, whose strides nobody asks for; and of deferred ones, how many belong to which.
     tokens = None if text_mask is None else text_mask.tokens if isinstance(text_mask, TextMask) else mask.stride()
-    return (layout, config, scale, impl, tokens, mask.dtype, mask.get_device(), mask.shape,
-            query.dtype, query.get_device(), query.shape, query.stride(), key.dtype, key.get_device(), key.shape, key.stride(),
-            value.dtype, value.get_device(), value.shape, value.stride())
+    parts = None if query is first else (len(query.projections), len(key.projections))
+    return (layout, config, scale, impl, tokens, mask.dtype, mask.get_device(), mask.shape, parts,
+            *[of for x in tensors for of in (x.dtype, x.get_device(), x.shape, x.stride())])
 
 
 class Plan:
@@ -75,17 +79,23 @@ class Plan:
         self.k_per_row: int | Tensor = min(config.row_topk, tiles.num_video_tiles)
         if self.selects and config.density is not None:
             self.k_per_row = row_counts(tiles.tile_grids, self.fixed.window, config.density, tiles.device)
-        # What the first calls settle: the steps around attention, the route for lists of these facts, and the strides of the result.
+        self.places = tile_places(tiles)
+        # What the first calls settle: the steps around attention, the tiles' first slots for each batch element, the facts of the lists
+        # that are selected, the route for lists of such facts, and the strides of the result.
         self.steps = Steps()
+        self.starts: Tensor | None = None
         self.facts: tuple | None = None
-        self.route: Route | None = None
+        self.route: tuple[tuple, Route] | None = None
         self.strides: tuple[int, ...] | None = None
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | TextMask | None, selection: Selection | None,
+    def run(self, query: Input, key: Input, value: Input, text_mask: Tensor | TextMask | None, selection: Selection | None,
             keep_scores: bool) -> tuple[Tensor, Selection, Route, Tensor | None]:
         """What ``ssta_layer`` returns for inputs of this kind."""
         config, scale, tiles = self.config, self.scale, self.tiles
-        tiled = TiledQKV(tiles, *self.steps.gather(query, key, value, tiles.source, tiles.offsets, tiles.num_video_tiles))
+        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+            tiled = TiledQKV(tiles, *self.steps.gather(query, key, value, tiles.source, tiles.offsets, tiles.num_video_tiles))
+        else:
+            tiled = tiles.tile_qkv(query, key, value)
         estimates = scores = None
         if self.estimates:
             estimates = estimate_tiles(tiled, config, scale, None if selection is None else selection.useful)
@@ -128,20 +138,22 @@ class Plan:
             elif isinstance(text_mask, TextMask):
                 lengths = text_mask.tile_lengths(tiles)
             else:
-                places = tile_places(tiles)
-                lengths = steps.lengths(text_mask if text_mask.dtype == torch.bool else text_mask != 0, places.ends, places.starts,
-                                        tiles.lengths)
+                valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
+                lengths = steps.lengths(valid, self.places.ends, self.places.starts, tiles.lengths)
         counts, indices = steps.lists(fixed.forced, scores, self.k_per_row, active, self.config.density is not None)
-        if lengths is None:
-            return fixed.blocks.relisted(counts, indices)
-        return fixed.blocks.relisted(counts, indices, lengths, tile_starts(tiles, len(lengths)), tiles.num_slots)
+        if lengths is not None and self.starts is None:
+            self.starts = tile_starts(tiles, len(lengths))
+        blocks = fixed.blocks.relisted(counts, indices, lengths, self.starts, tiles.num_slots, self.facts)
+        self.facts = blocks.facts
+        return blocks
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, keep_q: bool) -> tuple[Tensor, Tensor, Route]:
         """``attend_owned``."""
-        if self.route is not None and blocks.facts == self.facts:
-            return *attend_again(self.route, q, k, v, blocks, scale=self.scale, keep_q=keep_q), self.route
-        out, lse, route = attend_owned(q, k, v, blocks, scale=self.scale, impl=self.impl, keep_q=keep_q)
-        assert route is not None
-        if self.route is None and route.forward is not None:
-            self.facts, self.route = blocks.facts, route
-        return out, lse, route
+        if self.route is not None and self.route[0] == blocks.facts:
+            route = self.route[1]
+            return *attend_again(route, q, k, v, blocks, scale=self.scale, keep_q=keep_q), route
+        out, lse, found = attend_owned(q, k, v, blocks, scale=self.scale, impl=self.impl, keep_q=keep_q)
+        assert found is not None
+        if self.route is None and found.forward is not None:
+            self.route = blocks.facts, found
+        return out, lse, found

@@ -40,10 +40,19 @@ def _store_rows(out, x, first, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, WI
 
 
 @triton.jit
-def _prepare_kernel(q, k, q_out, k_out, bias, q_lists, rows, lambda_,
+def _ready(ready, q_lists, k_lists, rows, WIDTH: tl.constexpr):
+    """(q [q_lists, rows, WIDTH], k [k_lists, rows, WIDTH], bias [k_lists, rows]), which lie one behind another."""
+    each = tl.full([], WIDTH, tl.int64) * rows
+    k = ready + each * q_lists
+    return ready, k, k + each * k_lists
+
+
+@triton.jit
+def _prepare_kernel(q, k, ready, q_lists, rows, lambda_,
                     COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     """One head's q or k made ready to be multiplied, and what each key block's scores have in common."""
     place = tl.program_id(0).to(tl.int64)
+    q_out, k_out, bias = _ready(ready, q_lists, tl.num_programs(0) - q_lists, rows, WIDTH)
     if place < q_lists:
         q += place * rows * WIDTH
         q_out += place * rows * WIDTH
@@ -76,8 +85,9 @@ def _prepare_kernel(q, k, q_out, k_out, bias, q_lists, rows, lambda_,
 
 
 @triton.jit
-def _score_kernel(q, k, bias, scores, rows, group, factor, SIDE: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+def _score_kernel(ready, scores, rows, group, factor, SIDE: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """A square of factor * q k^T + bias."""
+    q, k, bias = _ready(ready, tl.num_programs(1), tl.num_programs(1) // group, rows, WIDTH)
     across = tl.cdiv(rows, SIDE)
     row = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
@@ -159,8 +169,8 @@ def settled_score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> tuple[S
     integers = (rows, heads // kv_heads)
     multiply = _launch_score.settle((device, width, integers), ((-(-rows // SIDE)) ** 2, batch * heads, 1),
                                     (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
-    return (Settled.contiguous(prepare, q, q.shape, k.shape, (batch, kv_heads, rows)),
-            Settled.contiguous(multiply, q, (batch, heads, rows, rows)))
+    lists = batch * (heads + kv_heads) * width + batch * kv_heads
+    return Settled.contiguous(prepare, q, (lists * rows,)), Settled.contiguous(multiply, q, (batch, heads, rows, rows))
 
 
 def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
