@@ -133,13 +133,14 @@ class Plan:
             scores = steps.scores(q_means, k_means, self.lambda_)
         active = lengths = None
         if text_mask is not None and tiles.dense:
-            if tiles.padding != "none":
-                active = TextMask.of(text_mask, len(tiled.k), tiles.tokens, tiles.device).active_tiles(tiles)
-            elif isinstance(text_mask, TextMask):
-                lengths = text_mask.tile_lengths(tiles)
+            whole = tiles.padding != "none"
+            if isinstance(text_mask, TextMask):
+                left = text_mask.active_tiles(tiles) if whole else text_mask.tile_lengths(tiles)
             else:
                 valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
-                lengths = steps.lengths(valid, self.places.ends, self.places.starts, tiles.lengths)
+                left = steps.lengths(valid, self.places.ends, self.places.starts, tiles.lengths, int(whole))
+            # With padding a tile counts whole or not at all.
+            active, lengths = (left, None) if whole else (None, left)
         counts, indices = steps.lists(fixed.forced, scores, self.k_per_row, active, self.config.density is not None)
         if lengths is not None and self.starts is None:
             self.starts = tile_starts(tiles, len(lengths))

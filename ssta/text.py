@@ -75,10 +75,7 @@ class TextMask:
 
     def tile_lengths(self, layout: TileLayout) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
-        def valid() -> Tensor:
-            places = tile_places(layout)
-            return valid_lengths(self.valid, places.ends, places.starts, layout.lengths)
-        return self._view(("tile_lengths", layout), valid)
+        return self._view(("tile_lengths", layout), lambda: self._left(layout, 0))
 
     def relisted(self, blocks: BlockLists, counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
         """The tiles of ``layout`` as ``blocks``, with other lists, less what is not valid."""
@@ -87,21 +84,16 @@ class TextMask:
 
     def active_tiles(self, layout: TileLayout) -> Tensor:
         """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
-        def valid() -> Tensor:
-            return self._valid_left(layout, self.counts.clamp(min=1)) > 0
-        return self._view(("active_tiles", layout), valid)
+        return self._view(("active_tiles", layout), lambda: self._left(layout, 1)[:, 0] > 0)
+
+    def _left(self, layout: TileLayout, least: int) -> Tensor:
+        """``tile_lengths`` where each run has ``least`` valid tokens at least."""
+        places = tile_places(layout)
+        return valid_lengths(self.valid, places.ends, places.starts, layout.lengths, least)
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
         return tuple(self.counts.sum(1).tolist())
-
-    @staticmethod
-    def _valid_left(layout: TileLayout, counts: Tensor) -> Tensor:
-        """int32 ``[B, N + M]``: the valid tokens from a dense tile's first one to its run's end, negative where they end before the tile;
-        far beyond its length for a video tile."""
-        runs, starts, _ = tile_places(layout)
-        # One run's count serves all tiles.
-        return (counts if len(layout.dense) == 1 else counts[:, runs]) - starts
 
     def _count(self) -> Tensor:
         runs = [run.length for run in self.tokens.dense]
@@ -125,18 +117,16 @@ class TextMask:
         return found
 
 
-class _Places(NamedTuple):
-    """Where tiles stand in their dense runs; a video tile counts as one that stands far before the first run.
+class TilePlaces(NamedTuple):
+    """Where tiles stand in their dense runs, as ``valid_lengths`` takes it; a video tile counts as one that stands far before any run.
 
     Attributes:
-        runs: int64 ``[N + M]``, the number of each tile's run.
-        starts: int32 ``[N + M]``, the run's tokens before it.
         ends: int32 ``[2, N + M]``, where among the tokens of all runs each tile's run begins and ends.
+        starts: int32 ``[N + M]``, the run's tokens before it.
     """
 
-    runs: Tensor
-    starts: Tensor
     ends: Tensor
+    starts: Tensor
 
 
 @remember(64)
@@ -146,15 +136,13 @@ def tile_starts(layout: TileLayout, batch: int) -> Tensor:
 
 
 @remember(64)
-def tile_places(layout: TileLayout) -> _Places:
+def tile_places(layout: TileLayout) -> TilePlaces:
     options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
-    runs = [torch.zeros(layout.num_video_tiles, **options)]
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
     ends, first = [torch.zeros(2, layout.num_video_tiles, **options)], 0
-    for number, run in enumerate(layout.dense):
+    for run in layout.dense:
         last = first + run.extent[2]
         ends.append(torch.cat([torch.full((1, run.num_tiles), end, **options) for end in (first, last)]))
         first = last
-        runs.append(torch.full((run.num_tiles,), number, **options))
         starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
-    return _Places(torch.cat(runs).long(), torch.cat(starts), torch.cat(ends, 1))
+    return TilePlaces(torch.cat(ends, 1), torch.cat(starts))

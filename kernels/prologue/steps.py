@@ -53,23 +53,23 @@ class Steps:
         return new
 
     def lists(self, forced: Tensor, scores: Tensor, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
-        """``select_blocks`` of contiguous tensors, where ``active`` may also be integers, of which those that are not 0 are."""
+        """``select_blocks`` of contiguous tensors, where ``active`` may also be integers ``[B, 1, T]``, not 0 where active."""
         per_row, k = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
         if self._lists is None:
-            new = select_blocks(forced, scores, k_per_row, None if active is None else active != 0, beyond=beyond)
+            new = select_blocks(forced, scores, k_per_row, None if active is None else (active != 0).flatten(1), beyond=beyond)
             self._lists = _settled(_kernels("select").launch_select(forced, scores, active, per_row, k, beyond, new[0]), *new)
             return new
         # A pointer that is not read may be any.
         counts, indices = self._lists(forced, scores, forced if active is None else active, forced if per_row is None else per_row)
         return counts, indices
 
-    def lengths(self, valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor) -> Tensor:
+    def lengths(self, valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int) -> Tensor:
         """``valid_lengths``."""
         if self._lengths is not None:
             return self._lengths(valid, runs, before, lengths)[0]
-        new = valid_lengths(valid, runs, before, lengths)
+        new = valid_lengths(valid, runs, before, lengths, least)
         if new.numel():
-            self._lengths = _settled(_kernels("lengths").launch_lengths(valid, new), new)
+            self._lengths = _settled(_kernels("lengths").launch_lengths(valid, least, new), new)
         return new
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:

@@ -165,10 +165,11 @@ def test_valid_lengths_are_those_of_each_runs_valid_tokens(tokens):
     places = tile_places(layout)
     valid = torch.rand(3, tokens.dense_length, 2, device=DEVICE)[..., 1] < 0.6
     valid[1], valid[2] = False, True
-    expected = _lengths_in_torch(valid, places.ends, places.starts, layout.lengths)
-    out = torch.full_like(expected, -1)
-    lengths(valid, places.ends, places.starts, layout.lengths, out)
-    assert torch.equal(out, expected)
+    for least in (1, 0):
+        expected = _lengths_in_torch(valid, *places, layout.lengths, least)
+        out = torch.full_like(expected, -1)
+        lengths(valid, *places, layout.lengths, least, out)
+        assert torch.equal(out, expected)
     for batch, mask in enumerate(valid.tolist()):
         left, lengths_of = [sum(mask[:run.length]) for run in tokens.dense[:1]] + [sum(mask[-run.length:]) for run in tokens.dense[1:]], []
         for count, run in zip(left, layout.dense):
@@ -189,7 +190,7 @@ def test_the_operators_keep_their_contract():
     for op, arguments in ((ops.take_tokens, (q, layout.source)), (ops.gather_blocks, (q, k, v, layout.source, layout.offsets, 4)),
                           (ops.score_blocks, (means, means, 0.7, True)), (ops.select_blocks, (forced, scores, None, None, 3, True)),
                           (ops.spread_blocks, (forced, scores, 30, 1)),
-                          (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *tile_places(layout)[:0:-1], layout.lengths))):
+                          (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *tile_places(layout), layout.lengths, 1))):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -129,10 +129,11 @@ def test_a_text_mask_of_inference_mode_serves_a_backward_pass():
 def test_tiles_of_a_text_mask_are_those_that_hold_a_valid_token():
     layout = tile_layout(LAYOUT, (1, 2, 2))
     text = TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
-    runs, starts, _ = tile_places(layout)
+    ends, starts = tile_places(layout)
     assert text.tile_lengths(layout)[:, 0, 8:].tolist() == [[2, 4, 1, 0], [3, 4, 4, 1]]
     assert text.active_tiles(layout)[:, 8:].tolist() == [[True, True, True, False], [True] * 4]
-    assert text.active_tiles(layout)[:, :8].all() and runs[8:].tolist() == [0, 1, 1, 1] and starts[8:].tolist() == [0, 0, 4, 8]
+    assert text.active_tiles(layout)[:, :8].all()
+    assert ends[:, 8:].tolist() == [[0, 3, 3, 3], [3, 12, 12, 12]] and starts[8:].tolist() == [0, 0, 4, 8]
 
 
 @pytest.mark.parametrize("masked", [False, True])
