@@ -19,7 +19,7 @@ from ..lowering.chunks import ENTRY, HEADER, kv_partition, q_partition, work_que
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
-from ..lowering.tma import tma_descriptor, tma_ready
+from ..lowering.tma import tma_chunks, tma_descriptor, tma_ready
 from .config import HopperForwardConfig, hopper_forward_config
 from .forward_load import Work, load
 from .forward_mainloop import attend
@@ -72,8 +72,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch
 
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], v_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
     again = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.zeros([1], gl.int32, one_word(4)))
     q_full, v_zeroed, walked = barrier_ring(WARPGROUPS), barrier_ring(1), barrier_ring(1)
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
@@ -94,14 +94,14 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch
         gl.warp_specialize([
             (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
             (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (load, (work, q_desc, k_desc, v_desc)),
+            (load, (work, q_desc, k_desc, v_desc, CAUSAL)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
             (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
             (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
             (attend, (work, 2, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (load, (work, q_desc, k_desc, v_desc)),
+            (load, (work, q_desc, k_desc, v_desc, CAUSAL)),
         ], [4, 4, 1], [160, 160, 24])
 
 
@@ -126,7 +126,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     out, lse = empty_outputs(q, rows, in_place)
     plan = _plan(q.shape, k.shape, out.stride(), queue[1:], rows.number, rows.length, config, causal)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
-            (tma_descriptor(q, ROWS), tma_descriptor(k, config.chunk), tma_descriptor(v, config.chunk), tma_descriptor(out, ROWS)),
+            (tma_descriptor(q, ROWS), tma_chunks(k, config.chunk), tma_chunks(v, config.chunk), tma_descriptor(out, ROWS)),
             (out, lse, queue.data),
             (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
     return out, lse

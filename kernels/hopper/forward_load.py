@@ -13,13 +13,13 @@ class Work:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
     q: gl.shared_memory_descriptor         # [WARPGROUPS, 1, 1, ROWS, D]
-    k: gl.shared_memory_descriptor         # [STAGES, 1, 1, CHUNK, D]
+    k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
     v: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor    # one barrier a warpgroup
     k_full: gl.shared_memory_descriptor    # one a stage: TMA has written it
     v_full: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor      # one a stage: all warpgroups are through with the step that multiplied by its K
-    v_zeroed: gl.shared_memory_descriptor  # all warpgroups are done with a step of zeroing what a partial chunk does not hold
+    v_zeroed: gl.shared_memory_descriptor  # causal: all warpgroups are done with a step of zeroing what is not finite
     starts: gl.tensor                      # pointer to the first tokens of the row's full chunks, which stand at the front
     partial_starts: gl.tensor              # pointer behind those of the partial ones, which stand at the back
     partial_sizes: gl.tensor               # pointer behind their numbers of tokens
@@ -35,9 +35,10 @@ class Work:
 
 
 @gluon.jit
-def _load_chunk(work, i, start, k_desc, v_desc):
-    """K and V of the ``i``-th chunk of the mainloop, as soon as its stage is free."""
-    at = [work.batch, work.kv_head, start, 0]
+def _load_chunk(work, i, start, size, k_desc, v_desc):
+    """K and V of the ``i``-th chunk of the mainloop, ``size`` tokens and then zeros, as soon as its stage is free."""
+    CHUNK: gl.constexpr = work.k.shape[4]
+    at = [work.batch, work.kv_head, start + size, CHUNK - size, 0]
     ring_free(work.done, i, True)
     mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
     copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
@@ -55,17 +56,27 @@ def walk_again(work, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _load_list(work, k_desc, v_desc, WALK: gl.constexpr):
-    """K and V of every chunk for the WALK-th time, partial ones first."""
-    first = WALK * (work.partial + work.full)
+def _load_partial(work, first, k_desc, v_desc):
     for i in range(work.partial):
-        _load_chunk(work, first + i, gl.load(work.partial_starts - 1 - i), k_desc, v_desc)
-    for i in range(work.full):
-        _load_chunk(work, first + work.partial + i, gl.load(work.starts + i), k_desc, v_desc)
+        _load_chunk(work, first + i, gl.load(work.partial_starts - 1 - i), gl.load(work.partial_sizes - 1 - i), k_desc, v_desc)
 
 
 @gluon.jit
-def load(work, q_desc, k_desc, v_desc):
+def _load_list(work, k_desc, v_desc, WALK: gl.constexpr, CAUSAL: gl.constexpr):
+    """K and V of every chunk for the WALK-th time, partial ones last, but first under a causal mask."""
+    CHUNK: gl.constexpr = work.k.shape[4]
+    first = WALK * (work.partial + work.full)
+    if CAUSAL:
+        _load_partial(work, first, k_desc, v_desc)
+        first += work.partial
+    for i in range(work.full):
+        _load_chunk(work, first + i, gl.load(work.starts + i), CHUNK, k_desc, v_desc)
+    if not CAUSAL:
+        _load_partial(work, first + work.full, k_desc, v_desc)
+
+
+@gluon.jit
+def load(work, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
     """The loading partition: q once, then the list, and again if that is needed."""
     WARPGROUPS: gl.constexpr = work.q.shape[0]
     ROWS: gl.constexpr = work.q.shape[3]
@@ -73,7 +84,7 @@ def load(work, q_desc, k_desc, v_desc):
     for group in gl.static_range(WARPGROUPS):
         mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
         copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-    _load_list(work, k_desc, v_desc, 0)
+    _load_list(work, k_desc, v_desc, 0, CAUSAL)
     if OPTIMISTIC:
         if walk_again(work, 1):
-            _load_list(work, k_desc, v_desc, 1)
+            _load_list(work, k_desc, v_desc, 1, CAUSAL)

@@ -17,6 +17,7 @@ from .inline_asm import lazy_rescale, scheduling_fence
 from .primitives import (
     by_lane,
     by_row,
+    hide_columns,
     matrix,
     not_finite,
     one_word,
@@ -89,20 +90,92 @@ def _first_not_finite(buffer, size, column_layout: gl.constexpr):
 
 
 @gluon.jit
+def _causal_chunks(work, group: gl.constexpr, q, zero, acc, row_max, row_sum, shift, scale_log2, every, WALK: gl.constexpr):
+    """The partial chunks under a causal mask, one at a time: (acc, row_max, row_sum), row_max being the largest score of those seen."""
+    CHUNK: gl.constexpr = zero.shape[1]
+    ROWS: gl.constexpr = zero.shape[0]
+    s_layout: gl.constexpr = product_layout(CHUNK)
+    o_layout: gl.constexpr = product_layout(acc.shape[1])
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
+    for place in range(work.partial):
+        i = WALK * (work.partial + work.full) + place
+        size = gl.load(work.partial_sizes - 1 - place)
+        # The last key of the chunk that the first row sees.
+        last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - place)
+        ring_wait(work.k_full, i, True)
+        token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[token])
+        visible = (keys < size)[None, :] & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)))[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
+        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
+        ring_wait(work.v_full, i, True)
+        v = matrix(ring_at(work.v, i, True))
+        acc = rescale(acc, alpha)
+        # What is not finite must reach the rows that see it and no others: so by hand, and not through the tensor core.
+        bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
+        limit = gl.minimum(last + gl.arange(0, ROWS, layout=o_rows), CHUNK - 1)
+        acc = gl.where(bad[None, :] <= limit[:, None], float("nan"), acc)
+        # All warpgroups keep pace, two steps a chunk.
+        step = 2 * (WALK * work.partial + place)
+        barrier()
+        ring_arrive(work.v_zeroed, step, True)
+        ring_wait(work.v_zeroed, step, True)
+        # Two of them, because three have no equal parts.
+        if group < 2:
+            zero_rows(v, size, group, 2, True)
+        # The tensor core reads shared memory past the ordinary cache: what was just stored must be there, from all warpgroups.
+        fence_async_shared()
+        barrier()
+        ring_arrive(work.v_zeroed, step + 1, True)
+        ring_wait(work.v_zeroed, step + 1, True)
+        token = warpgroup_mma(gl.convert_layout(weights.to(work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[token])
+        ring_arrive(work.done, i, True)
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, PARTIAL: gl.constexpr,
+          FOLLOW: gl.constexpr, OVERLAP: gl.constexpr):
+    """The scores of the ``i``-th chunk, of ``size`` keys, while the values of the one before are added up with its weights p: (p of this
+    chunk, acc, row_max, row_sum)."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(acc.shape[1]), 2)
+    ring_wait(work.k_full, i, True)
+    # An order between the warpgroups (ping-pong) measured 1 to 5 % slower on an H200.
+    s_token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    ring_wait(work.v_full, i - 1, True)
+    o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
+    if OVERLAP:
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+    else:
+        scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
+        ring_arrive(work.done, i, True)
+    if PARTIAL:
+        scores = hide_columns(scores, size)
+    weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
+    if OVERLAP:
+        # Or the compiler would wait for both products before the exponentials.
+        row_sum = scheduling_fence(row_sum)
+        acc = warpgroup_mma_wait(0, deps=[o_token])
+        ring_arrive(work.done, i, True)
+    acc = rescale(acc, alpha) if FOLLOW else acc
+    return gl.convert_layout(weights.to(work.q.dtype), p_layout), acc, row_max, row_sum
+
+
+@gluon.jit
 def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.constexpr, FOLLOW: gl.constexpr, D: gl.constexpr,
           CAUSAL: gl.constexpr, OVERLAP: gl.constexpr):
     """A warpgroup's 64 rows through all chunks for the WALK-th time: (sums of weighted values, row_max, row_sum).
 
-    In the partial chunks and the first full one, all of which every row sees, row_max is the row's own. From then on ``follows`` and FOLLOW
-    count, as for ``_softmax_step``.
+    In the first chunk, and in the partial ones under a causal mask, row_max is the row's own. From then on ``follows`` and FOLLOW count, as
+    for ``_softmax_step``.
     """
-    CHUNK: gl.constexpr = work.k.shape[3]
+    CHUNK: gl.constexpr = work.k.shape[4]
     ROWS: gl.constexpr = work.q.shape[3]
     s_layout: gl.constexpr = product_layout(CHUNK)
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = work.q.dtype
 
     acc = gl.zeros([ROWS, D], gl.float32, o_layout)
@@ -114,76 +187,35 @@ def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.conste
     q = matrix(work.q.index(group))
     # The uses of the rings go on where those of the walk before ended.
     first = WALK * (work.partial + work.full)
-    first_step = WALK * work.partial
-
-    for place in range(work.partial):
-        i = first + place
-        keys = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, s_layout))
-        size = gl.load(work.partial_sizes - 1 - place)
-        ring_wait(work.k_full, i, True)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if CAUSAL:
+        acc, row_max, row_sum = _causal_chunks(work, group, q, zero, acc, row_max, row_sum, shift, scale_log2, every, WALK)
+    # Overlapped from here on: under a causal mask the full chunks, else all of them, partial ones last.
+    begin = first
+    if CAUSAL:
+        begin += work.partial
+    full_end = begin + work.full
+    end = first + work.partial + work.full
+    if begin < end:
+        ring_wait(work.k_full, begin, True)
+        token = warpgroup_mma(q, matrix(ring_at(work.k, begin, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
-        visible = (keys < size)[None, :]
-        if CAUSAL:
-            # The last key of the chunk that the first row sees.
-            last = work.row + group * ROWS + shift - gl.load(work.partial_starts - 1 - place)
-            visible = visible & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=s_rows))[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
-        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
-        ring_wait(work.v_full, i, True)
-        v = matrix(ring_at(work.v, i, True))
-        acc = rescale(acc, alpha)
-        # Steps in which all warpgroups keep pace: under a causal mask two of a chunk.
-        step = 2 * (first_step + place) if CAUSAL else first_step + place
-        if CAUSAL:
-            # What is not finite must reach the rows that see it and no others: so by hand, and not through the tensor core.
-            bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
-            limit = gl.minimum(last + gl.arange(0, ROWS, layout=o_rows), CHUNK - 1)
-            acc = gl.where(bad[None, :] <= limit[:, None], float("nan"), acc)
-            barrier()
-            ring_arrive(work.v_zeroed, step, True)
-            ring_wait(work.v_zeroed, step, True)
-            step += 1
-        # Two of them, because three have no equal parts.
-        if group < 2:
-            zero_rows(v, size, group, 2, CAUSAL)
-        # The tensor core reads shared memory past the ordinary cache: what was just stored must be there, from all warpgroups.
-        fence_async_shared()
-        barrier()
-        ring_arrive(work.v_zeroed, step, True)
-        ring_wait(work.v_zeroed, step, True)
-        token = warpgroup_mma(gl.convert_layout(weights.to(dtype), p_layout), v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, i, True)
-
-    if work.full > 0:
-        first_full, end = first + work.partial, first + work.partial + work.full
-        ring_wait(work.k_full, first_full, True)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, first_full, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, first_full, True)
+        ring_arrive(work.done, begin, True)
+        if not CAUSAL:
+            size = CHUNK
+            if work.full == 0:
+                size = gl.load(work.partial_sizes - 1)
+            scores = hide_columns(scores, size)
         weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         acc = rescale(acc, alpha)
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        for i in range(first_full + 1, end):
-            ring_wait(work.k_full, i, True)
-            # An order between the warpgroups (ping-pong) measured 1 to 5 % slower on an H200.
-            s_token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            ring_wait(work.v_full, i - 1, True)
-            o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
-            if OVERLAP:
-                scores = warpgroup_mma_wait(1, deps=[s_token])
-                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
-                # Or the compiler would wait for both products before the exponentials.
-                row_sum = scheduling_fence(row_sum)
-                acc = warpgroup_mma_wait(0, deps=[o_token])
-                ring_arrive(work.done, i, True)
-            else:
-                scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
-                ring_arrive(work.done, i, True)
-                weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
-            acc = rescale(acc, alpha) if FOLLOW else acc
-            p = gl.convert_layout(weights.to(dtype), p_layout)
+        for i in range(begin + 1, full_end):
+            p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
+                                           FOLLOW, OVERLAP)
+        if not CAUSAL:
+            for i in range(gl.maximum(full_end, begin + 1), end):
+                size = gl.load(work.partial_sizes - 1 - (i - full_end))
+                p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, True,
+                                               FOLLOW, OVERLAP)
         ring_wait(work.v_full, end - 1, True)
         token = warpgroup_mma(p, matrix(ring_at(work.v, end - 1, True)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
@@ -191,18 +223,42 @@ def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.conste
 
 
 @gluon.jit
+def _idle(work, WALK: gl.constexpr):
+    """What a warpgroup does that has no rows: lets every chunk go, so that the others need not know."""
+    total = work.partial + work.full
+    for i in range(WALK * total, WALK * total + total):
+        ring_wait(work.k_full, i, True)
+        ring_arrive(work.done, i, True)
+
+
+@gluon.jit
 def attend(work, group: gl.constexpr, out, lse, out_desc, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr,
            OVERLAP: gl.constexpr):
-    """A multiplying partition: 64 query rows from the first chunk to the stored result.
+    """A multiplying partition: 64 query rows from the first chunk to the stored result."""
+    OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
+    if CAUSAL or work.rows > group * work.q.shape[3]:
+        _attend(work, group, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)
+    else:
+        _idle(work, 0)
+        if OPTIMISTIC:
+            mbarrier.arrive(work.walked.index(0), count=1)
+            if walk_again(work, 4):
+                _idle(work, 1)
 
-    In bfloat16 optimistically: a row's weights are measured from its largest score in the first full chunk and those before. As one of the
+
+@gluon.jit
+def _attend(work, group: gl.constexpr, out, lse, out_desc, out_row, shift, scale_log2, D: gl.constexpr, CAUSAL: gl.constexpr,
+            OVERLAP: gl.constexpr):
+    """The same of a warpgroup that has rows.
+
+    In bfloat16 optimistically: a row's weights are measured from its largest score in the first chunk. As one of the
     scores is 0 then, the weights that count do not underflow; bfloat16 and float32 hold those of up to 2 ** 127, so that only scores of far
     more than a hundred above it, in base 2, overflow. That is seen at the end, and then the program walks its list again and the rows
     where it happened follow their maxima. Without maxima and rescaling a forward takes 0.88 to 0.94 of the time on an H200. float16 holds
     weights of up to 2 ** 16, and queries and keys of three times the usual length would make nearly every program walk twice.
     """
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
-    CHUNK: gl.constexpr = work.k.shape[3]
+    CHUNK: gl.constexpr = work.k.shape[4]
     ROWS: gl.constexpr = work.q.shape[3]
     s_rows: gl.constexpr = gl.SliceLayout(1, product_layout(CHUNK))
     o_layout: gl.constexpr = product_layout(D)

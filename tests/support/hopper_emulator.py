@@ -108,6 +108,19 @@ class Tiles:
         return self.x[tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block))]
 
 
+class Chunks(Tiles):
+    """A descriptor of chunks of x, as tma_chunks makes it."""
+
+    def __init__(self, x, rows):
+        super().__init__(x, None, None, [1, 1, 1, rows, x.shape[3]], None)
+
+    def window(self, at):
+        batch, head, end, before, _ = map(int, at)
+        size = self.block[3] - before
+        assert 0 <= before and 0 <= end - size and end <= self.x.shape[2]
+        return self.x[batch:batch + 1, head:head + 1, None, end - size:end]
+
+
 def tma_descriptor(x, rows):
     return Tiles(x, x.shape, x.stride(), [1, 1, rows, x.shape[3]], None)
 
@@ -301,7 +314,7 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_ready=lambda x: x)}
+             "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_chunks=Chunks, tma_ready=lambda x: x)}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)

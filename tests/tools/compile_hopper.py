@@ -44,16 +44,16 @@ RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0,
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
-def descriptor_type(rows: int, dim: int, name: str) -> str:
-    """The type of a descriptor of [1, 1, rows, dim] tiles."""
-    shape = [1, 1, rows, dim]
+def descriptor_type(rows: int, dim: int, name: str, axes: int = 4) -> str:
+    """The type of a descriptor of [1, ..., rows, dim] tiles."""
+    shape = [*[1] * (axes - 2), rows, dim]
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
 
 
 def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
     constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
-    rows, chunk = (descriptor_type(size, dim, name) for size in (hopper_forward.ROWS, config.chunk))
+    rows, chunk = descriptor_type(hopper_forward.ROWS, dim, name), descriptor_type(config.chunk, dim, name, 5)
     types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
