@@ -68,7 +68,7 @@ def _load_list(work, k_desc, v_desc, WALK: gl.constexpr, CAUSAL: gl.constexpr):
     first = WALK * (work.partial + work.full)
     if CAUSAL:
         _load_partial(work, first, k_desc, v_desc)
-        first += work.partial
+        first = first + work.partial
     for i in range(work.full):
         _load_chunk(work, first + i, gl.load(work.starts + i), CHUNK, k_desc, v_desc)
     if not CAUSAL:

@@ -190,9 +190,10 @@ def _walk(work, group: gl.constexpr, shift, scale_log2, follows, WALK: gl.conste
     if CAUSAL:
         acc, row_max, row_sum = _causal_chunks(work, group, q, zero, acc, row_max, row_sum, shift, scale_log2, every, WALK)
     # Overlapped from here on: under a causal mask the full chunks, else all of them, partial ones last.
-    begin = first
     if CAUSAL:
-        begin += work.partial
+        begin = first + work.partial
+    else:
+        begin = first
     full_end = begin + work.full
     end = first + work.partial + work.full
     if begin < end:

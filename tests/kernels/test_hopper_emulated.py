@@ -106,8 +106,7 @@ def test_scores_far_above_those_of_the_first_chunk(name, walks):
     """Only where weights overflow is a list walked twice, and nothing is lost then; nor in rows of low scores, which are measured from
     their own."""
     assert_right(*levels(*LEVELS[name]), False, False)
-    # Partial chunks come first.
-    assert (1 in walks) == (name in OVERFLOW and name != "three at the end")
+    assert (1 in walks) == (name in OVERFLOW)
 
 
 def test_large_values_overflow_before_their_weights_do(walks):
