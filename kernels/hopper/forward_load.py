@@ -1,44 +1,155 @@
-"""What a program of the Hopper forward works on, and its loading partition: one warp that brings tiles in by TMA."""
+"""What a program of the Hopper forward works on, and its loading partition: one warp that takes tiles of rows and brings in what they need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gluon_compat import aggregate, copy_in
-from .primitives import one_word, ring_at, ring_free
+from ..lowering.chunks import ENTRY, HEADER
+from .gluon_compat import aggregate, barrier, copy_in
+from .primitives import one_word, ring_arrive, ring_at, ring_free, ring_wait
+
+# Numbers of a tile in shared memory.
+FIELDS = gl.constexpr(6)
 
 
 @aggregate
 class Work:
-    """What one program does, and the shared memory and barriers through which its partitions do it."""
+    """What the programs work on, and the shared memory and barriers through which the partitions of one do it."""
 
-    q: gl.shared_memory_descriptor         # [WARPGROUPS, 1, 1, ROWS, D]
+    q: gl.shared_memory_descriptor         # [2 * WARPGROUPS, 1, 1, 1, ROWS, D]: of two tiles
     k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
     v: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor    # one barrier a warpgroup
+    tiles: gl.shared_memory_descriptor     # [2 * FIELDS, 1]: two tiles
+    again: gl.shared_memory_descriptor     # [2, 1], of two tiles: not 0 if in a warpgroup a row overflowed
+    tile_full: gl.shared_memory_descriptor  # one a tile: its numbers can be read
+    tile_free: gl.shared_memory_descriptor  # one a tile: all warpgroups are through with it, and with its q
+    q_full: gl.shared_memory_descriptor    # one a warpgroup and tile
     k_full: gl.shared_memory_descriptor    # one a stage: TMA has written it
     v_full: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor      # one a stage: all warpgroups are through with the step that multiplied by its K
     v_zeroed: gl.shared_memory_descriptor  # causal: all warpgroups are done with a step of zeroing what is not finite
-    starts: gl.tensor                      # pointer to the first tokens of the row's full chunks, which stand at the front
-    partial_starts: gl.tensor              # pointer behind those of the partial ones, which stand at the back
-    partial_sizes: gl.tensor               # pointer behind their numbers of tokens
-    full: gl.tensor                        # number of full chunks
-    partial: gl.tensor                     # number of partial chunks
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    row: gl.tensor                         # first query row of the program
-    rows: gl.tensor                        # rows from there to the end of the block
-    walked: gl.shared_memory_descriptor    # one barrier: all warpgroups are through with their first walk over the list
-    again: gl.shared_memory_descriptor     # a word: not 0 if in one of them a row overflowed
+    walked: gl.shared_memory_descriptor    # all warpgroups are through with their first walk over a tile's list
+    queue: gl.tensor                       # pointer, see lowering.chunks.Queue
+    width: gl.tensor                       # of a list
+    number: gl.tensor                      # rows of the lists of a head
+    lists: gl.tensor                       # heads of all batch elements that have lists of their own
+    list_batch: gl.tensor                  # strides of these, see shared_strides
+    list_group: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor                       # query heads of a key/value head
+    programs: gl.tensor                    # of the launch
+    parts: gl.constexpr                    # tiles of a block
+
+
+@aggregate
+class Tile:
+    """Rows of one block and head, as many as all warpgroups have or fewer, and the list of what they attend to."""
+
+    at_head: gl.tensor         # batch * heads + head
+    row: gl.tensor             # first query row
+    rows: gl.tensor            # rows from there to the end of the block; 0: there is no further tile
+    full: gl.tensor            # number of full chunks
+    partial: gl.tensor         # number of partial chunks
+    list_row: gl.tensor        # which row of the lists is its own
 
 
 @gluon.jit
-def _load_chunk(work, i, start, size, k_desc, v_desc):
+def starts_of(work, tile):
+    """(pointer to the first tokens of a tile's full chunks, which stand at the front; pointers behind those of the partial ones, which stand
+    at the back, and behind the partial ones' numbers of tokens)"""
+    all_rows = work.lists.to(gl.int64) * work.number
+    starts = work.queue + HEADER + all_rows * ENTRY + tile.list_row.to(gl.int64) * work.width
+    return starts, starts + work.width, starts + work.width + all_rows * work.width
+
+
+@gluon.jit
+def read_tile(work, n):
+    """The program's ``n``-th tile, for a warpgroup."""
+    ring_wait(work.tile_full, n, True)
+    first = (n & 1) * FIELDS
+    return Tile(_word(work.tiles.index(first), 4), _word(work.tiles.index(first + 1), 4), _word(work.tiles.index(first + 2), 4),
+                _word(work.tiles.index(first + 3), 4), _word(work.tiles.index(first + 4), 4), _word(work.tiles.index(first + 5), 4))
+
+
+@gluon.jit
+def _word(memory, WARPS: gl.constexpr):
+    return gl.max(memory.load(one_word(WARPS)), axis=0)
+
+
+@gluon.jit
+def _scheduled(place, number, heads):
+    """(batch * heads + head, rank) of the ``place``-th block of the launch, of ``number`` in each of ``heads``.
+
+    The sixteenth of every head's blocks with the longest lists goes first, for all heads, because a long list that starts late ends late.
+    Then head follows head, so that the keys in use fit in L2.
+    """
+    early = number // 16
+    late = place - early * heads
+    rest = number - early
+    return gl.where(late < 0, place % heads, late // rest), gl.where(late < 0, place // heads, early + late % rest)
+
+
+@gluon.jit
+def _take_tile(work, place):
+    """The first tile from ``place`` on that has rows, for the loading warp; without rows where there is none."""
+    ROWS: gl.constexpr = work.q.shape[0] // 2 * work.q.shape[4]
+    places = work.batches * work.heads * work.number * work.parts
+    tile = Tile(place, place, place * 0, place, place, place)
+    while (place < places) & (tile.rows <= 0):
+        # The parts of a block are neighbours: they read the same keys.
+        at_head, rank = _scheduled(place // work.parts, work.number, work.batches * work.heads)
+        head, batch = at_head % work.heads, at_head // work.heads
+        first_row = (batch * work.list_batch + head // work.list_group) * work.number
+        entry = work.queue + HEADER + (first_row + rank).to(gl.int64) * ENTRY
+        before = place % work.parts * ROWS
+        tile = Tile(at_head, gl.load(entry) + before, gl.load(entry + 1) - before, gl.load(entry + 2), gl.load(entry + 3),
+                    first_row + gl.load(entry + 4))
+        if tile.rows <= 0:
+            place = next_place(work)
+    return tile
+
+
+@gluon.jit
+def next_place(work):
+    return gl.atomic_add(work.queue, 1, sem="relaxed") + work.programs
+
+
+@gluon.jit
+def _put(memory, x):
+    memory.store(gl.zeros([1], gl.int32, one_word(1)) + x)
+
+
+@gluon.jit
+def _give_tile(work, n, tile, q_desc):
+    """Tells the warpgroups of the program's ``n``-th tile, and brings in its q."""
+    WARPGROUPS: gl.constexpr = work.q.shape[0] // 2
+    ROWS: gl.constexpr = work.q.shape[4]
+    ring_free(work.tile_free, n, True)
+    first = (n & 1) * FIELDS
+    _put(work.tiles.index(first), tile.at_head)
+    _put(work.tiles.index(first + 1), tile.row)
+    _put(work.tiles.index(first + 2), gl.maximum(tile.rows, 0))
+    _put(work.tiles.index(first + 3), tile.full)
+    _put(work.tiles.index(first + 4), tile.partial)
+    _put(work.tiles.index(first + 5), tile.list_row)
+    _put(work.again.index(n & 1), 0)
+    barrier()
+    ring_arrive(work.tile_full, n, True)
+    if tile.rows > 0:
+        for group in gl.static_range(WARPGROUPS):
+            at = (n & 1) * WARPGROUPS + group
+            size = gl.minimum(gl.maximum(tile.rows - group * ROWS, 0), ROWS)
+            mbarrier.expect(work.q_full.index(at), q_desc.block_type.nbytes)
+            copy_in(q_desc, [tile.at_head // work.heads, tile.at_head % work.heads, tile.row + group * ROWS + size, ROWS - size, 0],
+                    work.q_full.index(at), work.q.index(at))
+
+
+@gluon.jit
+def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
     """K and V of the ``i``-th chunk of the mainloop, ``size`` tokens and then zeros, as soon as its stage is free."""
     CHUNK: gl.constexpr = work.k.shape[4]
-    at = [work.batch, work.kv_head, start + size, CHUNK - size, 0]
+    at = [batch, head, start + size, CHUNK - size, 0]
     ring_free(work.done, i, True)
     mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
     copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
@@ -49,42 +160,51 @@ def _load_chunk(work, i, start, size, k_desc, v_desc):
 
 
 @gluon.jit
-def walk_again(work, WARPS: gl.constexpr):
-    """Whether the program walks over its list a second time, once all warpgroups know; for a partition of WARPS warps."""
-    mbarrier.wait(work.walked.index(0), 0)
-    return gl.max(work.again.load(one_word(WARPS)), axis=0) != 0
+def _load_partial(work, tile, first, k_desc, v_desc):
+    _, starts, sizes = starts_of(work, tile)
+    batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
+    for i in range(tile.partial):
+        _load_chunk(work, first + i, batch, head, gl.load(starts - 1 - i), gl.load(sizes - 1 - i), k_desc, v_desc)
 
 
 @gluon.jit
-def _load_partial(work, first, k_desc, v_desc):
-    for i in range(work.partial):
-        _load_chunk(work, first + i, gl.load(work.partial_starts - 1 - i), gl.load(work.partial_sizes - 1 - i), k_desc, v_desc)
-
-
-@gluon.jit
-def _load_list(work, k_desc, v_desc, WALK: gl.constexpr, CAUSAL: gl.constexpr):
-    """K and V of every chunk for the WALK-th time, partial ones last, but first under a causal mask."""
+def _load_list(work, tile, first, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """K and V of every chunk from the ``first`` use of their rings on, partial ones last, but first under a causal mask."""
     CHUNK: gl.constexpr = work.k.shape[4]
-    first = WALK * (work.partial + work.full)
+    batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
+    starts, _, _ = starts_of(work, tile)
     if CAUSAL:
-        _load_partial(work, first, k_desc, v_desc)
-        first = first + work.partial
-    for i in range(work.full):
-        _load_chunk(work, first + i, gl.load(work.starts + i), CHUNK, k_desc, v_desc)
+        _load_partial(work, tile, first, k_desc, v_desc)
+        first = first + tile.partial
+    for i in range(tile.full):
+        _load_chunk(work, first + i, batch, head, gl.load(starts + i), CHUNK, k_desc, v_desc)
     if not CAUSAL:
-        _load_partial(work, first + work.full, k_desc, v_desc)
+        _load_partial(work, tile, first + tile.full, k_desc, v_desc)
 
 
 @gluon.jit
-def load(work, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
-    """The loading partition: q once, then the list, and again if that is needed."""
-    WARPGROUPS: gl.constexpr = work.q.shape[0]
-    ROWS: gl.constexpr = work.q.shape[3]
+def walk_again(work, n, WARPS: gl.constexpr):
+    """Whether the program walks over its ``n``-th tile's list a second time, once all warpgroups know; for a partition of WARPS warps."""
+    ring_wait(work.walked, n, True)
+    return _word(work.again.index(n & 1), WARPS) != 0
+
+
+@gluon.jit
+def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """The loading partition: tile after tile its q and its list, and the list again if that is needed."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
-    for group in gl.static_range(WARPGROUPS):
-        mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
-        copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-    _load_list(work, k_desc, v_desc, 0, CAUSAL)
-    if OPTIMISTIC:
-        if walk_again(work, 1):
-            _load_list(work, k_desc, v_desc, 1, CAUSAL)
+    tile = _take_tile(work, program)
+    n, uses = gl.to_tensor(0), gl.to_tensor(0)
+    _give_tile(work, n, tile, q_desc)
+    while tile.rows > 0:
+        # Asked for before the list, so that the answers are here after it.
+        following = _take_tile(work, next_place(work))
+        _load_list(work, tile, uses, k_desc, v_desc, CAUSAL)
+        uses += tile.full + tile.partial
+        _give_tile(work, n + 1, following, q_desc)
+        if OPTIMISTIC:
+            if walk_again(work, n, 1):
+                _load_list(work, tile, uses, k_desc, v_desc, CAUSAL)
+                uses += tile.full + tile.partial
+        tile = following
+        n += 1

@@ -117,7 +117,7 @@ class Chunks(Tiles):
     def window(self, at):
         batch, head, end, before, _ = map(int, at)
         size = self.block[3] - before
-        assert 0 <= before and 0 <= end - size and end <= self.x.shape[2]
+        assert 0 <= size <= self.block[3] and 0 <= end - size and (size == 0 or end <= self.x.shape[2])
         return self.x[batch:batch + 1, head:head + 1, None, end - size:end]
 
 
@@ -261,7 +261,9 @@ def store(pointer, x, mask):
 
 def atomic_add(pointer, x, sem):
     with _state:
+        before = pointer.data[int(pointer.offset)].clone()
         pointer.data[int(pointer.offset)] += x
+    return before
 
 
 class Kernel:
@@ -277,7 +279,7 @@ class Kernel:
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
 
             def run(program):
-                _local.program = torch.tensor(program)
+                _local.program, _local.programs = torch.tensor(program), torch.tensor(grid[0])
                 self.function(*device, **constants)
 
             if launch_cooperative_grid:
@@ -295,7 +297,7 @@ def _modules():
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int1=torch.bool, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
         DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
-        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program,
+        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program, num_programs=lambda axis: _local.programs,
         multiple_of=lambda x, factor: x, atomic_add=atomic_add, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,

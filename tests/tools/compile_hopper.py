@@ -53,8 +53,8 @@ def descriptor_type(rows: int, dim: int, name: str, axes: int = 4) -> str:
 def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
     constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
-    rows, chunk = descriptor_type(hopper_forward.ROWS, dim, name), descriptor_type(config.chunk, dim, name, 5)
-    types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
+    rows, chunk = (descriptor_type(size, dim, name, 5) for size in (hopper_forward.ROWS, config.chunk))
+    types = dict(lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
