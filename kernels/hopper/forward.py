@@ -48,7 +48,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, width, number,
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], word)
     again = gl.allocate_shared_memory(gl.int32, [2, 1], word)
-    tile_full, tile_free, q_full, v_zeroed, walked = barrier_ring(2), barrier_ring(2), barrier_ring(2 * WARPGROUPS), barrier_ring(1), barrier_ring(1)
+    tile_full, tile_free, walked, q_full, v_zeroed = (
+        barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(2 * WARPGROUPS), barrier_ring(1))
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     # What the loading warp or TMA announces, and what all warpgroups do.
     ring_init(tile_full, 1)

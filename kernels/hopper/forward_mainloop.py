@@ -306,7 +306,7 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
     q.store(result)
     fence_async_shared()
     barrier()
-    batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(rows, ROWS)
+    batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(gl.maximum(rows, 0), ROWS)
     copy_out(out_desc, [batch, head, row + size, ROWS - size, 0], q_buffer)
     tma.store_wait(0)
     return walks
