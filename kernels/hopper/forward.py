@@ -20,9 +20,10 @@ from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_chunks, tma_ready
-from .config import HopperForwardConfig, hopper_forward_config
+from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend
+from .forward_merge import merge_parts, partial_results
 from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
@@ -33,12 +34,12 @@ REGISTERS = {2: 168, 3: 128}
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
-_NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group",
-            "q_len", "shift"]
+_NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group", "q_len", "shift", "whole", "splits"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, scale_log2,
+def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
+                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
@@ -64,7 +65,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, width, number,
     fence_async_shared()
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
-                queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), PARTS)
+                queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
+                partial_rows, partial_out, partial_lse, PARTS)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
@@ -101,10 +103,14 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     out, lse = empty_outputs(q, rows, in_place)
     plan = _plan(q.shape, k.shape, queue[1:], rows.number, rows.length, config, causal,
                  multiprocessors(q.device))
+    partial = partial_results(plan.split_tiles * plan.splits, ROWS * config.warpgroups, dim, q.device) if plan.split_tiles else (
+        queue.data, lse, lse)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
             (tma_chunks(q, ROWS), tma_chunks(k, config.chunk), tma_chunks(v, config.chunk), tma_chunks(out, ROWS)),
-            (lse, queue.data),
+            (lse, queue.data, *partial),
             (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
+    if plan.split_tiles:
+        merge_parts(partial, plan.splits, out, lse)
     return out, lse
 
 
@@ -119,6 +125,8 @@ class _Plan(NamedTuple):
     constants: dict
     options: dict
     key: tuple
+    split_tiles: int   # the last ones, into
+    splits: int        # parts
 
 
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
@@ -128,13 +136,14 @@ def _plan(q: Size, k: Size, queue: tuple[int, ...], number: int, length: int,
     batch, heads, q_len, dim = q
     kv_heads, kv_len = k[1:3]
     list_batch, list_heads, width = queue
-    # One program a tile. As many programs as multiprocessors, which take tile after tile (persistent ones), measured 1 % slower on an H200
-    # at 72 chunks a tile and 3 % slower at 144.
     parts = -(-length // (ROWS * config.warpgroups))
+    tiles = batch * heads * number * parts
+    split_tiles, splits = split(tiles, width, processors, causal)
     numbers = (width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch,
-               heads, heads // kv_heads, q_len, kv_len - q_len)
+               heads, heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles,
+               splits)
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
-    return _Plan((min(batch * heads * number * parts, processors), 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()))
+    return _Plan((min(tiles + split_tiles * (splits - 1), processors), 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()), split_tiles, splits)
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
@@ -143,4 +152,5 @@ def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:
-    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups])
+    # It may begin before the kernel before it ends, which writes the queue.
+    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups], launch_pdl=True)

@@ -6,10 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..lowering.chunks import ENTRY, HEADER
 from .gluon_compat import aggregate, barrier, copy_in
+from .inline_asm import wait_for_previous_kernel
 from .primitives import one_word, ring_arrive, ring_at, ring_free, ring_wait
 
 # Numbers of a tile in shared memory.
-FIELDS = gl.constexpr(6)
+FIELDS = gl.constexpr(9)
 
 
 @aggregate
@@ -39,6 +40,11 @@ class Work:
     heads: gl.tensor
     group: gl.tensor                       # query heads of a key/value head
     programs: gl.tensor                    # of the launch
+    whole: gl.tensor                       # tiles that are not split; those after them are
+    splits: gl.tensor                      # in so many parts of their lists
+    partial_rows: gl.tensor                # pointers, of each part: [at_head, row, rows, -],
+    partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
+    partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
     parts: gl.constexpr                    # tiles of a block
 
 
@@ -52,6 +58,9 @@ class Tile:
     full: gl.tensor            # number of full chunks
     partial: gl.tensor         # number of partial chunks
     list_row: gl.tensor        # which row of the lists is its own
+    full_before: gl.tensor     # full chunks that other parts of the list have
+    partial_before: gl.tensor
+    part: gl.tensor            # of all that are split; -1: it is whole
 
 
 @gluon.jit
@@ -60,7 +69,8 @@ def starts_of(work, tile):
     at the back, and behind the partial ones' numbers of tokens)"""
     all_rows = work.lists.to(gl.int64) * work.number
     starts = work.queue + HEADER + all_rows * ENTRY + tile.list_row.to(gl.int64) * work.width
-    return starts, starts + work.width, starts + work.width + all_rows * work.width
+    ends = starts + work.width - tile.partial_before
+    return starts + tile.full_before, ends, ends + all_rows * work.width
 
 
 @gluon.jit
@@ -69,7 +79,8 @@ def read_tile(work, n):
     ring_wait(work.tile_full, n, True)
     first = (n & 1) * FIELDS
     return Tile(_word(work.tiles.index(first), 4), _word(work.tiles.index(first + 1), 4), _word(work.tiles.index(first + 2), 4),
-                _word(work.tiles.index(first + 3), 4), _word(work.tiles.index(first + 4), 4), _word(work.tiles.index(first + 5), 4))
+                _word(work.tiles.index(first + 3), 4), _word(work.tiles.index(first + 4), 4), _word(work.tiles.index(first + 5), 4),
+                _word(work.tiles.index(first + 6), 4), _word(work.tiles.index(first + 7), 4), _word(work.tiles.index(first + 8), 4))
 
 
 @gluon.jit
@@ -94,17 +105,31 @@ def _scheduled(place, number, heads):
 def _take_tile(work, place):
     """The first tile from ``place`` on that has rows, for the loading warp; without rows where there is none."""
     ROWS: gl.constexpr = work.q.shape[0] // 2 * work.q.shape[4]
-    places = work.batches * work.heads * work.number * work.parts
-    tile = Tile(place, place, place * 0, place, place, place)
+    tiles = work.batches * work.heads * work.number * work.parts
+    places = work.whole + (tiles - work.whole) * work.splits
+    tile = Tile(place, place, place * 0, place, place, place, place, place, place)
     while (place < places) & (tile.rows <= 0):
-        # The parts of a block are neighbours: they read the same keys.
-        at_head, rank = _scheduled(place // work.parts, work.number, work.batches * work.heads)
+        late = place - work.whole
+        number = gl.where(late < 0, place, work.whole + late // work.splits)
+        # The tiles of a block are neighbours: they read the same keys.
+        at_head, rank = _scheduled(number // work.parts, work.number, work.batches * work.heads)
         head, batch = at_head % work.heads, at_head // work.heads
         first_row = (batch * work.list_batch + head // work.list_group) * work.number
         entry = work.queue + HEADER + (first_row + rank).to(gl.int64) * ENTRY
-        before = place % work.parts * ROWS
-        tile = Tile(at_head, gl.load(entry) + before, gl.load(entry + 1) - before, gl.load(entry + 2), gl.load(entry + 3),
-                    first_row + gl.load(entry + 4))
+        before = number % work.parts * ROWS
+        row, rows, full, partial = gl.load(entry) + before, gl.load(entry + 1) - before, gl.load(entry + 2), gl.load(entry + 3)
+        list_row = first_row + gl.load(entry + 4)
+        if late < 0:
+            tile = Tile(at_head, row, rows, full, partial, list_row, late * 0, late * 0, late * 0 - 1)
+        else:
+            gl.store(work.partial_rows + late * 4, at_head)
+            gl.store(work.partial_rows + late * 4 + 1, row)
+            gl.store(work.partial_rows + late * 4 + 2, rows)
+            share = late % work.splits
+            first, last = (full + partial) * share // work.splits, (full + partial) * (share + 1) // work.splits
+            full_first, partial_first = gl.minimum(first, full), gl.maximum(first - full, 0)
+            tile = Tile(at_head, row, rows, gl.minimum(last, full) - full_first, gl.maximum(last - full, 0) - partial_first, list_row,
+                        full_first, partial_first, late)
         if tile.rows <= 0:
             place = next_place(work)
     return tile
@@ -112,6 +137,7 @@ def _take_tile(work, place):
 
 @gluon.jit
 def next_place(work):
+    """Of what is not taken yet the first."""
     return gl.atomic_add(work.queue, 1, sem="relaxed") + work.programs
 
 
@@ -133,6 +159,9 @@ def _give_tile(work, n, tile, q_desc):
     _put(work.tiles.index(first + 3), tile.full)
     _put(work.tiles.index(first + 4), tile.partial)
     _put(work.tiles.index(first + 5), tile.list_row)
+    _put(work.tiles.index(first + 6), tile.full_before)
+    _put(work.tiles.index(first + 7), tile.partial_before)
+    _put(work.tiles.index(first + 8), tile.part)
     _put(work.again.index(n & 1), 0)
     barrier()
     ring_arrive(work.tile_full, n, True)
@@ -193,14 +222,15 @@ def walk_again(work, n, WARPS: gl.constexpr):
 def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
     """The loading partition: tile after tile its q and its list, and the list again if that is needed."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
+    # The queue is written by the kernel before, which may still run.
+    wait_for_previous_kernel()
     tile = _take_tile(work, program)
     n, uses = gl.to_tensor(0), gl.to_tensor(0)
     _give_tile(work, n, tile, q_desc)
     while tile.rows > 0:
-        # Asked for before the list, so that the answers are here after it.
-        following = _take_tile(work, next_place(work))
         _load_list(work, tile, uses, k_desc, v_desc, CAUSAL)
         uses += tile.full + tile.partial
+        following = _take_tile(work, next_place(work))
         _give_tile(work, n + 1, following, q_desc)
         if OPTIMISTIC:
             if walk_again(work, n, 1):

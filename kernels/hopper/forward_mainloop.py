@@ -298,15 +298,20 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         acc, row_max, row_sum = _walk(work, tile, first, q, group, shift, scale_log2, every, True, CAUSAL, OVERLAP)
 
     result, row_lse = _finish_softmax(acc, row_max, row_sum, s_rows, o_rows)
-    result = result.to(work.q.dtype)
     offsets = gl.arange(0, ROWS, layout=s_rows)
-    gl.store(lse + tile.at_head.to(gl.int64) * q_len + row + offsets, row_lse, mask=offsets < rows)
-    # The result goes out through q's memory, which no warp may still be reading.
-    barrier()
-    q.store(result)
-    fence_async_shared()
-    barrier()
-    batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(gl.maximum(rows, 0), ROWS)
-    copy_out(out_desc, [batch, head, row + size, ROWS - size, 0], q_buffer)
-    tma.store_wait(0)
+    if tile.part < 0:
+        gl.store(lse + tile.at_head.to(gl.int64) * q_len + row + offsets, row_lse, mask=offsets < rows)
+        # The result goes out through q's memory, which no warp may still be reading.
+        barrier()
+        q.store(result.to(work.q.dtype))
+        fence_async_shared()
+        barrier()
+        batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(gl.maximum(rows, 0), ROWS)
+        copy_out(out_desc, [batch, head, row + size, ROWS - size, 0], q_buffer)
+        tma.store_wait(0)
+    else:
+        first_row = (tile.part * (work.q.shape[0] // 2) + group) * ROWS
+        gl.store(work.partial_lse + first_row + offsets, row_lse)
+        places = gl.arange(0, ROWS, layout=o_rows)[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
+        gl.store(work.partial_out + first_row.to(gl.int64) * D + places, result)
     return walks

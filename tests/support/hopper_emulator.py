@@ -241,7 +241,7 @@ def lazy_rescale(row_max, own):
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    tma_writes_done=lambda: store_wait(), prefetch=lambda pointer, size: None,
+    tma_writes_done=lambda: store_wait(), wait_for_previous_kernel=lambda: None, prefetch=lambda pointer, size: None,
     clear_rows=lambda x, factor: torch.where(factor == 0, 0.0, x), sum_lanes=lambda *x: torch.stack([part.sum(1) for part in x], 1))
 
 
@@ -254,8 +254,11 @@ def load(pointer, mask=None, other=None, volatile=False):
     return pointer.data[int(pointer.offset)].clone()
 
 
-def store(pointer, x, mask):
-    mask = mask.expand(x.shape)
+def store(pointer, x, mask=None):
+    if x.dim() == 0:
+        pointer.data[int(pointer.offset)] = x
+        return
+    mask = torch.ones(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
     pointer.data[pointer.offset[mask]] = x[mask]
 
 
@@ -274,7 +277,7 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, **constants):
+        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, launch_pdl=False, **constants):
             device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()) if
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
 

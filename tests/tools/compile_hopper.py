@@ -54,7 +54,7 @@ def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bo
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
     constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
     rows, chunk = (descriptor_type(size, dim, name, 5) for size in (hopper_forward.ROWS, config.chunk))
-    types = dict(lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
+    types = dict(lse="*fp32", queue="*i32", partial_rows="*i32", partial_out="*fp32", partial_lse="*fp32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
