@@ -1,8 +1,9 @@
 """Hopper forward kernel: one warp brings tiles in by TMA, warpgroups of 64 query rows each multiply and take softmax.
 
-A program owns the query rows of two or three warpgroups, all of one block, the blocks with the longest lists first, and iterates over the
-chunks of keys that the block attends to: first the partial ones, which a ragged tail or the causal diagonal cuts, one at a time, then the
-full ones, where the scores of the next chunk are computed while the values of this one are added up.
+As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
+longest lists first. What a tile begins with is brought in while the one before ends. A tile iterates over the chunks of keys that its
+block attends to: first the full ones, then the partial ones, which a ragged tail cuts; the scores of the next chunk are computed while the
+values of this one are added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
 """
 
 from functools import lru_cache
@@ -28,7 +29,7 @@ from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 # Registers at entry: the file holds 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1, as warps are counted in fours. Then
-# warp_specialize gives the loading warp 24, and the multiplying ones 240 or 160.
+# warp_specialize gives the loading warp 40 or 32, and the multiplying ones 232 or 160.
 REGISTERS = {2: 168, 3: 128}
 
 
@@ -86,8 +87,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
                    config: HopperForwardConfig | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128. benchmark/tune.py tries other configs.
 
-    ``in_place``: out may take q's memory. A warpgroup has its 64 rows in shared memory before it multiplies, and writes at its end the
-    ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
+    ``in_place``: out may take q's memory. A warpgroup has its rows in shared memory before it multiplies, and writes the same ones at its
+    end, or, of a list in parts, when all of them are done.
     """
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     batch, heads, q_len, dim = q.shape
@@ -101,14 +102,14 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
     queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)
-    plan = _plan(q.shape, k.shape, queue[1:], rows.number, rows.length, config, causal,
-                 multiprocessors(q.device))
-    partial = partial_results(plan.split_tiles * plan.splits, ROWS * config.warpgroups, dim, q.device) if plan.split_tiles else (
-        queue.data, lse, lse)
+    plan = _plan(q.shape, k.shape, queue[1:], rows.number, rows.length, config, causal, multiprocessors(q.device))
+    # Where no list is split anything else stands for them.
+    partial = (queue.data, lse, lse)
+    if plan.split_tiles:
+        partial = partial_results(plan.split_tiles * plan.splits, ROWS * config.warpgroups, dim, q.device)
     _launch((q.get_device(), q.dtype, plan.key), plan.grid,
             (tma_chunks(q, ROWS), tma_chunks(k, config.chunk), tma_chunks(v, config.chunk), tma_chunks(out, ROWS)),
-            (lse, queue.data, *partial),
-            (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
+            (lse, queue.data, *partial), (*plan.numbers, scale * LOG2E), plan.constants, plan.options)
     if plan.split_tiles:
         merge_parts(partial, plan.splits, out, lse)
     return out, lse
@@ -131,19 +132,19 @@ class _Plan(NamedTuple):
 
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
-def _plan(q: Size, k: Size, queue: tuple[int, ...], number: int, length: int,
-          config: HopperForwardConfig, causal: bool, processors: int) -> _Plan:
+def _plan(q: Size, k: Size, queue: tuple[int, ...], number: int, length: int, config: HopperForwardConfig, causal: bool,
+          processors: int) -> _Plan:
     batch, heads, q_len, dim = q
     kv_heads, kv_len = k[1:3]
     list_batch, list_heads, width = queue
     parts = -(-length // (ROWS * config.warpgroups))
     tiles = batch * heads * number * parts
     split_tiles, splits = split(tiles, width, processors, causal)
-    numbers = (width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch,
-               heads, heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles,
-               splits)
+    numbers = (width, number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
+               heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits)
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
-    return _Plan((min(tiles + split_tiles * (splits - 1), processors), 1, 1), numbers, fixed, options(config), (fit(numbers), *fixed.values()), split_tiles, splits)
+    grid = min(tiles + split_tiles * (splits - 1), processors), 1, 1
+    return _Plan(grid, numbers, fixed, options(config), (fit(numbers), *fixed.values()), split_tiles, splits)
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
@@ -152,5 +153,5 @@ def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:
-    # It may begin before the kernel before it ends, which writes the queue.
+    # Programs may begin before the kernel before them, which writes the queue, has ended.
     return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups], launch_pdl=True)
