@@ -1,4 +1,4 @@
-"""What a program of the Hopper forward works on, and its loading partition: one warp that takes tiles of rows and brings in what they need."""
+"""What a program of the Hopper forward works on, and its loading partition: a warp that takes tiles of rows and brings in what they need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,8 +65,8 @@ class Tile:
 
 @gluon.jit
 def starts_of(work, tile):
-    """(pointer to the first tokens of a tile's full chunks, which stand at the front; pointers behind those of the partial ones, which stand
-    at the back, and behind the partial ones' numbers of tokens)"""
+    """(pointer to the first tokens of a tile's full chunks, which stand at the front; pointers behind those of the partial ones, which
+    stand at the back, and behind the partial ones' numbers of tokens)"""
     all_rows = work.lists.to(gl.int64) * work.number
     starts = work.queue + HEADER + all_rows * ENTRY + tile.list_row.to(gl.int64) * work.width
     ends = starts + work.width - tile.partial_before

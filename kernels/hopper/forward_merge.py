@@ -15,8 +15,8 @@ FIELDS = tl.constexpr(4)
 
 
 def partial_results(parts: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4]: batch * heads + head, first row, rows; out float32 [parts, rows, dim];
-    lse float32 [parts, rows])."""
+    """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4] with batch * heads + head, first row and rows of each; out, float32
+    [parts, rows, dim]; lse, float32 [parts, rows])."""
     return (torch.empty(parts, FIELDS.value, dtype=torch.int32, device=device),
             torch.empty(parts, rows, dim, dtype=torch.float32, device=device),
             torch.empty(parts, rows, dtype=torch.float32, device=device))

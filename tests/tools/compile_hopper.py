@@ -33,8 +33,8 @@ SPILLS = 2304
 # The backward's loop at head_dim 128, of some 330 instructions. Triton 3.9 reloads more of it in float16, which will cost time.
 RELOADS = 18
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# A forward of three warpgroups, in the second walk's loops. From Triton 3.8 on one of them reloads more in the loop over partial chunks, and
-# up to six words in the one over full chunks.
+# A forward of three warpgroups, in the second walk's loops. From Triton 3.8 on one of them reloads more in the loop over partial chunks,
+# and up to six words in the one over full chunks.
 RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 4
 # One under a causal mask, in the loop over partial chunks, of which there are few.
 RELOADS_OF_CAUSAL_FORWARD = 8
