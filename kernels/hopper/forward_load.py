@@ -1,4 +1,4 @@
-"""What a program of the Hopper forward works on, and its loading partition: a warp that takes tiles of rows and brings in what they need."""
+"""What a program of the Hopper forward works on, and its loading partition: a warp that takes tiles and brings in what they need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -189,26 +189,32 @@ def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
 
 
 @gluon.jit
-def _load_partial(work, tile, first, k_desc, v_desc):
-    _, starts, sizes = starts_of(work, tile)
+def _load_list(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """K and V of the chunks ``begin`` to ``end`` of a tile, the first chunk of which is the ``first`` use of their rings.
+
+    Partial ones come last, but first under a causal mask.
+    """
+    CHUNK: gl.constexpr = work.k.shape[4]
     batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
-    for i in range(tile.partial):
-        _load_chunk(work, first + i, batch, head, gl.load(starts - 1 - i), gl.load(sizes - 1 - i), k_desc, v_desc)
+    starts, partial_starts, partial_sizes = starts_of(work, tile)
+    for i in range(begin, end):
+        full, partial = i, i - tile.full
+        if CAUSAL:
+            full, partial = i - tile.partial, i
+        size = gl.to_tensor(CHUNK)
+        if (full >= 0) & (full < tile.full):
+            start = gl.load(starts + full)
+        else:
+            start, size = gl.load(partial_starts - 1 - partial), gl.load(partial_sizes - 1 - partial)
+        _load_chunk(work, first + i, batch, head, start, size, k_desc, v_desc)
 
 
 @gluon.jit
-def _load_list(work, tile, first, k_desc, v_desc, CAUSAL: gl.constexpr):
-    """K and V of every chunk from the ``first`` use of their rings on, partial ones last, but first under a causal mask."""
-    CHUNK: gl.constexpr = work.k.shape[4]
-    batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
-    starts, _, _ = starts_of(work, tile)
-    if CAUSAL:
-        _load_partial(work, tile, first, k_desc, v_desc)
-        first = first + tile.partial
-    for i in range(tile.full):
-        _load_chunk(work, first + i, batch, head, gl.load(starts + i), CHUNK, k_desc, v_desc)
-    if not CAUSAL:
-        _load_partial(work, tile, first + tile.full, k_desc, v_desc)
+def loaded_ahead(work, tile):
+    """Of how many chunks of the next tile the loading warp brings in K and V before it knows whether this one's list is walked again: as many
+    as there are stages for while nothing of them is used."""
+    STAGES: gl.constexpr = work.k.shape[0]
+    return gl.where(tile.rows > 0, gl.minimum(tile.full + tile.partial, STAGES - 1), 0)
 
 
 @gluon.jit
@@ -227,14 +233,20 @@ def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
     tile = _take_tile(work, program)
     n, uses = gl.to_tensor(0), gl.to_tensor(0)
     _give_tile(work, n, tile, q_desc)
+    ahead = gl.to_tensor(0)
     while tile.rows > 0:
-        _load_list(work, tile, uses, k_desc, v_desc, CAUSAL)
-        uses += tile.full + tile.partial
+        chunks = tile.full + tile.partial
+        _load_list(work, tile, uses, ahead, chunks, k_desc, v_desc, CAUSAL)
         following = _take_tile(work, next_place(work))
         _give_tile(work, n + 1, following, q_desc)
+        uses = uses + chunks
         if OPTIMISTIC:
+            ahead = loaded_ahead(work, following)
+            _load_list(work, following, uses, 0, ahead, k_desc, v_desc, CAUSAL)
             if walk_again(work, n, 1):
-                _load_list(work, tile, uses, k_desc, v_desc, CAUSAL)
-                uses += tile.full + tile.partial
+                # The warpgroups drop what came too early.
+                _load_list(work, tile, uses + ahead, 0, chunks, k_desc, v_desc, CAUSAL)
+                uses = uses + ahead + chunks
+                ahead = gl.to_tensor(0)
         tile = following
         n += 1

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
-from .forward_load import read_tile, starts_of, walk_again
+from .forward_load import loaded_ahead, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
 from .inline_asm import lazy_rescale, scheduling_fence
 from .primitives import (
@@ -224,11 +224,19 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
 
 
 @gluon.jit
-def _idle(work, tile, first):
-    """What a warpgroup does that has no rows of a tile: lets every chunk go, so that the others need not know."""
-    for i in range(first, first + tile.partial + tile.full):
+def _let_go(work, first, end):
+    """Lets the chunks from the ``first`` use of the rings on go unused, so that the other warpgroups and the loading warp need not know."""
+    for i in range(first, end):
         ring_wait(work.k_full, i, True)
         ring_arrive(work.done, i, True)
+
+
+@gluon.jit
+def _begin_again(work, n, used):
+    """Where in the rings the second walk over the ``n``-th tile's list begins, when its chunks and those before had ``used`` of their uses."""
+    first = used + loaded_ahead(work, read_tile(work, n + 1))
+    _let_go(work, used, first)
+    return first
 
 
 @gluon.jit
@@ -239,22 +247,24 @@ def attend(work, group: gl.constexpr, lse, out_desc, q_len, shift, scale_log2, C
     n, uses = gl.to_tensor(0), gl.to_tensor(0)
     tile = read_tile(work, n)
     while tile.rows > 0:
-        walks = gl.to_tensor(1)
         at = (n & 1) * WARPGROUPS + group
         mbarrier.wait(work.q_full.index(at), (n >> 1) & 1)
         if CAUSAL or tile.rows > group * work.q.shape[4]:
-            walks = _attend(work, tile, n, uses, group, work.q.index(at), lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)
+            uses = _attend(work, tile, n, uses, group, work.q.index(at), lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)
         else:
-            _idle(work, tile, uses)
+            # It has no rows of this tile.
+            chunks = tile.full + tile.partial
+            _let_go(work, uses, uses + chunks)
+            uses = uses + chunks
             if OPTIMISTIC:
                 ring_arrive(work.walked, n, True)
                 if walk_again(work, n, 4):
-                    _idle(work, tile, uses + tile.partial + tile.full)
-                    walks = gl.to_tensor(2)
+                    again = _begin_again(work, n, uses)
+                    _let_go(work, again, again + chunks)
+                    uses = again + chunks
         # All of its warps.
         barrier()
         ring_arrive(work.tile_free, n, True)
-        uses += walks * (tile.partial + tile.full)
         n += 1
         tile = read_tile(work, n)
 
@@ -262,7 +272,7 @@ def attend(work, group: gl.constexpr, lse, out_desc, q_len, shift, scale_log2, C
 @gluon.jit
 def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, q_len, shift, scale_log2, CAUSAL: gl.constexpr,
             OVERLAP: gl.constexpr):
-    """A warpgroup's 64 rows of its program's ``n``-th tile: how often it walked over the list.
+    """A warpgroup's 64 rows of its program's ``n``-th tile: how many uses of the rings there were then, ``first`` of them before.
 
     In bfloat16 optimistically: a row's weights are measured from its largest score in the first chunk. As one of the
     scores is 0 then, the weights that count do not underflow; bfloat16 and float32 hold those of up to 2 ** 127, so that only scores of far
@@ -279,7 +289,8 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     q = matrix(q_buffer)
     row, rows = tile.row + group * ROWS, tile.rows - group * ROWS
-    walks = gl.to_tensor(1)
+    chunks = tile.full + tile.partial
+    uses = first + chunks
     every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
     if OPTIMISTIC:
         acc, row_max, row_sum = _walk(work, tile, first, q, group, shift, scale_log2, every, False, CAUSAL, OVERLAP)
@@ -291,9 +302,9 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         ring_arrive(work.walked, n, True)
         if walk_again(work, n, 4):
             # Rows that did not fail get the same bits again: what a row is does not depend on its neighbours.
-            acc, row_max, row_sum = _walk(work, tile, first + tile.partial + tile.full, q, group, shift, scale_log2, failed, True, CAUSAL,
-                                          OVERLAP)
-            walks = gl.to_tensor(2)
+            again = _begin_again(work, n, uses)
+            acc, row_max, row_sum = _walk(work, tile, again, q, group, shift, scale_log2, failed, True, CAUSAL, OVERLAP)
+            uses = again + chunks
     else:
         acc, row_max, row_sum = _walk(work, tile, first, q, group, shift, scale_log2, every, True, CAUSAL, OVERLAP)
 
@@ -314,4 +325,4 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         gl.store(work.partial_lse + first_row + offsets, row_lse)
         places = gl.arange(0, ROWS, layout=o_rows)[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
         gl.store(work.partial_out + first_row.to(gl.int64) * D + places, result)
-    return walks
+    return uses
