@@ -27,7 +27,7 @@ _ROUNDS_MATTER = 1.05
 
 @lru_cache
 def hopper_forward_config(
-    head_dim: int, q_block: int, kv_block: int, causal: bool, optimistic: bool = False, blocks: int = 0, processors: int = 1,
+    head_dim: int, q_block: int, kv_block: int, causal: bool, optimistic: bool = False, blocks: int = 0, processors: int = 1
 ) -> HopperForwardConfig:
     """The one of the Hopper forward. ``q_block`` and ``kv_block`` are the longest blocks in tokens. ``optimistic``: a loop
     without maxima, as in bfloat16. ``blocks``: query blocks of all heads and batch elements, on so many multiprocessors.
@@ -43,9 +43,10 @@ def hopper_forward_config(
     are taken where counting rounds says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where
     programs are many.
     """
-    def rounds(rows: int) -> int:
-        """Rows that a multiprocessor takes, one program after another."""
-        return -(-blocks * -(-q_block // rows) // processors) * rows
+    def rounds(rows: int) -> float:
+        """Rows that a multiprocessor takes, one tile after another, the last ones of which may be split."""
+        whole, rest = divmod(blocks * -(-q_block // rows), processors)
+        return (whole + (1 / (processors // rest) if rest else 0)) * rows
 
     three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
     three = three and rounds(192) <= _ROUNDS_MATTER * _TWO_OVER_THREE[head_dim, optimistic] * rounds(128)
@@ -53,3 +54,15 @@ def hopper_forward_config(
     overlap = optimistic or (three if head_dim == 64 else not three)
     # 128 KiB of K and V.
     return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+
+
+# Chunks that a part of a list has at least, and rounds after which a last one that is partly idle is no loss.
+_SHORTEST_PART, _MANY_ROUNDS = 6, 40
+
+
+def split(tiles: int, chunks: int, processors: int, causal: bool) -> tuple[int, int]:
+    """(how many tiles, the last of a launch, are split; into how many parts of their lists), so that no multiprocessor is idle while others
+    take the last ones. ``chunks``: of the longest list. (0, 1) where nothing is gained; causal ones are not split."""
+    rest = tiles % processors
+    parts = min(processors // rest, chunks // _SHORTEST_PART) if rest and not causal and tiles < _MANY_ROUNDS * processors else 1
+    return (rest, parts) if parts > 1 else (0, 1)

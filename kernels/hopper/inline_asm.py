@@ -132,3 +132,9 @@ def prefetch(pointer, size):
     gl.inline_asm_elementwise("{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
                               "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, lane; }", "=r,l,r",
                               [pointer.to(gl.int64), gl.to_tensor(size)], gl.int32, False, 1)
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    """In a kernel launched with ``launch_pdl``, which may begin before the one before it ends: waits for all that it writes."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ssta.kernels.device import DeviceLimits
-from ssta.kernels.hopper.config import hopper_forward_config
+from ssta.kernels.hopper.config import hopper_forward_config, split
 from ssta.kernels.portable import measured
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 
@@ -18,6 +18,14 @@ def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_mult
     chosen = hopper_forward_config(head_dim, block, block, False, True, blocks=heads * tokens // block, processors=132)
     assert chosen.warpgroups == warpgroups and hopper_forward_config(head_dim, block, block, False, True).warpgroups == 3
     assert hopper_forward_config(head_dim, block, block, True, blocks=heads * tokens // block, processors=132).warpgroups == 2
+
+
+@pytest.mark.parametrize("tiles, chunks, expected", [
+    (60, 72, (60, 2)), (90, 36, (0, 1)), (132, 72, (0, 1)), (144, 24, (12, 4)), (3840, 24, (12, 4)), (60, 11, (0, 1)),
+    (132 * 40 + 60, 72, (0, 1))])
+def test_the_last_tiles_are_split_where_multiprocessors_would_idle(tiles, chunks, expected):
+    """Into as many parts as there are multiprocessors for, none of them too short to pay, and not after many rounds."""
+    assert split(tiles, chunks, 132, False) == expected and split(tiles, chunks, 132, True) == (0, 1)
 
 
 GPU = "NVIDIA GeForce RTX 4090"

@@ -33,28 +33,29 @@ SPILLS = 2304
 # The backward's loop at head_dim 128, of some 330 instructions. Triton 3.9 reloads more of it in float16, which will cost time.
 RELOADS = 18
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# A forward of three warpgroups. From Triton 3.8 on one of them reloads more in the loop over partial chunks, of which there are few, and up
-# to six words in the one over full chunks.
-RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 2
-# One under a causal mask, at head_dim 64 and in the second walk's loop over partial chunks.
-RELOADS_OF_CAUSAL_FORWARD = 1 if VERSION >= (3, 9) else 0
+# A forward of three warpgroups, in the second walk's loops. From Triton 3.8 on one of them reloads more in the loop over partial chunks,
+# and up to six words in the one over full chunks.
+RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 4
+# One under a causal mask, in the loop over partial chunks, of which there are few.
+RELOADS_OF_CAUSAL_FORWARD = 8
 RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
 # Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few partial iterations need.
 RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0, 128: RELOADS}
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
-def descriptor_type(rows: int, dim: int, name: str) -> str:
-    """The type of a descriptor of [1, 1, rows, dim] tiles."""
-    shape = [1, 1, rows, dim]
+def descriptor_type(rows: int, dim: int, name: str, axes: int = 4) -> str:
+    """The type of a descriptor of [1, ..., rows, dim] tiles."""
+    shape = [*[1] * (axes - 2), rows, dim]
     return f"tensordesc<{name}{shape},{gl.NVMMASharedLayout.get_default_for(shape, DTYPES[name])!r}>"
 
 
 def compile_forward(dim: int, config: HopperForwardConfig, name: str, causal: bool) -> tuple[int, str, int]:
     """(bytes of shared memory, ptxas' report, ``reloads``) of one configuration of the forward kernel."""
     constants = hopper_forward.constants(dim, config) | dict(CAUSAL=causal, PARTS=3)
-    rows, chunk = (descriptor_type(size, dim, name) for size in (hopper_forward.ROWS, config.chunk))
-    types = dict(out=f"*{name}", lse="*fp32", queue="*i32", scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
+    rows, chunk = (descriptor_type(size, dim, name, 5) for size in (hopper_forward.ROWS, config.chunk))
+    types = dict.fromkeys(("queue", "partial_rows"), "*i32") | dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32")
+    types |= dict(scale_log2="fp32", q_desc=rows, k_desc=chunk, v_desc=chunk, out_desc=rows)
     return report(hopper_forward._forward_kernel, types, constants, hopper_forward.options(config))
 
 
