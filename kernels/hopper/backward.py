@@ -2,8 +2,9 @@
 
 A program takes tiles of 128 keys of one block and iterates over the chunks of 64 queries that attend to each. One warp brings q and dO in
 by TMA. Two warpgroups of 64 keys each recompute P, transposed, and sum dK and dV in registers; what they leave in shared memory of dS a
-third warpgroup multiplies by K, while they go on with the next chunk, and adds by TMA to dQ in global memory, float32. Where dQ must be
-deterministic, two more warps do that, in the order that dq_schedule gives, held by a semaphore for each chunk of dQ.
+third warpgroup multiplies by K, while they go on with the next chunk, and adds from registers to dQ in global memory, float32. Where dQ
+must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for each chunk of dQ, and two more warps move the
+semaphores on when additions are written.
 """
 
 import torch
@@ -23,7 +24,7 @@ from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import tma_ready, tma_tiles
 from .backward_iterator import Lists
-from .backward_partitions import Gradient, add_dq, compute_dk_dv, compute_dq, fill_selector, load
+from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, fill_selector, load, wait_turn
 from .backward_smem import Work
 from .primitives import barrier_ring, ring_init
 from .spin_timeouts import counter, spin_timeouts
@@ -42,14 +43,17 @@ _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "l
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
+def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
                      spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, scale_log2, scale,
-                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
-                     MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
+                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+                     DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
+    # A number is read at most so many iterations after it is stored: STAGES in q, two in dS, one and ANNOUNCED in dQ.
+    NUMBERS: gl.constexpr = 16
+    ANNOUNCED: gl.constexpr = 4
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first = gl.program_id(0)
@@ -66,23 +70,26 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
     lse_dpsum = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], lse_dpsum_desc.layout)
+    slot_ring = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], numbers)
+    lock_ring = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], numbers)
     sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
     limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
     selector = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16],
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
-    ds = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
-    dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, QUERIES, 64], dq_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
     k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    ds_full, ds_empty = barrier_ring(2), barrier_ring(2)
-    dq_full, dq_empty = barrier_ring(DQ_STAGES), barrier_ring(DQ_STAGES)
+    ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
+    told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
     # What TMA, one warp or the dQ warpgroup announces.
     ring_init(k_full, 1)
     ring_init(v_full, 1)
     ring_init(q_full, 1)
     ring_init(do_full, 1)
     ring_init(ds_empty, 1)
+    ring_init(told, 1)
+    ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
     # What both multiplying warpgroups do.
@@ -94,8 +101,8 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, lse_dpsum, sizes, limits, selector, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, q_empty,
-                ds_full, ds_empty, dq_full, dq_empty, zeroed, tiles, first)
+    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
+                do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
     to_dk = Gradient(dk_desc, dk, dk_batch, dk_head, dk_row)
@@ -104,17 +111,18 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc,
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, lists, dq_desc, D)),
-            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum, PARTIAL_QUERIES)),
-            (add_dq, (work, lists, dq_desc, dq_semaphore, spin_timeouts, 0, D)),
-            (add_dq, (work, lists, dq_desc, dq_semaphore, spin_timeouts, 1, D)),
-        ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
+            (compute_dq, (work, dq_accum, D, True)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts)),
+            (announce_dq, (work, dq_semaphore, 0)),
+            (announce_dq, (work, dq_semaphore, 1)),
+        ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, lists, dq_desc, D)),
-            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, None, PARTIAL_QUERIES)),
+            (compute_dq, (work, dq_accum, D, False)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
 
@@ -154,7 +162,6 @@ def hopper_backward(
     _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs or number, 1, 1),
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
-             Tiles(accum.dq_accum, ("dq", accum.dq_accum.shape), _dq_desc),
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
             (dk, dv, dq_semaphore, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
              plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
@@ -168,31 +175,16 @@ _launch = QuickLaunch(_backward_kernel)
 
 
 def constants(dim: int, deterministic: bool) -> dict:
-    """The kernel's shape for a head_dim: stages of q and dO, of dQ, and the partitions' registers.
-
-    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Deterministic, beside 29.6 without
-    an order: one adding warp 32.4, two 30.8, because a warp waits until each addition is written (before lists were rotated by the clock,
-    see dq_schedule). With two: dQaccum brought into L2 ahead 30.8, not ahead 33.6. Without an order the latter changes nothing.
-    """
+    """The kernel's shape for a head_dim: stages of q and dO, and the partitions' registers."""
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
-    # Deterministic, as many as fit beside the rest; else those of one iteration, which the dQ warpgroup itself fills again.
-    dq_stages = (3 if dim == 128 else 4) if deterministic else dim // 64
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DQ_STAGES=dq_stages, DETERMINISTIC=deterministic,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=4 if deterministic else 2,
+                DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 
 def _has_partial(axis: Partition, size: int) -> bool:
     """Whether there are chunks of fewer than ``size`` tokens."""
     return not (axis.uniform and axis.length % size == 0 and axis.tokens % size == 0)
-
-
-DQ_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
-
-
-def _dq_desc(x: Tensor) -> TensorDescriptor:
-    """x [B, H, slots, QUERIES, D] as TMA sees it: 64 columns of one slot after another."""
-    flat = x.flatten(0, 2)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 64], DQ_LAYOUT)
 
 
 LSE_DPSUM_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)

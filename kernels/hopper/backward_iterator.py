@@ -65,22 +65,19 @@ def tile_field(work, tile, field):
 
 
 @gluon.jit
-def before_first_iteration(lists, work, tile, offset, step):
-    """What stands ``step`` chunks before the chunk ``offset`` of the tile's."""
+def before_first_iteration(lists, work, tile):
+    """What stands before the tile's first chunk."""
     none = gl.to_tensor(0)
     return Iteration(tile_field(work, tile, BATCH), tile_field(work, tile, HEAD) * lists.group, tile_field(work, tile, BLOCK),
                      tile_field(work, tile, PART), tile_field(work, tile, ROTATION), none - 1, none, none, none - 1,
-                     none + offset - step, none, none, none, none, none)
+                     none - 1, none, none, none, none, none)
 
 
 @gluon.jit
-def next_iteration(lists, at, step, QUERIES: gl.constexpr, LOCKED: gl.constexpr):
-    """The iteration ``step`` chunks after ``at``; past the last one, something that may be read but means nothing.
-
-    LOCKED: its lock value is wanted.
-    """
+def next_iteration(lists, at, QUERIES: gl.constexpr):
+    """The iteration after ``at``, which is not the last one."""
     q_head, skipped, count, entry = at.q_head, at.skipped, at.count, at.entry
-    chunk, chunks, start, size, slot, lock_value = at.chunk + step, at.chunks, at.start, at.size, at.slot, at.lock_value
+    chunk, chunks, start, size, slot, lock_value = at.chunk + 1, at.chunks, at.start, at.size, at.slot, at.lock_value
     while (chunk >= chunks) & (q_head < lists.group):
         chunk = chunk - chunks
         chunks = gl.to_tensor(0)
@@ -103,7 +100,7 @@ def next_iteration(lists, at, step, QUERIES: gl.constexpr, LOCKED: gl.constexpr)
                 start, size = gl.load(lists.q_starts + bound), gl.load(lists.q_sizes + bound)
             chunks = gl.maximum(size + QUERIES - 1, 0) // QUERIES
             slot = (at.batch * lists.heads + head) * lists.slots + start // QUERIES + q_block
-            if LOCKED:
+            if lists.deterministic:
                 row = (at.batch.to(gl.int64) * lists.heads + head) * lists.blocks + at.block
                 lock_value = gl.load(lists.lock_values + (row * lists.parts + at.part) * lists.width + place)
         else:

@@ -1,4 +1,4 @@
-"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that add dQ up."""
+"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that announce dQ."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
-from .gluon_compat import aggregate, barrier, copy_add, copy_in, copy_out
-from .inline_asm import multiply_pairs, prefetch, rematerialise, round_pairs, tma_writes_done
-from .primitives import matrix, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
+from .gluon_compat import aggregate, barrier, copy_in, copy_out
+from .inline_asm import add_words, multiply_pairs, release_fence, rematerialise, round_pairs
+from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
 # without waiting, and counts that.
@@ -33,12 +33,9 @@ class Gradient:
 
 
 @gluon.jit
-def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum, PARTIAL_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk.
-
-    Into L2 also what of dQ is summed up so far (``dq_accum``; None where additions have no order): an addition is written sooner there,
-    and the next program waits for that.
-    """
+def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk, and the
+    numbers that go with it."""
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
@@ -51,23 +48,23 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum,
         ring_free(work.k_empty, number)
         mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
         copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
-        at = before_first_iteration(lists, work, tile, 0, 1)
+        at = before_first_iteration(lists, work, tile)
         for i in range(done, done + iterations):
-            at = next_iteration(lists, at, 1, QUERIES, False)
+            at = next_iteration(lists, at, QUERIES)
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
             ring_free(work.q_empty, i)
-            if dq_accum is not None:
-                words = QUERIES * work.q.shape[4]
-                prefetch(dq_accum + (at.slot + at.chunk).to(gl.int64) * words, words * 4)
-            if PARTIAL_QUERIES or lists.causal:
-                layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-                size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)
-                store_size(work, i, gl.full([1], size, gl.int32, layout))
-                if lists.causal:
-                    store_limit(work, i, gl.full([1], start + lists.shift - row, gl.int32, layout))
-                # Those who wait for q must find the numbers that go with it too.
-                barrier()
+            store_number(work.slots, i, at.slot + at.chunk)
+            if lists.deterministic:
+                store_number(work.lock_values, i, at.lock_value)
+            if PARTIAL_QUERIES:
+                store_number(work.sizes, i, gl.minimum(at.size - at.chunk * QUERIES, QUERIES))
+            if lists.causal:
+                store_number(work.limits, i, start + lists.shift - row)
+            # Those who wait for q must find the numbers that go with it too.
+            barrier()
+            if lists.deterministic:
+                ring_arrive(work.told, i)
             q_full = ring_at(work.q_full, i)
             mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
@@ -80,21 +77,15 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum,
 
 
 @gluon.jit
-def store_size(work, i, size):
-    """For iteration ``i``; tests/tools/sanitize.py knows what this stores by this function's name."""
-    ring_at(work.sizes, i).store(size)
+def store_number(ring, i, number):
+    """For iteration ``i``, by a partition of one warp; tests/tools/sanitize.py knows what this stores by this function's name."""
+    ring_at(ring, i).store(gl.full([1], number, gl.int32, one_word(1)))
 
 
 @gluon.jit
-def store_limit(work, i, limit):
-    """As ``store_size``."""
-    ring_at(work.limits, i).store(limit)
-
-
-@gluon.jit
-def _read_number(ring, i):
-    """The number that ``store_size`` or ``store_limit`` left, in a multiplying partition."""
-    return gl.max(ring_at(ring, i).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+def _read_number(ring, i, WARPS: gl.constexpr):
+    """The number that ``store_number`` left, in a partition of so many warps."""
+    return gl.max(ring_at(ring, i).load(one_word(WARPS)), axis=0)
 
 
 @gluon.jit
@@ -128,7 +119,7 @@ def _wait_q(work, i, zeroed, group: gl.constexpr, PARTIAL_QUERIES: gl.constexpr)
     QUERIES: gl.constexpr = work.q.shape[3]
     ring_wait(work.q_full, i)
     if PARTIAL_QUERIES:
-        size = _read_number(work.sizes, i)
+        size = _read_number(work.sizes, i, 4)
         if size < QUERIES:
             ring_wait(work.do_full, i)
             zero_rows(matrix(ring_at(work.q, i)), size, group, 2, False)
@@ -169,7 +160,7 @@ def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2,
         scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     if CAUSAL:
         KEYS: gl.constexpr = zero.shape[0]
-        limit = _read_number(work.limits, i) - group * KEYS
+        limit = _read_number(work.limits, i, 4) - group * KEYS
         if limit < KEYS - 1:
             keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
             queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
@@ -263,96 +254,90 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
 
 @gluon.jit
-def compute_dq(work, lists, dq_desc, D: gl.constexpr):
-    """The dQ partition: dS^T K of every iteration, 64 columns at a time, left in shared memory, and where additions have no order added up
-    from there at once."""
+def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
+    dq_accum.Accum has it. Deterministic, when it is the tile's turn."""
     QUERIES: gl.constexpr = work.q.shape[3]
     COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
-    layout: gl.constexpr = product_layout(COLUMNS)
-    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
+    words: gl.constexpr = by_thread_layout(COLUMNS)
+    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
     k = matrix(work.k)
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
+    four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
+    place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
     tile = work.first
     done = gl.to_tensor(0)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
-        at = before_first_iteration(lists, work, tile, 0, 1)
         for i in range(done, done + iterations):
-            if not lists.deterministic:
-                at = next_iteration(lists, at, 1, QUERIES, False)
             # K is there too: dS was made from it.
             ring_wait(work.ds_full, i)
+            slot = _read_number(work.slots, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
-                use = i * PIECES + piece
-                if lists.deterministic:
-                    ring_free(work.dq_empty, use)
-                elif piece == 0:
-                    # What the iteration before left must be read.
-                    tma.store_wait(0)
+                if DETERMINISTIC and piece == 0:
+                    ring_wait(work.turn, i)
+                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS)), by_thread(part))
+                if piece < PIECES - 1:
+                    # Else the compiler wants the next product's registers beside this one's.
                     barrier()
-                ring_at(work.dq, use).reshape([QUERIES, COLUMNS]).store(part)
-                # TMA sees what every warp stored.
-                fence_async_shared()
+            if DETERMINISTIC:
                 barrier()
-                if lists.deterministic:
-                    ring_arrive(work.dq_full, use)
-                else:
-                    copy_add(dq_desc, [at.slot + at.chunk, 0, piece * COLUMNS], ring_at(work.dq, use))
+                ring_arrive(work.dq_full, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
-    if not lists.deterministic:
-        tma.store_wait(0)
 
 
 @gluon.jit
-def add_dq(work, lists, dq_desc, dq_semaphore, spin_timeouts, share: gl.constexpr, D: gl.constexpr):
-    """One of two adding partitions: adds every other iteration's dQ to its slot by TMA when the slot's semaphore has the tile's lock value.
+def wait_turn(work, dq_semaphore, spin_timeouts):
+    """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
 
     ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
-
-    Two, because an addition counts only when it is written, which at times takes longer than an iteration.
     """
-    QUERIES: gl.constexpr = work.q.shape[3]
-    SHARES: gl.constexpr = 2
-    COLUMNS: gl.constexpr = 64
-    PIECES: gl.constexpr = D // COLUMNS
     tile = work.first
     done = gl.to_tensor(0)
     spins_left = gl.to_tensor(SPIN_LIMIT)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
-        offset = (done + share) & 1
-        at = next_iteration(lists, before_first_iteration(lists, work, tile, offset, SHARES), SHARES, QUERIES, True)
-        added = gl.to_tensor(-1)
-        for i in range(done + offset, done + iterations, SHARES):
-            after = next_iteration(lists, at, SHARES, QUERIES, True)
-            slot = at.slot + at.chunk
-            for piece in gl.static_range(PIECES):
-                use = i * PIECES + piece
-                ring_wait(work.dq_full, use)
-                if piece == 0:
-                    while (added < at.lock_value) & (spins_left > 0):
-                        added = gl.load(dq_semaphore + slot, volatile=True)
-                        spins_left -= 1
-                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
-                copy_add(dq_desc, [slot, 0, piece * COLUMNS], ring_at(work.dq, use))
-            tma.store_wait(0)
-            barrier()
-            for piece in gl.static_range(PIECES):
-                ring_arrive(work.dq_empty, i * PIECES + piece)
-            # How many tiles have added to the next slot becomes known while TMA writes.
-            added = gl.load(dq_semaphore + after.slot + after.chunk, volatile=True)
-            # The next tile's addition begins when this one's is written.
-            tma_writes_done()
-            barrier()
-            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
-            at = after
+        for i in range(done, done + iterations):
+            ring_wait(work.told, i)
+            slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
+            added = gl.load(dq_semaphore + slot, volatile=True)
+            while (added < lock_value) & (spins_left > 0):
+                added = gl.load(dq_semaphore + slot, volatile=True)
+                spins_left -= 1
+            spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+            # Not more than a round ahead of those who wait for it.
+            ring_free(work.dq_empty, i)
+            ring_arrive(work.turn, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
     if spins_left <= 0:
         gl.atomic_add(spin_timeouts, 1, sem="relaxed")
+
+
+@gluon.jit
+def announce_dq(work, dq_semaphore, share: gl.constexpr):
+    """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
+
+    Two, because that at times takes longer than an iteration.
+    """
+    SHARES: gl.constexpr = 2
+    tile = work.first
+    done = gl.to_tensor(0)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        for i in range(done + ((done + share) & 1), done + iterations, SHARES):
+            ring_wait(work.dq_full, i)
+            slot = _read_number(work.slots, i, 1)
+            release_fence()
+            barrier()
+            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
+            ring_arrive(work.dq_empty, i)
+        done += iterations
+        tile = tile_field(work, tile, NEXT)

@@ -17,11 +17,12 @@ class Work:
     q: gl.shared_memory_descriptor          # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
     lse_dpsum: gl.shared_memory_descriptor  # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum
+    slots: gl.shared_memory_descriptor      # [NUMBERS, 1], int32, where the chunk's dQ is added up
+    lock_values: gl.shared_memory_descriptor    # [NUMBERS, 1], int32, see dq_schedule.Schedule
     sizes: gl.shared_memory_descriptor      # [STAGES, 1], int32, tokens of the chunk
     limits: gl.shared_memory_descriptor     # [STAGES, 1], int32: query i of the chunk sees the tile's keys up to i + limit
     selector: gl.shared_memory_descriptor   # [2, KEYS, 16], ones where lse_dpsum has lse, and where it has dPsum
     ds: gl.shared_memory_descriptor         # [2, KEYS * WARPGROUPS, QUERIES]
-    dq: gl.shared_memory_descriptor         # [DQ_STAGES, 1, QUERIES, 64], 64 columns of a chunk's dQ after another
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dK, which leaves through K's memory
     v_full: gl.shared_memory_descriptor
@@ -31,8 +32,10 @@ class Work:
     q_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have read q, dO and lse_dpsum
     ds_full: gl.shared_memory_descriptor    # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor   # the dQ warpgroup has read it
-    dq_full: gl.shared_memory_descriptor    # where other partitions add it up: the dQ warpgroup has written it
-    dq_empty: gl.shared_memory_descriptor   # TMA has read it
+    told: gl.shared_memory_descriptor       # the loading partition has stored slots and lock_values
+    turn: gl.shared_memory_descriptor       # the tiles that come before have added to the slot
+    dq_full: gl.shared_memory_descriptor    # where it is announced: the dQ warpgroup has begun to add it
+    dq_empty: gl.shared_memory_descriptor   # it is announced
     zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
     tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
     first: gl.tensor                        # number of the program's first tile, or -1

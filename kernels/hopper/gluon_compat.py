@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 try:
@@ -39,11 +37,4 @@ else:
         return _aggregate(cls)
 
 
-@builtin
-def copy_add(desc, coordinates, source, _semantic=None):
-    """Shared to global by TMA, added to what is there. Gluon has the operation, but no name for it on Hopper."""
-    at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
-
-
-__all__ = ["aggregate", "barrier", "copy_add", "copy_in", "copy_out"]
+__all__ = ["aggregate", "barrier", "copy_in", "copy_out"]

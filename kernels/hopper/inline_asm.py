@@ -118,23 +118,20 @@ def multiply_pairs(x, y):
 
 
 @gluon.jit
-def tma_writes_done():
-    """Waits until all that the partition has written by TMA is written for the whole GPU; ``store_wait`` waits until it is read."""
-    # The wait alone speaks for the own thread (PTX, cp.async.bulk.wait_group): on an H200 additions from another multiprocessor came in
-    # between once in a hundred million times. A fence that also acquires would empty the first cache, in which the lists are.
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; fence.proxy.async.global; fence.release.gpu; mov.u32 $0, $1;", "=r,r",
-                              [gl.to_tensor(0)], gl.int32, False, 1)
-
-
-@gluon.jit
-def prefetch(pointer, size):
-    """Brings ``size`` bytes, a multiple of 16, from ``pointer`` on into L2 by TMA; for a partition of one warp."""
-    gl.inline_asm_elementwise("{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
-                              "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, lane; }", "=r,l,r",
-                              [pointer.to(gl.int64), gl.to_tensor(size)], gl.int32, False, 1)
+def add_words(pointer, x):
+    """Adds x to the float32 numbers at ``pointer``, four at a time: a thread's entries are fours, and consecutive in memory."""
+    gl.inline_asm_elementwise("red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0;", "=r,l,l,l,l,f,f,f,f",
+                              [pointer.to(gl.int64), x], gl.int8, False, 4)
 
 
 @gluon.jit
 def wait_for_previous_kernel():
     """In a kernel launched with ``launch_pdl``, which may begin before the one before it ends: waits for all that it writes."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+
+
+@gluon.jit
+def release_fence():
+    """Whoever on the GPU sees what is written afterwards sees what was written before, also by those that this partition waited for."""
+    # A fence that also acquires would empty the first cache, in which the lists are.
+    gl.inline_asm_elementwise("fence.release.gpu; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)

@@ -73,6 +73,20 @@ def lanes(columns):
 
 
 @gluon.constexpr_function
+def by_thread_layout(columns):
+    """What each thread of four warps has of a product [64, columns], [128, columns / 8, 4]."""
+    return gl.BlockedLayout([1, columns // 8, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def by_thread(x):
+    """A product [64, N] as [128, N / 8, 4]: thread by thread, of every eight columns two in each of two rows."""
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5)).reshape([128, N // 8, 4])
+    return gl.convert_layout(x, by_thread_layout(N), assert_trivial=True)
+
+
+@gluon.constexpr_function
 def row_lanes(columns):
     """A number for each lane of each row, [64, 4]."""
     return gl.SliceLayout(1, gl.SliceLayout(3, lanes(columns)))

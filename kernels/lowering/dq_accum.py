@@ -29,7 +29,8 @@ class Accum(NamedTuple):
     lse_dpsum: Tensor   # bfloat16 [B, H, slots, QUERIES, 16], an operand of the tensor core: in columns 0 to 2 three terms whose sum is
     #                     -lse / scale, or -1e30 for empty rows and for rows past the chunk's end; in columns 8 to 10 three whose sum is
     #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
-    dq_accum: Tensor    # float32 [B, H, slots, QUERIES, D], zeros
+    dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], zeros, in the order in which the threads that add hold a product of 64 rows
+    #                     and 64 columns: [D / 64, 8 of 8 columns, 4 of 16 rows, 8 rows, 4 of 2 columns, 2 of 8 rows, 2 columns]
 
     @property
     def number(self) -> int:
@@ -92,7 +93,8 @@ def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_r
     if rows <= 0:
         return
     at = (batch * heads + head) * slots + slot
-    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM))
+    x = tl.reshape(tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)), [M, DIM])
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
@@ -101,7 +103,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
-    dq_accum = torch.empty(batch, heads, slots, QUERIES, dim, dtype=torch.float32, device=out.device)
+    dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.

@@ -44,7 +44,8 @@ SEGMENT = 128
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "search_steps", "number", "programs", "stagger", "shift"]
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "window",
+    "shift"]
 
 
 class Schedule(NamedTuple):
@@ -57,10 +58,17 @@ class Schedule(NamedTuple):
     width: int                  # of a list
 
 
+@triton.jit
+def _place(pair, block, part, blocks, parts, together):
+    """Where a tile stands in the order in which tiles are taken; ``pair``: its batch element and key/value head."""
+    # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
+    return (pair // together * (blocks * parts) + (blocks * parts - 1 - (block * parts + part))) * together + pair % together
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles, skipped,
                   list_batch, list_head, list_group, kv_batch, kv_head_stride, kv_group, q_batch, q_head_stride, q_group,
-                  kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, shift,
+                  kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, together, shift,
                   M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_KV: tl.constexpr,
                   UNIFORM_Q: tl.constexpr, CAUSAL: tl.constexpr):
     block = tl.program_id(0)
@@ -88,8 +96,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
             tl.store(skipped + (batch.to(tl.int64) * kv_heads * group + head) * kv_blocks + block, tl.sum(unseen, 0))
     part = tl.arange(0, PARTS)
     left = size - part * N
-    # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
-    place = (tl.program_id(1) + 1) * kv_blocks * parts - 1 - (block * parts + part)
+    place = _place(tl.program_id(1), block, part, kv_blocks, parts, together)
     to = tiles + place.to(tl.int64) * FIELDS
     here = part < parts
     tl.store(to + ROW, row + part * N, mask=here)
@@ -104,7 +111,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, window, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins."""
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
@@ -117,7 +124,7 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % period * ROTATION_UNITS // period
+    place = program * stagger % tl.minimum(period, window) * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + program
     taken = 0
@@ -148,7 +155,7 @@ def _visible(listed_counts, skipped, row, list_row, width, mask, CAUSAL: tl.cons
 
 @triton.jit
 def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head, listed_group,
-              first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps, SEGMENT: tl.constexpr,
+              first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps, SEGMENT: tl.constexpr,
               CAUSAL: tl.constexpr):
     """Of a query block's list from ``first`` on, every part of a key block apart: (when, where its lock value stands, whether it comes)."""
     entry = first + tl.arange(0, SEGMENT)
@@ -158,7 +165,7 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
     known = (entry < number) & (other >= 0) & (other < blocks)
     other = tl.where(known, other, 0)
     kv_head = head // group
-    tile = (batch * kv_heads + kv_head + 1) * blocks * parts - 1 - (other * parts + part)
+    tile = _place(batch * kv_heads + kv_head, other, part, blocks, parts, together)
     at = tiles + tile.to(tl.int64) * FIELDS
     known = known & (tl.load(at + ROWS, mask=known, other=0) > 0)
     before, total = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
@@ -191,32 +198,44 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
 @triton.jit(do_not_specialize=_NUMBERS)
 def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, times, skipped, whens, lock_values,
                  list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
-                 kv_heads, group, blocks, capacity, width, parts, search_steps, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
+                 kv_heads, group, blocks, capacity, width, parts, together, search_steps, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
                  CAUSAL: tl.constexpr):
     """For one query block: the lock value of each tile that adds to its dQ."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
     indices += row * capacity
     number = tl.minimum(tl.load(counts + row), capacity) * parts
-    whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
+    whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts * 2
+    wheres = whens + capacity * parts
     for first in range(0, number, SEGMENT):
         when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
-                                       SEGMENT, CAUSAL)
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, together,
+                                       search_steps, SEGMENT, CAUSAL)
         entry = first + tl.arange(0, SEGMENT)
         tl.store(whens + entry, when, mask=entry < number)
+        tl.store(wheres + entry, tl.where(known, where, -1), mask=entry < number)
     # Other threads read what these have written.
     tl.debug_barrier()
     for first in range(0, number, SEGMENT):
-        when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
-                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
-                                       SEGMENT, CAUSAL)
+        entry = first + tl.arange(0, SEGMENT)
+        when = tl.load(whens + entry, mask=entry < number, other=0)
+        where = tl.load(wheres + entry, mask=entry < number, other=-1)
         lock_value = tl.zeros([SEGMENT], tl.int32)
         for start in range(0, number, OTHERS):
-            entry = start + tl.arange(0, OTHERS)
-            other = tl.load(whens + entry, mask=entry < number, other=1 << 62)
+            others = start + tl.arange(0, OTHERS)
+            other = tl.load(whens + others, mask=others < number, other=1 << 62)
             lock_value += tl.sum((other[None, :] < when[:, None]).to(tl.int32), 1)
-        tl.store(lock_values + where, lock_value, mask=known)
+        tl.store(lock_values + where, lock_value, mask=where >= 0)
+
+
+TOGETHER = 0
+WINDOW = 1 << 20
+ASSIGN_WARPS = 4
+
+
+def _together(pairs, rows):
+    limit = max(1, min(8, (25 << 20) // (rows * 1056)))
+    return max(n for n in range(1, limit + 1) if pairs % n == 0)
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
@@ -230,11 +249,12 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
+    together = TOGETHER or _together(batch * kv_heads, queries.tokens * group) if programs else 1
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
-                                keys.tokens, queries.length, queries.tokens, width, parts, shift or 0)
+                                keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
     constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
                      UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
     device = counts.get_device()
@@ -243,14 +263,16 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     if not programs:
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER)
+    numbers = (number, programs, group, STAGGER, WINDOW)
     constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
+                   dict(num_warps=ASSIGN_WARPS))
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
-    whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
+    whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
     lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
-    numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, width.bit_length())
+    numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, together,
+               width.bit_length())
     constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
     _launch_lock_values((device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
                         (own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values), numbers, constants, {})

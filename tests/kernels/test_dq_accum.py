@@ -37,7 +37,10 @@ def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name):
             assert (bias[:, :, :rows][here] < -1e29).all() and (neg_dpsum[:, :, :rows][here] == 0).all()
             assert (bias[:, :, rows:] < -1e29).all() and (neg_dpsum[:, :, rows:] == 0).all()
             assert (accum.dq_accum[:, :, slot] == 0).all()
-            accum.dq_accum[:, :, slot, :rows] = dout[:, :, tokens].float()
+            x = torch.nn.functional.pad(dout[:, :, tokens].float(), (0, 0, 0, QUERIES - rows))
+            # As the dQ partition's threads hold it.
+            x = x.view(2, heads, 4, 2, 8, dim // 64, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)
+            accum.dq_accum[:, :, slot] = x.reshape(2, heads, -1)
     dq = torch.zeros_like(dout)
     backward_postprocess(accum, dq, 2.0, queries)
     covered = torch.zeros(q_len, dtype=torch.bool, device=device)

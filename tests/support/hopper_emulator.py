@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -144,12 +144,12 @@ def copy_in(tiles, at, barrier, shared):
         run()
 
 
-def copy_out(tiles, at, shared, add=False):
+def copy_out(tiles, at, shared):
     window = tiles.window(at)
 
     def run():
         source = shared.data.view(tiles.block)[tuple(slice(size) for size in window.shape)]
-        window.copy_(window + source if add else source)
+        window.copy_(source)
 
     _local.stores.append(run)
 
@@ -242,11 +242,16 @@ def lazy_rescale(row_max, own):
     return moved, torch.exp2(row_max - moved)
 
 
+def add_words(pointer, x):
+    with _state:
+        pointer.data[pointer.offset[..., :1] + torch.arange(4)] += x
+
+
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    tma_writes_done=lambda: store_wait(), wait_for_previous_kernel=lambda: None, prefetch=lambda pointer, size: None,
+    add_words=add_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None,
     clear_rows=lambda x, factor: torch.where(factor == 0, 0.0, x), sum_lanes=lambda *x: torch.stack([part.sum(1) for part in x], 1))
 
 
@@ -320,7 +325,7 @@ def _modules():
     tma = SimpleNamespace(store_wait=store_wait, tensor_descriptor=None)
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=tma, warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
-    names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out, copy_add=partial(copy_out, add=True))
+    names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out)
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,

@@ -69,8 +69,7 @@ def compile_backward(dim: int, name: str, deterministic: bool, partial: bool, ca
     types |= dict.fromkeys(("k_desc", "v_desc"), descriptor_type(keys, dim, name))
     types |= dict.fromkeys(("q_desc", "do_desc"), descriptor_type(queries, dim, name))
     types |= dict.fromkeys(("dk_desc", "dv_desc"), descriptor_type(keys // 2, dim, name)) | dict.fromkeys(("dk", "dv"), f"*{name}")
-    types |= dict(dq_desc=f"tensordesc<fp32[1, {queries}, 64],{hopper_backward.DQ_LAYOUT!r}>",
-                  lse_dpsum_desc=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.LSE_DPSUM_LAYOUT!r}>", dq_accum="*fp32",
+    types |= dict(lse_dpsum_desc=f"tensordesc<bf16[1, {queries}, 16],{hopper_backward.LSE_DPSUM_LAYOUT!r}>", dq_accum="*fp32",
                   scale_log2="fp32", scale="fp32")
     return report(hopper_backward._backward_kernel, types, constants, hopper_backward.OPTIONS)
 

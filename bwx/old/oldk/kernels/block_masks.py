@@ -1,0 +1,116 @@
+"""Lists of blocks from and to their other forms: boolean masks, top-k ids, block-sparse rows, FlexAttention's BlockMask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import require_integers
+
+
+def prefix_mask(counts: Tensor, width: int) -> Tensor:
+    """True in the first ``counts`` of ``width`` entries."""
+    return torch.arange(width, device=counts.device) < counts[..., None]
+
+
+def in_range(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
+    """The used entries that name a block; ids out of range count as absent."""
+    return used & (indices >= 0) & (indices < blocks)
+
+
+def scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
+    """bool [..., blocks], True at the ids of the used entries; the others land in one extra column, which is cut off."""
+    mask = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter(-1, torch.where(in_range(indices, used, blocks), indices, blocks).long(), True)[..., :blocks]
+
+
+def compact_lists(ids: Tensor, keep: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(counts int32 [...], indices int32 [..., capacity]) of the ids [..., n] that ``keep`` marks, in their order; those past the capacity
+    are lost."""
+    position = keep.cumsum(-1, dtype=torch.int32)
+    counts = position[..., -1] if keep.shape[-1] else position.sum(-1, dtype=torch.int32)
+    # Entries that are not kept all land in one slot past the end, which is cut off.
+    slot = torch.where(keep & (position <= capacity), position - 1, capacity).long()
+    indices = torch.zeros(*keep.shape[:-1], capacity + 1, dtype=torch.int32, device=keep.device)
+    return counts.clamp(max=capacity).contiguous(), indices.scatter(-1, slot, ids)[..., :capacity].contiguous()
+
+
+def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(counts, indices) as ``BlockLists.from_topk`` wants them."""
+    require_integers("indices", indices)
+    if not 2 <= indices.dim() <= 4:
+        raise ValueError(f"indices must be [Nq, k], [H, Nq, k] or [B, H, Nq, k], got {tuple(indices.shape)}")
+    indices = _to_int32(indices.reshape((1,) * (4 - indices.dim()) + tuple(indices.shape)))
+    return torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device), indices
+
+
+def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(counts, indices) as ``BlockLists.from_bsr`` wants them."""
+    for name, tensor in (("indptr", indptr), ("indices", indices)):
+        require_integers(name, tensor)
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
+    if indices.device != indptr.device:
+        raise ValueError(f"indices must be on indptr's device {indptr.device}, got {indices.device}")
+    if len(indptr) < 1:
+        raise ValueError("indptr must hold at least one entry, got none")
+    nnz = len(indices)
+    indptr = indptr.clamp(0, nnz)
+    counts = indptr.diff().clamp(0, capacity).int()
+    where = (indptr[:-1, None] + torch.arange(capacity, device=indptr.device)).clamp(max=max(nnz - 1, 0))
+    rows = _to_int32(indices)[where] if nnz else torch.zeros_like(where, dtype=torch.int32)
+    return counts[None, None], rows[None, None]
+
+
+def _to_int32(ids: Tensor) -> Tensor:
+    """Ids in 32 bits; those that do not fit stay out of range."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
+
+
+def kept_blocks(block_mask) -> Tensor:
+    """bool [B, H, Nq, Nk], True where FlexAttention's ``block_mask`` keeps the block; raises as ``BlockLists.from_block_mask`` says."""
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
+    nk = block_mask.kv_indices.shape[-1]
+    mask = scatter_mask(block_mask.kv_indices, prefix_mask(block_mask.kv_num_blocks, nk), nk)
+    if block_mask.mask_mod is not noop_mask and bool(mask.any()):
+        masked = int((mask & ~_full_blocks(block_mask)).sum())
+        if masked:
+            raise ValueError(f"block_mask must not mask inside a block, got {masked} such blocks under mask_mod "
+                             f"{getattr(block_mask.mask_mod, '__name__', block_mask.mask_mod)!r}")
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        mask |= scatter_mask(block_mask.full_kv_indices, prefix_mask(block_mask.full_kv_num_blocks, nk), nk)
+    return mask
+
+
+def _full_blocks(block_mask) -> Tensor:
+    """bool [B, H, Nq, Nk] of a FlexAttention BlockMask: its mask_mod keeps every pair of real tokens in the block."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads, nq, nk = block_mask.kv_indices.shape
+    (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    seen = create_mask(block_mask.mask_mod, batch, heads, q_len, kv_len, device=block_mask.kv_indices.device)
+    seen = torch.nn.functional.pad(seen, (0, nk * kv_size - kv_len, 0, nq * q_size - q_len), value=True)
+    return seen.unflatten(3, (nk, kv_size)).unflatten(2, (nq, q_size)).all(5).all(3)
+
+
+def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]):
+    """A FlexAttention BlockMask of full blocks of ``sizes`` tokens, queries first, for sequences of ``lengths`` tokens."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    nk, (q_size, kv_size) = -(-lengths[1] // sizes[1]), sizes
+    used = prefix_mask(counts, indices.shape[-1])
+    full = torch.zeros(*counts.shape, nk, dtype=torch.int32, device=counts.device)
+    width = min(nk, indices.shape[-1])
+    full[..., :width] = indices.masked_fill(~used, 0)[..., :width]
+    kept = scatter_mask(indices, used, nk)
+    batch, heads = kept.shape[:2]
+
+    def mask_mod(b, h, i, j):
+        # Compiled kernels skip it in full blocks; FlexAttention without torch.compile masks by nothing else.
+        return kept[b % batch, h % heads, i // q_size, j // kv_size]
+
+    return BlockMask.from_kv_blocks(torch.zeros_like(counts), torch.zeros_like(full), counts, full, BLOCK_SIZE=sizes, mask_mod=mask_mod,
+                                    seq_lengths=lengths)

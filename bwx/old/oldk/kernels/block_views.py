@@ -1,0 +1,108 @@
+"""The fields of BlockLists seen otherwise: where each block lies, in parts, in print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .block_masks import compact_lists, in_range, prefix_mask, scatter_mask
+from .checks import require_int
+
+# Blocks of a printed picture at most, and what stands for a kept one and for another.
+PICTURE = (16, 48)
+KEPT, LEFT_OUT = "#", "."
+
+
+def block_bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int, device: torch.device
+                 ) -> tuple[Tensor, Tensor]:
+    """(first token, number of real tokens) of each block, as ``BlockLists.q_bounds`` gives them."""
+    if isinstance(offsets, Tensor):
+        # Kernels follow these without a further look: whatever the values, a block lies inside the tensors and within ``longest``.
+        offsets = offsets.clamp(0, tokens)
+        starts, ends = offsets[..., :-1], offsets[..., 1:]
+    else:
+        starts = torch.arange(blocks, dtype=torch.int32, device=device)[None, None] * offsets
+        ends = (starts + offsets).clamp(max=tokens)
+    sizes = ends - starts
+    if lengths is not None:
+        sizes = torch.minimum(sizes, lengths)
+    sizes = sizes.clamp_(0, longest)
+    # Two tensors of one shape, so that one pair of strides serves both.
+    starts, sizes = torch.broadcast_tensors(starts, sizes)
+    return starts.contiguous(), sizes.contiguous()
+
+
+def slice_heads(fields: dict[str, Tensor], key: int | slice | tuple) -> dict[str, Any]:
+    """The fields that are tensors, of some batch elements and heads, as ``BlockLists.__getitem__`` says."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if len(keys) > 2:
+        raise ValueError(f"blocks[...] must be given a batch and a head at most, got {len(keys)}")
+    fields = dict(fields)
+    for dim, (name, part) in enumerate(zip(("batch", "head"), keys)):
+        number = max(x.shape[dim] for x in fields.values())
+        first, last = _range(name, part, number)
+        for field, x in fields.items():
+            have = x.shape[dim]
+            if have == 1:
+                continue
+            group = number // have if have else 1
+            if last - first != 1 and (first % group or last % group):
+                raise ValueError(f"{name} must take whole groups of {group}, of which {field} have one entry each, got {first} to {last}")
+            fields[field] = x.narrow(dim, first // group, -(-last // group) - first // group)
+    return fields
+
+
+def _range(name: str, part: int | slice, number: int) -> tuple[int, int]:
+    """The entries (first, behind the last) of ``number`` that an index or a slice takes; all of what is shared."""
+    if isinstance(part, slice):
+        if part.step not in (None, 1):
+            raise ValueError(f"{name} must be a slice without a step, got a step of {part.step}")
+        ends = (None if x is None else require_int(name, x, -sys.maxsize) for x in (part.start, part.stop))
+        first, last, _ = slice(*ends).indices(number)
+        return (0, 1) if number == 1 else (first, max(first, last))
+    index = require_int(name, part, -number)
+    if number == 1 and index >= 0:
+        return 0, 1
+    if index >= number:
+        raise ValueError(f"{name} must lie in [{-number}, {number}), got {index}")
+    return index % number, index % number + 1
+
+
+def slice_keys(counts: Tensor, indices: Tensor, offsets: int | Tensor, lengths: Tensor | None, number: int | None, first: int, last: int
+               ) -> dict[str, Any]:
+    """The fields that change where only some of ``number`` key blocks are left, as ``BlockLists.slice_kv`` says; ``offsets`` and
+    ``lengths`` are theirs."""
+    if last < first or number is not None and last > number:
+        raise ValueError(f"first and last must ascend within the {'' if number is None else f'{number} '}key blocks, got {first} to {last}")
+    ids, capacity = indices - first, indices.shape[-1]
+    keep = in_range(ids, prefix_mask(counts, capacity), last - first)
+    counts, indices = compact_lists(ids, keep, min(capacity, last - first))
+    if isinstance(offsets, Tensor):
+        offsets = offsets[..., first:last + 1] - offsets[..., first:first + 1]
+    return dict(counts=counts, indices=indices, kv_offsets=offsets, num_kv_blocks=last - first,
+                kv_lengths=None if lengths is None else lengths[..., first:last].contiguous())
+
+
+def describe(counts: Tensor, indices: Tensor, q_size: str, kv_size: str, number: int | None, values: bool) -> str:
+    """A few lines; with ``values`` also what has to be read, where reading does not wait for a GPU."""
+    (batch, heads, rows), capacity = counts.shape, indices.shape[-1]
+    shared = [f"{name} {size}" if size != 1 else f"any {name}" for name, size in (("batch", batch), ("heads", heads))]
+    listed = f"{capacity} key blocks" if number is None else f"{capacity} of {number} key blocks"
+    text = f"BlockLists({', '.join(shared)}: {rows} query blocks of {q_size}, up to {listed} of {kv_size} each, on {counts.device})"
+    # A tensor that is fake or traced has no values.
+    if not values or number is None or counts.device.type != "cpu" or type(counts) is not Tensor or not counts.numel():
+        return text
+    used = prefix_mask(counts, capacity)
+    if number:
+        density = float(in_range(indices, used, number).sum()) / (counts.numel() * number)
+        text = f"{text[:-1]}, density {density:.3f})"
+    picture = scatter_mask(indices[:1, :1], used[:1, :1], number)[0, 0, :PICTURE[0], :PICTURE[1]].tolist()
+    lines = ["".join(KEPT if kept else LEFT_OUT for kept in row) + (" ..." if number > PICTURE[1] else "") for row in picture]
+    return "\n".join([text, *lines, *["..."][:rows > PICTURE[0]]])
+
+
+def size_in_words(offsets: int | Tensor, longest: int) -> str:
+    return f"up to {longest} tokens" if isinstance(offsets, Tensor) else f"{longest} tokens"

@@ -1,0 +1,381 @@
+"""BlockLists: the one description of a block-sparsity pattern, and its conversions to and from everyone else's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .block_fields import check_axis_values, check_list_values, settled_fields
+from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
+from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
+from .checks import require_int, require_mask
+
+TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockLists:
+    """For every (batch, head, query block), the key blocks that it attends to.
+
+    Query tokens and key tokens are each cut into consecutive blocks. The leading two dimensions of every tensor are
+    ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
+    numpy's is too.
+
+    Args:
+        counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
+            counts as the nearer bound.
+        indices: int32 ``[B|1, H|1, Nq, capacity]``. Their ids, each at most once (which is not checked), in any order. Entries past
+            ``counts`` are ignored, whatever they hold, and ids out of range are absent.
+        q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
+            ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
+            the tensors are cut there, and a block whose end lies before its start is empty.
+        kv_offsets: the same for the key blocks.
+        q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
+            real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
+        kv_lengths: the same for the key blocks; the keys past it are never attended to.
+        num_kv_blocks: number of key blocks. With a uniform ``kv_offsets`` it may be left out; ``to_mask`` and what is built on it then
+            refuse, and a backward pass transposes the lists anew for every call.
+        max_q_length: an upper bound on the tokens of a query block, known on the host; a block's tokens past it count as not real. The
+            size when uniform. For ragged offsets on a GPU, leaving it out makes the constructor read them back, which synchronises.
+        max_kv_length: the same for key blocks.
+
+    Raises:
+        TypeError: a field is not a tensor, or has the wrong dtype.
+        ValueError: shapes or devices that do not fit one another. Values (index bounds, monotonic offsets) are not read;
+            ``check_values`` does that.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    q_offsets: int | Tensor
+    kv_offsets: int | Tensor
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    num_kv_blocks: int | None = None
+    # None is for the constructor only, which settles both.
+    max_q_length: int = None  # type: ignore[assignment]
+    max_kv_length: int = None  # type: ignore[assignment]
+
+    # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
+    _bounds: ClassVar[dict | None] = None
+    _covers: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
+                                 self.num_kv_blocks, self.max_q_length, self.max_kv_length)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None) -> BlockLists:
+        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes.
+
+        For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
+        writes to these blocks' tensors.
+        """
+        if torch.compiler.is_compiling():
+            q_lengths, kv_lengths = (self.q_lengths, self.kv_lengths) if lengths is None else (lengths, lengths)
+            return BlockLists(counts, indices, self.q_offsets, self.kv_offsets, q_lengths, kv_lengths, self.num_kv_blocks,
+                              self.max_q_length, self.max_kv_length)
+        new = object.__new__(BlockLists)
+        values = vars(new)
+        # Where its blocks lie is found once for all patterns that are made of this one.
+        if self._bounds is None:
+            vars(self)["_bounds"] = {}
+        values.update(vars(self), counts=counts, indices=indices)
+        # What was derived from the old lists.
+        values.pop("_flipped", None)
+        if lengths is not None:
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds={}, _covers=0)
+        return new
+
+    def covering(self, tokens: int) -> BlockLists:
+        """These blocks, said to hold each of the first ``tokens`` tokens of both axes, so that kernels need not clear what lies between
+        blocks.
+
+        For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
+        """
+        vars(self)["_covers"] = tokens
+        return self
+
+    def __getstate__(self) -> dict:
+        # A copy's tensors are the user's, who may write to them.
+        return {name: value for name, value in vars(self).items() if name not in ("_bounds", "_covers")}
+
+    # What it says about itself
+
+    @property
+    def num_q_blocks(self) -> int:
+        return self.counts.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """The longest list that fits."""
+        return self.indices.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.counts.device
+
+    def density(self) -> Tensor:
+        """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
+        blocks = self._known_kv_blocks("density")
+        return in_range(self.indices, self._used(), blocks).sum(dtype=torch.float32) / (self.counts.numel() * blocks)
+
+    def q_bounds(self, q_len: int) -> tuple[Tensor, Tensor]:
+        """First token and number of real tokens of each query block: int32 ``[B|1, H|1, Nq]`` each; shared, not to be written to."""
+        return self._bounds_of(self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+
+    def kv_bounds(self, kv_len: int) -> tuple[Tensor, Tensor]:
+        """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each; shared, not to be written to."""
+        blocks = self.num_kv_blocks
+        if blocks is None:
+            blocks = -(-kv_len // self.max_kv_length)
+        return self._bounds_of(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
+
+    def _bounds_of(self, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Of tensors that nobody writes to, found once: five small launches, which would be a third of a layer's host time."""
+        kept = self._bounds
+        if kept is None or torch.compiler.is_compiling():
+            return block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
+        # Axes that share their offsets and lengths share these.
+        key = (offsets is self.q_offsets and lengths is self.q_lengths, blocks, tokens, longest)
+        found = kept.get(key)
+        if found is None:
+            found = block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
+            # What a mode's own tensors gave holds in the mode alone, and what a graph captures is the graph's.
+            if type(found[0]) is Tensor and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                kept[key] = found
+        return found
+
+    def check_values(self, q_len: int, kv_len: int) -> BlockLists:
+        """Reads every value back and checks it; returns self. Synchronises the device: for tests and debugging.
+
+        Raises:
+            TypeError: q_len or kv_len is not an int.
+            ValueError: a count outside [0, capacity], an id out of range or listed twice, offsets that do not ascend from 0
+                to the sequence's length, or a length beyond its block.
+        """
+        q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
+        nk = self.kv_bounds(kv_len)[0].shape[-1]
+        check_list_values(self.counts, self.indices, nk)
+        check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
+        return self
+
+    @classmethod
+    def checked(cls, *args, q_len: int, kv_len: int, **fields) -> BlockLists:
+        """The constructor followed by ``check_values``. Synchronises the device."""
+        return cls(*args, **fields).check_values(q_len, kv_len)
+
+    # Boolean masks
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, capacity: int | None = None,
+                  **fields) -> BlockLists:
+        """From a bool mask ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``; True keeps the block. Ids come out ascending.
+
+        ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
+        than that loses its last ones. ``fields`` are the constructor's, num_kv_blocks being the mask's. Does not synchronise.
+        """
+        require_mask("mask", mask)
+        if not 2 <= mask.dim() <= 4:
+            raise ValueError(f"mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got {tuple(mask.shape)}")
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        nk = mask.shape[-1]
+        if fields.setdefault("num_kv_blocks", nk) != nk:
+            raise ValueError(f"num_kv_blocks must be the mask's {nk} columns or left out, got {fields['num_kv_blocks']!r}")
+        ids = torch.arange(nk, dtype=torch.int32, device=mask.device).expand(mask.shape)
+        lists = compact_lists(ids, mask, nk if capacity is None else require_int("capacity", capacity, 0))
+        return cls(*lists, q_offsets, kv_offsets, **fields)
+
+    def to_mask(self) -> Tensor:
+        """bool ``[B|1, H|1, Nq, Nk]``, True where the block is kept. Does not synchronise."""
+        return scatter_mask(self.indices, self._used(), self._known_kv_blocks("to_mask"))
+
+    # Top-k indices
+
+    @classmethod
+    def from_topk(cls, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, **fields) -> BlockLists:
+        """From int32 or int64 ids ``[Nq, k]``, ``[H, Nq, k]`` or ``[B, H, Nq, k]``, the same number k for every query block.
+
+        Ids out of range are absent, whatever the number.
+        """
+        return cls(*topk_lists(indices), q_offsets, kv_offsets, **fields)
+
+    def to_topk(self, fill: int = -1) -> Tensor:
+        """int32 ids ``[B|1, H|1, Nq, capacity]`` with ``fill``, an int of 32 bits, in the entries past each list's count."""
+        fill = require_int("fill", fill, -2**31)
+        if fill >= 2**31:
+            raise ValueError(f"fill must be an int of 32 bits, got {fill}")
+        return self.indices.masked_fill(~self._used(), fill)
+
+    # BSR
+
+    @classmethod
+    def from_bsr(cls, indptr: Tensor, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, num_kv_blocks: int,
+                 capacity: int | None = None, **fields) -> BlockLists:
+        """From block-sparse rows shared by all heads: row i keeps ``indices[indptr[i]:indptr[i + 1]]``.
+
+        Args:
+            indptr: int32 or int64 ``[Nq + 1]``. Entries outside [0, nnz] are cut there, and a row that ends before it begins is empty;
+                values are not read to refuse them.
+            indices: int32 or int64 ``[nnz]``. Ids out of range are absent, whatever the number.
+            num_kv_blocks: number of block columns.
+            capacity: bound on the longest row; default num_kv_blocks. Does not synchronise.
+        """
+        num_kv_blocks = require_int("num_kv_blocks", num_kv_blocks, 0)
+        lists = bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
+        return cls(*lists, q_offsets, kv_offsets, num_kv_blocks=num_kv_blocks, **fields)
+
+    def to_bsr(self, batch: int = 0, head: int = 0) -> tuple[Tensor, Tensor]:
+        """(indptr int32 ``[Nq + 1]``, indices int32 ``[nnz]``) of one batch element and head. Synchronises: nnz is a shape.
+
+        ``batch`` and ``head`` count the lists' own, of which there is one where they are shared; negative ones from the end.
+
+        Raises:
+            TypeError, ValueError: not an int, or out of range.
+        """
+        for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
+            if require_int(name, value, -number) >= number:
+                raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
+        counts = self.counts[batch, head]
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=self.device)
+        indptr[1:] = counts.cumsum(0)
+        return indptr, self.indices[batch, head][self._used()[batch, head]]
+
+    # FlexAttention
+
+    @classmethod
+    def from_block_mask(cls, block_mask) -> BlockLists:
+        """From ``torch.nn.attention.flex_attention.BlockMask``.
+
+        Where it holds partial blocks under a ``mask_mod``, this synchronises and evaluates the ``mask_mod`` for every pair of tokens: torch
+        calls a block partial also where just the sequence ends inside it.
+
+        Raises:
+            TypeError: not a BlockMask.
+            ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
+        """
+        return cls.from_mask(kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
+
+    def to_block_mask(self, q_len: int, kv_len: int):
+        """A FlexAttention ``BlockMask`` of full blocks for sequences of ``q_len`` and ``kv_len`` tokens.
+
+        Lists per key/value head stay so; FlexAttention itself takes one head or all query heads.
+
+        Raises:
+            TypeError: q_len or kv_len is not an int.
+            ValueError: the blocks are ragged or have valid lengths, where FlexAttention's blocks are uniform; q_len or kv_len is below 1 or
+                has not as many blocks.
+        """
+        if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
+            raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
+        for name, tokens, size, number in (("q_len", q_len, self.max_q_length, self.num_q_blocks),
+                                           ("kv_len", kv_len, self.max_kv_length, self.num_kv_blocks)):
+            # FlexAttention itself divides by the number of blocks.
+            tokens = require_int(name, tokens, 1)
+            if number is not None and -(-tokens // size) != number:
+                raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
+        return full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (int(q_len), int(kv_len)))
+
+    # The other direction
+
+    def transpose(self) -> BlockLists:
+        """Which query blocks attend to each key block. Computed once; the backward pass of dK and dV iterates over it."""
+        # A compiled graph keeps nothing between calls, and cannot enter the lock of a cached property.
+        return self._flip() if torch.compiler.is_compiling() else self._flipped
+
+    @cached_property
+    def _flipped(self) -> BlockLists:
+        return self._flip()
+
+    def _flip(self) -> BlockLists:
+        return BlockLists.from_mask(
+            self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
+            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
+
+    # Parts, places and print
+
+    def __getitem__(self, key: int | slice | tuple) -> BlockLists:
+        """``blocks[batch]`` or ``blocks[batch, head]``, each an int or a slice without a step: the lists of these batch elements and
+        heads.
+
+        Every dimension stays, with one entry for an int. Heads are counted as the lists count them: query heads, or key/value heads. What
+        is shared (a dimension of 1) stays so, for whatever is asked. Where some fields are per query head and others per key/value head, a
+        slice must take whole groups. The parts are views. Does not synchronise.
+
+        Raises:
+            TypeError: neither ints nor slices.
+            ValueError: more than two, an index out of range, a step, or part of a group.
+        """
+        return replace(self, **slice_heads(self._tensors(), key))
+
+    def slice_kv(self, first: int, last: int) -> BlockLists:
+        """The lists of what lies in the key blocks ``first`` up to ``last``, which are then numbered from 0.
+
+        For attention to a share of the keys: k and v to go with it begin at the first token of block ``first`` and end at the end of block
+        ``last - 1``; with ragged blocks per batch element or head these must be the same tokens for all, which is not read. Results over
+        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal
+        depends on where the keys begin. Order in a list is kept. Does not synchronise.
+
+        Raises:
+            TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.
+        """
+        first, last = require_int("first", first, 0), require_int("last", last, 0)
+        return replace(self, **slice_keys(self.counts, self.indices, self.kv_offsets, self.kv_lengths, self.num_kv_blocks, first, last))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLists:
+        """The same lists on ``device``; self where they are there already."""
+        moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}
+        return self if moved["counts"] is self.counts else replace(self, **moved)
+
+    def to_fields(self) -> tuple:
+        """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.
+
+        (counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length), where offsets of None
+        mean uniform blocks of the longest one's size.
+        """
+        ragged = [x if isinstance(x, Tensor) else None for x in (self.q_offsets, self.kv_offsets)]
+        return (self.counts, self.indices, *ragged, self.q_lengths, self.kv_lengths, self.num_kv_blocks, self.max_q_length,
+                self.max_kv_length)
+
+    @classmethod
+    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                    max_kv_length) -> BlockLists:
+        """What ``to_fields`` was called on."""
+        q_offsets = max_q_length if q_offsets is None else q_offsets
+        kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
+        return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+    def __repr__(self) -> str:
+        """Sizes only; reads no values, so it does not synchronise."""
+        return self._describe(values=False)
+
+    def __str__(self) -> str:
+        """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
+        return self._describe(values=True)
+
+    def _describe(self, values: bool) -> str:
+        sizes = size_in_words(self.q_offsets, self.max_q_length), size_in_words(self.kv_offsets, self.max_kv_length)
+        return describe(self.counts, self.indices, *sizes, self.num_kv_blocks, values)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: x for name in TENSORS if isinstance(x := getattr(self, name), Tensor)}
+
+    def _used(self) -> Tensor:
+        return prefix_mask(self.counts, self.capacity)
+
+    def _known_kv_blocks(self, wanted_by: str) -> int:
+        if self.num_kv_blocks is None:
+            raise ValueError(f"num_kv_blocks must be given for {wanted_by} when kv_offsets is a uniform block size, got None")
+        return self.num_kv_blocks
+
+
+def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
+    """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))

@@ -1,0 +1,179 @@
+"""What every entry point asks of its arguments, in words that name the argument, what was required and what came."""
+
+from __future__ import annotations
+
+import math
+import operator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def require_int(name: str, value: Any, least: int) -> int:
+    """``value`` as an int of at least ``least``; numpy's integers count, a bool does not.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: too small.
+    """
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+        value = operator.index(value)
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def require_number(name: str, value: float) -> float:
+    """``value``, an int or a float; numpy's numbers as Python's.
+
+    Raises:
+        TypeError: neither.
+    """
+    if type(value) in (int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def require_bool(name: str, value: bool) -> bool:
+    """``value``, a bool.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
+def require_strided(name: str, x: Tensor) -> None:
+    """Refuses tensors whose memory strides do not describe: sparse, nested, mkldnn.
+
+    Raises:
+        TypeError: ``name`` and its layout.
+    """
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense, strided tensor, got {'a nested tensor' if x.is_nested else x.layout}")
+
+
+def require_mask(name: str, x: Tensor | None) -> Tensor:
+    """``x``, a bool tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
+
+
+def require_integers(name: str, x: Tensor | None) -> Tensor:
+    """``x``, an int32 or int64 tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
+    return x
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not positive and finite, or no head_dim of at least 1.
+    """
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    if scale is None:
+        return head_dim ** -0.5
+    scale = require_number("scale", scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return float(scale)
+
+
+def autocast_inputs(**inputs: Any) -> tuple[Tensor, ...]:
+    """The inputs in autocast's dtype where autocast is on for their device, float64 left alone; checked to be dense floating-point tensors.
+
+    Raises:
+        TypeError: the input's name, and what came.
+    """
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        require_strided(name, x)
+    device = next(iter(inputs.values())).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tuple(inputs.values())
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs.values())
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """A context in which what is summed in float32 stays so; meta tensors know no autocast."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens, heads, head_dim]", key_name: str = "k",
+                       value_name: str = "v") -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) in autocast's dtype where that is on, with a last stride of 1; ``dims`` says what their dimensions are.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    names, wanted = {"q": q, key_name: k, value_name: v}, dims.count(",") + 1
+    q, k, v = autocast_inputs(**names)
+    for name, x in zip(names, (q, k, v)):
+        if x.dim() != wanted:
+            raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"{value_name} must have {key_name}'s shape {tuple(k.shape)} but for the head_dim, got {tuple(v.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{key_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q's heads must be a multiple of {key_name}'s {k.shape[-2]}, got {q.shape[-2]}")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
+
+
+def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], what: str, device: torch.device
+                 ) -> None:
+    """Refuses what is not a tensor of such a dtype, shape (None: any size) and device; ``what`` names the dimensions.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {x.dtype}")
+    require_strided(name, x)
+    if x.dim() != len(shape) or any(want is not None and have != want for have, want in zip(x.shape, shape)):
+        wanted = [size if size is not None else "any" for size in shape]
+        raise ValueError(f"{name} must be {what} = [{', '.join(map(str, wanted))}], got shape {tuple(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")

@@ -1,0 +1,197 @@
+"""Hopper backward kernel: dQ, dK and dV in one pass, five matrix products for every pair of a query chunk and a key tile.
+
+A program takes tiles of 128 keys of one block and iterates over the chunks of 64 queries that attend to each. One warp brings q and dO in
+by TMA. Two warpgroups of 64 keys each recompute P, transposed, and sum dK and dV in registers; what they leave in shared memory of dS a
+third warpgroup multiplies by K, while they go on with the next chunk, and adds by TMA to dQ in global memory, float32. Where dQ must be
+deterministic, two more warps do that, in the order that dq_schedule gives, held by a semaphore for each chunk of dQ.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..blocks import BlockLists
+from ..device import multiprocessors
+from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
+from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
+from ..lowering.inputs import strided
+from ..lowering.primitives import LOG2E
+from ..lowering.tma import tma_descriptor, tma_ready
+from .backward_iterator import Lists
+from .backward_partitions import Gradient, add_dq, compute_dk_dv, compute_dq, fill_selector, load
+from .backward_smem import Work
+from .primitives import barrier_ring, ring_init
+from .spin_timeouts import counter, spin_timeouts
+
+__all__ = ["constants", "hopper_backward", "spin_timeouts"]
+
+WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
+# 128 registers at entry for 4 + 4 + 4 + 3 warps, which count as 16; warp_specialize reassigns them.
+OPTIONS = dict(num_warps=4, maxnreg=128)
+
+
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
+# Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
+_NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "list_batch", "list_head", "list_group", "q_batch", "q_head",
+            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number"]
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
+                     spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes,
+                     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, dq_accum, scale_log2, scale,
+                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr,
+                     MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
+    WARPGROUPS: gl.constexpr = 2
+    QUERIES: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    first = gl.program_id(0)
+    if DETERMINISTIC:
+        first = gl.load(tiles + (number + first) * FIELDS + NEXT)
+    elif PARTIAL_KEYS:
+        if gl.load(tiles + first * FIELDS + ROWS) <= 0:
+            return
+
+    dtype: gl.constexpr = q_desc.dtype
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
+    lse_dpsum = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], lse_dpsum_desc.layout)
+    sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
+    limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
+    selector = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16],
+                                         gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
+    fill_selector(selector)
+    ds = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
+    dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, QUERIES, 64], dq_desc.layout)
+    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
+    q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
+    ds_full, ds_empty = barrier_ring(2), barrier_ring(2)
+    dq_full, dq_empty = barrier_ring(DQ_STAGES), barrier_ring(DQ_STAGES)
+    # What TMA, one warp or the dQ warpgroup announces.
+    ring_init(k_full, 1)
+    ring_init(v_full, 1)
+    ring_init(q_full, 1)
+    ring_init(do_full, 1)
+    ring_init(ds_empty, 1)
+    ring_init(dq_full, 1)
+    ring_init(dq_empty, 1)
+    # What both multiplying warpgroups do.
+    ring_init(k_empty, WARPGROUPS)
+    ring_init(v_empty, WARPGROUPS)
+    ring_init(q_empty, WARPGROUPS)
+    ring_init(ds_full, WARPGROUPS)
+    ring_init(zeroed, WARPGROUPS)
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
+
+    work = Work(k, v, q, do, lse_dpsum, sizes, limits, selector, ds, dq, k_full, k_empty, v_full, v_empty, q_full, do_full, q_empty,
+                ds_full, ds_empty, dq_full, dq_empty, zeroed, tiles, first)
+    lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
+                  width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
+    to_dk = Gradient(dk_desc, dk, dk_batch, dk_head, dk_row)
+    to_dv = Gradient(dv_desc, dv, dv_batch, dv_head, dv_row)
+    if DETERMINISTIC:
+        gl.warp_specialize([
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dq, (work, lists, dq_desc, D)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum, PARTIAL_QUERIES)),
+            (add_dq, (work, lists, dq_desc, dq_semaphore, spin_timeouts, 0, D)),
+            (add_dq, (work, lists, dq_desc, dq_semaphore, spin_timeouts, 1, D)),
+        ], [4, 4, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dq, (work, lists, dq_desc, D)),
+            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, None, PARTIAL_QUERIES)),
+        ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
+
+
+def hopper_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, flipped: BlockLists,
+    scale: float, causal: bool, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``.
+
+    With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
+    differ from run to run. So they may where a deterministic one waited too long; ``spin_timeouts`` counts that.
+    """
+    q, k, v, dout = map(tma_ready, (q, k, v, dout))
+    out = strided(out)
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    queries, keys = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    # Ragged blocks need not cover every row.
+    dq = torch.empty_like(q) if queries.covers else torch.zeros_like(q)
+    dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    programs = multiprocessors(q.device) if deterministic else 0
+    shape = constants(dim, deterministic)
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None)
+    number = len(plan.tiles) - programs
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
+    # For each slot, how many tiles have added to it. Never read where additions have no order.
+    dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
+    counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
+    _backward_kernel[(programs or number,)](
+        *(tma_descriptor(x, KEYS) for x in (k, v)), *(tma_descriptor(x, QUERIES) for x in (q, dout)),
+        *(tma_descriptor(x, KEYS // WARPGROUPS) for x in (dk, dv)), _dq_desc(accum.dq_accum), _lse_dpsum_desc(accum.lse_dpsum), dk, dv,
+        dq_semaphore, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
+        plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
+        *dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
+        plan.width, heads // kv_heads, heads, keys.number, triton.cdiv(keys.length, KEYS), q_len, queries.length, accum.number,
+        kv_len - q_len, number, accum.dq_accum, scale * LOG2E, scale,
+        UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS), CAUSAL=causal,
+        # Programs that wait for one another must all be there.
+        **shape, **OPTIONS, launch_cooperative_grid=deterministic)
+    backward_postprocess(accum, dq, scale, queries)
+    return dq, dk, dv
+
+
+def constants(dim: int, deterministic: bool) -> dict:
+    """The kernel's shape for a head_dim: stages of q and dO, of dQ, and the partitions' registers.
+
+    Times on an H200, bfloat16, 16 heads of 128, 46,080 tokens in blocks of 384, 48 of 120 kept, in ms. Deterministic, beside 29.6 without
+    an order: one adding warp 32.4, two 30.8, because a warp waits until each addition is written (before lists were rotated by the clock,
+    see dq_schedule). With two: dQaccum brought into L2 ahead 30.8, not ahead 33.6. Without an order the latter changes nothing.
+    """
+    multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
+    # Deterministic, as many as fit beside the rest; else those of one iteration, which the dQ warpgroup itself fills again.
+    dq_stages = (3 if dim == 128 else 4) if deterministic else dim // 64
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DQ_STAGES=dq_stages, DETERMINISTIC=deterministic,
+                MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
+
+
+def _has_partial(axis: Partition, size: int) -> bool:
+    """Whether there are chunks of fewer than ``size`` tokens."""
+    return not (axis.uniform and axis.length % size == 0 and axis.tokens % size == 0)
+
+
+DQ_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+
+
+def _dq_desc(x: Tensor) -> TensorDescriptor:
+    """x [B, H, slots, QUERIES, D] as TMA sees it: 64 columns of one slot after another."""
+    flat = x.flatten(0, 2)
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 64], DQ_LAYOUT)
+
+
+LSE_DPSUM_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
+
+
+def _lse_dpsum_desc(x: Tensor) -> TensorDescriptor:
+    """x [B, H, slots, QUERIES, 16] as TMA sees it: one slot after another."""
+    flat = x.flatten(0, 2)
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES, 16], LSE_DPSUM_LAYOUT)

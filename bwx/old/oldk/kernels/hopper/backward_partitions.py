@@ -1,0 +1,358 @@
+"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that add dQ up."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
+from .backward_iterator import before_first_iteration, next_iteration, tile_field
+from .gluon_compat import aggregate, barrier, copy_add, copy_in, copy_out
+from .inline_asm import multiply_pairs, prefetch, rematerialise, round_pairs, tma_writes_done
+from .primitives import matrix, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
+
+# Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
+# without waiting, and counts that.
+SPIN_LIMIT = gl.constexpr(1 << 20)
+
+
+@aggregate
+class Gradient:
+    """Where a tile's dK or dV goes."""
+
+    desc: tma.tensor_descriptor
+    pointer: gl.tensor
+    batch: gl.tensor       # strides
+    head: gl.tensor
+    row: gl.tensor
+
+
+@gluon.jit
+def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, dq_accum, PARTIAL_QUERIES: gl.constexpr):
+    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk.
+
+    Into L2 also what of dQ is summed up so far (``dq_accum``; None where additions have no order): an addition is written sooner there,
+    and the next program waits for that.
+    """
+    QUERIES: gl.constexpr = work.q.shape[3]
+    tile = work.first
+    number, done = gl.to_tensor(0), gl.to_tensor(0)
+    while tile >= 0:
+        row, batch, kv_head = (tile_field(work, tile, ROW), tile_field(work, tile, BATCH), tile_field(work, tile, HEAD))
+        iterations = tile_field(work, tile, ITERATIONS)
+        ring_free(work.v_empty, number)
+        mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
+        copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
+        ring_free(work.k_empty, number)
+        mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
+        copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
+        at = before_first_iteration(lists, work, tile, 0, 1)
+        for i in range(done, done + iterations):
+            at = next_iteration(lists, at, 1, QUERIES, False)
+            head = lists.group * kv_head + at.q_head
+            start = at.start + at.chunk * QUERIES
+            ring_free(work.q_empty, i)
+            if dq_accum is not None:
+                words = QUERIES * work.q.shape[4]
+                prefetch(dq_accum + (at.slot + at.chunk).to(gl.int64) * words, words * 4)
+            if PARTIAL_QUERIES or lists.causal:
+                layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+                size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)
+                store_size(work, i, gl.full([1], size, gl.int32, layout))
+                if lists.causal:
+                    store_limit(work, i, gl.full([1], start + lists.shift - row, gl.int32, layout))
+                # Those who wait for q must find the numbers that go with it too.
+                barrier()
+            q_full = ring_at(work.q_full, i)
+            mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
+            copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
+            copy_in(lse_dpsum_desc, [at.slot + at.chunk, 0, 0], q_full, ring_at(work.lse_dpsum, i))
+            mbarrier.expect(ring_at(work.do_full, i), do_desc.block_type.nbytes)
+            copy_in(do_desc, [batch, head, start, 0], ring_at(work.do_full, i), ring_at(work.do, i))
+        done += iterations
+        number += 1
+        tile = tile_field(work, tile, NEXT)
+
+
+@gluon.jit
+def store_size(work, i, size):
+    """For iteration ``i``; tests/tools/sanitize.py knows what this stores by this function's name."""
+    ring_at(work.sizes, i).store(size)
+
+
+@gluon.jit
+def store_limit(work, i, limit):
+    """As ``store_size``."""
+    ring_at(work.limits, i).store(limit)
+
+
+@gluon.jit
+def _read_number(ring, i):
+    """The number that ``store_size`` or ``store_limit`` left, in a multiplying partition."""
+    return gl.max(ring_at(ring, i).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def _store(gradient, buffer, group: gl.constexpr, result, batch, head, row, rows, PARTIAL_KEYS: gl.constexpr):
+    """Writes the first ``rows`` of a warpgroup's result, through its share of ``buffer``: by hand where not all of them are the block's."""
+    ROWS: gl.constexpr = result.shape[0]
+    D: gl.constexpr = result.shape[1]
+    part = matrix(buffer).slice(group * ROWS, ROWS)
+    part.store(result)
+    # TMA sees what every warp stored, now or when it brings in the next tile.
+    fence_async_shared()
+    barrier()
+    if PARTIAL_KEYS and rows < ROWS:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+        # TMA takes only strides of whole 16 bytes; told so, the compiler stores so many at once.
+        row_stride = rematerialise(gradient.row) // 8 * 8
+        pointer = gradient.pointer
+        pointer += batch.to(gl.int64) * gradient.batch + head.to(gl.int64) * gradient.head + row.to(gl.int64) * row_stride
+        pointer = gl.multiple_of(pointer, 16)
+        gl.store(pointer + (lines[:, None] * row_stride + columns[None, :]), part.load(layout), mask=(lines < rows)[:, None])
+    else:
+        copy_out(gradient.desc, [batch, head, row, 0], buffer.slice(group * ROWS, ROWS, 2))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _wait_q(work, i, zeroed, group: gl.constexpr, PARTIAL_QUERIES: gl.constexpr):
+    """Waits for q of iteration ``i``, zeroes what the chunk does not hold, and returns the number of chunks so treated."""
+    QUERIES: gl.constexpr = work.q.shape[3]
+    ring_wait(work.q_full, i)
+    if PARTIAL_QUERIES:
+        size = _read_number(work.sizes, i)
+        if size < QUERIES:
+            ring_wait(work.do_full, i)
+            zero_rows(matrix(ring_at(work.q, i)), size, group, 2, False)
+            zero_rows(matrix(ring_at(work.do, i)), size, group, 2, False)
+            fence_async_shared()
+            barrier()
+            ring_arrive(work.zeroed, zeroed)
+            ring_wait(work.zeroed, zeroed)
+            zeroed += 1
+    return zeroed
+
+
+@gluon.jit
+def fill_selector(selector):
+    """Ones in columns 0 to 2 of the first matrix and 8 to 10 of the second."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
+    for half in gl.static_range(2):
+        selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
+def _product(work, a, ring, i, half: gl.constexpr, zero):
+    """Begins a b^T, b being iteration ``i``'s in ``ring``, less lse / scale (half 0) or dPsum (half 1) of each query: one more step of 16,
+    and neither loads nor registers."""
+    lse_dpsum = ring_at(work.lse_dpsum, i)
+    lse_dpsum = lse_dpsum.reshape([lse_dpsum.shape[1], lse_dpsum.shape[2]]).permute((1, 0))
+    token = warpgroup_mma(work.selector.index(half), lse_dpsum, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(a, matrix(ring_at(ring, i)).permute((1, 0)), token, is_async=True)
+
+
+@gluon.jit
+def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
+    s_layout: gl.constexpr = product_layout(zero.shape[1])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
+    if PARTIAL_KEYS:
+        scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
+    if CAUSAL:
+        KEYS: gl.constexpr = zero.shape[0]
+        limit = _read_number(work.limits, i) - group * KEYS
+        if limit < KEYS - 1:
+            keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+            queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
+            scores = gl.where(keys[:, None] <= queries[None, :] + limit, scores, float("-inf"))
+    # Kept in 16 bits: the registers of the float32 weights are those of dP.
+    p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
+    ring_wait(work.do_full, i)
+    dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
+    token = _product(work, v, work.do, i, 1, zero)
+    dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
+    return dv_sum, multiply_pairs(p, dp)
+
+
+@gluon.jit
+def _store_ds(work, group: gl.constexpr, i, ds):
+    """Leaves dS of iteration ``i`` to the dQ partition."""
+    ring_free(work.ds_empty, i)
+    ring_at(work.ds, i).slice(group * ds.shape[0], ds.shape[0]).store(ds)
+    # The tensor core reads shared memory past the ordinary cache, and what every warp of the warpgroup stored.
+    fence_async_shared()
+    barrier()
+    ring_arrive(work.ds_full, i)
+
+
+@gluon.jit
+def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
+                  PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """A multiplying partition: dK and dV of 64 keys of every tile; ``dk`` and ``dv``: where to, each a ``Gradient``."""
+    QUERIES: gl.constexpr = work.q.shape[3]
+    WARPGROUPS: gl.constexpr = 2
+    KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
+    s_layout: gl.constexpr = product_layout(QUERIES)
+    o_layout: gl.constexpr = product_layout(D)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dtype: gl.constexpr = work.q.dtype
+    k = matrix(work.k).slice(group * KEYS, KEYS)
+    v = matrix(work.v).slice(group * KEYS, KEYS)
+    zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
+    tile = work.first
+    number, done, zeroed = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while tile >= 0:
+        first, done = done, done + tile_field(work, tile, ITERATIONS)
+        rows = KEYS
+        if PARTIAL_KEYS:
+            rows = tile_field(work, tile, ROWS) - group * KEYS
+        dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
+        dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
+        ring_wait(work.k_full, number)
+        ring_wait(work.v_full, number)
+        if PARTIAL_KEYS:
+            if rows < KEYS:
+                # Keys of other blocks must not reach dQ.
+                zero_rows(k, rows, 0, 1, False)
+                zero_rows(v, rows, 0, 1, False)
+                fence_async_shared()
+                barrier()
+        if first < done:
+            last = done - 1
+            zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
+            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            for i in range(first, last):
+                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+                dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
+                _store_ds(work, group, i, ds)
+                # The next scores begin before this dK is complete, and end in this iteration.
+                zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
+                s_token = _product(work, k, work.q, i + 1, 0, zero)
+                dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
+                ring_arrive(work.q_empty, i)
+            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
+            _store_ds(work, group, last, ds)
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
+            ring_arrive(work.q_empty, last)
+            # dK leaves through K's memory, which is free once the last dQ is computed.
+            ring_wait(work.ds_empty, last)
+
+        # dV through V's: this warpgroup alone reads its part of it, so that is free when all its warps are here.
+        barrier()
+        row = tile_field(work, tile, ROW) + group * KEYS
+        batch, head = tile_field(work, tile, BATCH), tile_field(work, tile, HEAD)
+        _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows, PARTIAL_KEYS)
+        # TMA has read what the warpgroup stored, so the next V may come.
+        barrier()
+        ring_arrive(work.v_empty, number)
+        _store(dk, work.k, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
+        barrier()
+        ring_arrive(work.k_empty, number)
+        number += 1
+        tile = tile_field(work, tile, NEXT)
+
+
+@gluon.jit
+def compute_dq(work, lists, dq_desc, D: gl.constexpr):
+    """The dQ partition: dS^T K of every iteration, 64 columns at a time, left in shared memory, and where additions have no order added up
+    from there at once."""
+    QUERIES: gl.constexpr = work.q.shape[3]
+    COLUMNS: gl.constexpr = 64
+    PIECES: gl.constexpr = D // COLUMNS
+    layout: gl.constexpr = product_layout(COLUMNS)
+    zero = gl.zeros([QUERIES, COLUMNS], gl.float32, layout)
+    k = matrix(work.k)
+    tile = work.first
+    done = gl.to_tensor(0)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        at = before_first_iteration(lists, work, tile, 0, 1)
+        for i in range(done, done + iterations):
+            if not lists.deterministic:
+                at = next_iteration(lists, at, 1, QUERIES, False)
+            # K is there too: dS was made from it.
+            ring_wait(work.ds_full, i)
+            ds = ring_at(work.ds, i).permute((1, 0))
+            for piece in gl.static_range(PIECES):
+                token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[token])
+                if piece == PIECES - 1:
+                    ring_arrive(work.ds_empty, i)
+                use = i * PIECES + piece
+                if lists.deterministic:
+                    ring_free(work.dq_empty, use)
+                elif piece == 0:
+                    # What the iteration before left must be read.
+                    tma.store_wait(0)
+                    barrier()
+                ring_at(work.dq, use).reshape([QUERIES, COLUMNS]).store(part)
+                # TMA sees what every warp stored.
+                fence_async_shared()
+                barrier()
+                if lists.deterministic:
+                    ring_arrive(work.dq_full, use)
+                else:
+                    copy_add(dq_desc, [at.slot + at.chunk, 0, piece * COLUMNS], ring_at(work.dq, use))
+        done += iterations
+        tile = tile_field(work, tile, NEXT)
+    if not lists.deterministic:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def add_dq(work, lists, dq_desc, dq_semaphore, spin_timeouts, share: gl.constexpr, D: gl.constexpr):
+    """One of two adding partitions: adds every other iteration's dQ to its slot by TMA when the slot's semaphore has the tile's lock value.
+
+    ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
+
+    Two, because an addition counts only when it is written, which at times takes longer than an iteration.
+    """
+    QUERIES: gl.constexpr = work.q.shape[3]
+    SHARES: gl.constexpr = 2
+    COLUMNS: gl.constexpr = 64
+    PIECES: gl.constexpr = D // COLUMNS
+    tile = work.first
+    done = gl.to_tensor(0)
+    spins_left = gl.to_tensor(SPIN_LIMIT)
+    while tile >= 0:
+        iterations = tile_field(work, tile, ITERATIONS)
+        offset = (done + share) & 1
+        at = next_iteration(lists, before_first_iteration(lists, work, tile, offset, SHARES), SHARES, QUERIES, True)
+        added = gl.to_tensor(-1)
+        for i in range(done + offset, done + iterations, SHARES):
+            after = next_iteration(lists, at, SHARES, QUERIES, True)
+            slot = at.slot + at.chunk
+            for piece in gl.static_range(PIECES):
+                use = i * PIECES + piece
+                ring_wait(work.dq_full, use)
+                if piece == 0:
+                    while (added < at.lock_value) & (spins_left > 0):
+                        added = gl.load(dq_semaphore + slot, volatile=True)
+                        spins_left -= 1
+                    spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                copy_add(dq_desc, [slot, 0, piece * COLUMNS], ring_at(work.dq, use))
+            tma.store_wait(0)
+            barrier()
+            for piece in gl.static_range(PIECES):
+                ring_arrive(work.dq_empty, i * PIECES + piece)
+            # How many tiles have added to the next slot becomes known while TMA writes.
+            added = gl.load(dq_semaphore + after.slot + after.chunk, volatile=True)
+            # The next tile's addition begins when this one's is written.
+            tma_writes_done()
+            barrier()
+            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
+            at = after
+        done += iterations
+        tile = tile_field(work, tile, NEXT)
+    if spins_left <= 0:
+        gl.atomic_add(spin_timeouts, 1, sem="relaxed")

@@ -1,0 +1,38 @@
+"""What the partitions of a program of the Hopper backward kernel share."""
+
+from triton.experimental.gluon import language as gl
+
+from .gluon_compat import aggregate
+
+
+@aggregate
+class Work:
+    """The shared memory and the barriers through which the partitions of a program do its tiles, one after another.
+
+    Barriers stand in rings, one a stage: ``_full`` of those who fill it, ``_empty`` of those who read it.
+    """
+
+    k: gl.shared_memory_descriptor          # [1, 1, KEYS * WARPGROUPS, D]
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor          # [STAGES, 1, 1, QUERIES, D]
+    do: gl.shared_memory_descriptor
+    lse_dpsum: gl.shared_memory_descriptor  # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum
+    sizes: gl.shared_memory_descriptor      # [STAGES, 1], int32, tokens of the chunk
+    limits: gl.shared_memory_descriptor     # [STAGES, 1], int32: query i of the chunk sees the tile's keys up to i + limit
+    selector: gl.shared_memory_descriptor   # [2, KEYS, 16], ones where lse_dpsum has lse, and where it has dPsum
+    ds: gl.shared_memory_descriptor         # [2, KEYS * WARPGROUPS, QUERIES]
+    dq: gl.shared_memory_descriptor         # [DQ_STAGES, 1, QUERIES, 64], 64 columns of a chunk's dQ after another
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dK, which leaves through K's memory
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor     # TMA has written q and lse_dpsum
+    do_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have read q, dO and lse_dpsum
+    ds_full: gl.shared_memory_descriptor    # both multiplying warpgroups have written dS
+    ds_empty: gl.shared_memory_descriptor   # the dQ warpgroup has read it
+    dq_full: gl.shared_memory_descriptor    # where other partitions add it up: the dQ warpgroup has written it
+    dq_empty: gl.shared_memory_descriptor   # TMA has read it
+    zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
+    tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
+    first: gl.tensor                        # number of the program's first tile, or -1

@@ -1,0 +1,138 @@
+"""What the Hopper kernels are made of: rings of stages, views of tiles, register layouts, rescaled products, rows filled with zeros."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .inline_asm import rescale_lanes
+
+
+@gluon.jit
+def barrier_ring(STAGES: gl.constexpr):
+    """Memory for the barriers of a ring."""
+    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def ring_init(barriers, count: gl.constexpr):
+    """Each of the barriers waits for ``count`` arrivals."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(i), count=count)
+
+
+# MASKED rings have a power of two of stages, and find a stage by a mask in place of a remainder. The forward's do; the backward's do not,
+# though some could: with masks the deterministic one took 1.03 of the time on an H200, by what the assembler then makes of the loop.
+
+
+@gluon.jit
+def ring_at(ring, i, MASKED: gl.constexpr = False):
+    """The stage of a ring, [STAGES, ...] of buffers or of barriers, that the ``i``-th use of it takes."""
+    STAGES: gl.constexpr = ring.shape[0]
+    if MASKED:
+        stage = i & (STAGES - 1)
+    else:
+        stage = i % STAGES
+    return ring.index(stage)
+
+
+@gluon.jit
+def ring_wait(barriers, i, MASKED: gl.constexpr = False):
+    """Waits until the ``i``-th use of a ring has come as far as ``barriers`` announce."""
+    mbarrier.wait(ring_at(barriers, i, MASKED), (i // barriers.shape[0]) & 1)
+
+
+@gluon.jit
+def ring_free(barriers, i, MASKED: gl.constexpr = False):
+    """Waits until the use before the ``i``-th of the same stage has come as far as ``barriers`` announce: then the stage may be filled.
+
+    A fresh barrier counts as one whose previous phase is over, so the first round does not wait.
+    """
+    mbarrier.wait(ring_at(barriers, i, MASKED), ((i // barriers.shape[0]) & 1) ^ 1)
+
+
+@gluon.jit
+def ring_arrive(barriers, i, MASKED: gl.constexpr = False):
+    """Announces the ``i``-th use of a ring: one of the arrivals that its stage's barrier counts."""
+    mbarrier.arrive(ring_at(barriers, i, MASKED), count=1)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """The registers of a product of 64 rows by four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def lanes(columns):
+    """The same registers as [64, columns / 8, 4, 2]: the third dimension is four lanes that share a row, each of which has all others."""
+    across = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
+    rows = [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 0, 1], [8, 0, 0, 0]] + across, [[0, 0, 1, 0], [0, 0, 2, 0]] + rows,
+                                      [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, columns // 8, 4, 2])
+
+
+@gluon.constexpr_function
+def row_lanes(columns):
+    """A number for each lane of each row, [64, 4]."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, lanes(columns)))
+
+
+@gluon.jit
+def by_lane(x):
+    """A product [64, N] as [64, N / 8, 4, 2]."""
+    N: gl.constexpr = x.shape[1]
+    return gl.convert_layout(x.reshape([x.shape[0], N // 8, 4, 2]), lanes(N), assert_trivial=True)
+
+
+@gluon.jit
+def by_row(x):
+    """Back to [64, N]."""
+    N: gl.constexpr = x.shape[1] * 8
+    return gl.convert_layout(x.reshape([x.shape[0], N]), product_layout(N), assert_trivial=True)
+
+
+@gluon.jit
+def to_lanes(x, N: gl.constexpr):
+    """Numbers [64, 4] as they stand beside ``by_lane`` of a product [64, N]."""
+    return gl.convert_layout(x, row_lanes(N), assert_trivial=True)[:, None, :, None]
+
+
+@gluon.jit
+def rescale(x, alpha):
+    """A product [64, N] times the factors of its rows, [64, 4] in ``row_lanes``; a warp all of whose factors are 1 skips it."""
+    return by_row(rescale_lanes(by_lane(x), to_lanes(alpha, x.shape[1])))
+
+
+@gluon.constexpr_function
+def one_word(warps):
+    """A single number that all threads of a partition hold."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def matrix(buffer):
+    """A [1, 1, rows, D] tile as the matrix it is."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def not_finite(x):
+    return (x != x) | (gl.abs(x.to(gl.float32)) == float("inf"))
+
+
+@gluon.jit
+def zero_rows(buffer, size, share: gl.constexpr, SHARES: gl.constexpr, FINITE: gl.constexpr):
+    """Zeroes the rows from ``size`` on in one of SHARES equal parts of a [CHUNK, D] matrix: a weight of zero times a NaN is NaN.
+
+    FINITE: also what is not finite in the rows before.
+    """
+    ROWS: gl.constexpr = buffer.shape[0] // SHARES
+    part = buffer.slice(share * ROWS, ROWS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    values = part.load(layout)
+    rows = share * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    kept = (rows < size)[:, None]
+    if FINITE:
+        kept = kept & (not_finite(values) == 0)
+    part.store(gl.where(kept, values, 0.0))

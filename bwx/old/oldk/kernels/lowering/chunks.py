@@ -1,0 +1,294 @@
+"""Lists of blocks become lists of chunks: runs of at most CHUNK tokens that a kernel loads in one step, full ones apart from partial ones.
+
+The kernels then have one simple loop over full chunks, with no mask at all, and one over the partial chunks, which a ragged tail or the
+causal diagonal crosses, whatever the blocks looked like. The order inside a list is free, so this costs nothing but one small launch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import BlockLists
+from .arguments import Bounds, ChunkLists, Lists
+from .primitives import block_bounds, row_of_lists
+from .quick_launch import QuickLaunch, fit
+
+# List entries read at once by one program.
+SEGMENT = 256
+# Parts of a ``Queue``, in numbers of 4 bytes.
+HEADER = tl.constexpr(8)
+ENTRY = tl.constexpr(8)
+
+
+class Chunks(NamedTuple):
+    """For each row of the lists: full chunks from the front of ``starts``, partial ones from its back, their token counts in ``sizes``."""
+
+    starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
+    sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
+    full: Tensor     # int32 [B|1, H|1, rows]
+    partial: Tensor  # int32 [B|1, H|1, rows]
+
+    def read_by(self, heads: int) -> ChunkLists:
+        """As a kernel of ``heads`` heads takes them."""
+        return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
+
+
+class Queue(NamedTuple):
+    """The rows of the lists in the order in which a kernel's programs take them, for each (batch, head) the longest list first.
+
+    ``data`` is int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five
+    are used: first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all
+    sizes, but where no chunk can be partial.
+    """
+
+    data: Tensor
+    batch: int
+    heads: int
+    width: int        # of a row of starts or sizes
+
+
+class Partition(NamedTuple):
+    """How the tokens of one axis are partitioned into blocks, as the kernels take it."""
+
+    starts: Tensor   # int32 [B|1, H|1, number], first token of a block; any tensor when uniform
+    sizes: Tensor    # int32, same shape, real tokens of a block; any tensor when uniform
+    uniform: bool    # every block has ``length`` tokens, but for the last one
+    length: int      # tokens of the longest block
+    tokens: int
+    number: int      # of blocks
+    covers: bool     # every token lies in a block
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+
+    def bounds(self, heads: int) -> Bounds:
+        """As a kernel of ``heads`` heads takes them."""
+        return Bounds(*self.tensors, *self.strides(heads), self.length, self.tokens)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """starts and sizes as a kernel takes them, which tells by None that blocks are uniform."""
+        return (None, None) if self.uniform else (self.starts, self.sizes)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
+
+
+class Geometry(NamedTuple):
+    """What of a ``Partition`` is known on the host."""
+
+    shape: torch.Size | None   # of ``starts``; None when uniform
+    length: int
+    tokens: int
+    number: int
+
+    def strides(self, heads: int) -> tuple[int, int, int]:
+        return (0, 0, 1) if self.shape is None else _shared_strides(self.shape, heads)
+
+
+def q_partition(blocks: BlockLists, tokens: int) -> Partition:
+    """How the query tokens are partitioned."""
+    uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
+    return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks,
+                     uniform or tokens <= blocks._covers)
+
+
+def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
+    """How the key tokens are partitioned."""
+    uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
+    bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
+    number = -(-tokens // blocks.max_kv_length) if uniform else bounds[0].shape[2]
+    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number, uniform or tokens <= blocks._covers)
+
+
+def _longest(bound: int, uniform: bool, tokens: int) -> int:
+    """Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32."""
+    return bound if uniform else min(bound, max(tokens, 1))
+
+
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Members of a tuple cannot be left
+# out (see arguments.py), so the numbers of these kernels come one by one and get their names inside.
+_NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "row_group", "item_batch", "item_head", "item_group", "heads",
+            "rows", "items", "row_length", "row_tokens", "item_length", "item_tokens", "capacity", "width", "parts", "shift"]
+
+
+@triton.jit
+def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, width, parts, shift,
+                 CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+    """Writes the chunks of one row to its ``starts`` and ``sizes``: (first token of the row, its tokens, full chunks, partial chunks)."""
+    list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
+    row_at = batch * bounds.batch + head // bounds.group * bounds.head
+    item_at = batch * item_bounds.batch + head // item_bounds.group * item_bounds.head
+    row_start, row_size = block_bounds(bounds.starts, bounds.sizes, row_at, row, bounds.length, bounds.tokens, bounds.starts is None)
+    count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
+    n_full, n_partial = 0, 0
+    for first in range(0, count * parts, SEGMENT):
+        slot = first + tl.arange(0, SEGMENT)
+        item = tl.load(lists.indices + list_row * lists.capacity + slot // parts, mask=slot < count * parts, other=-1)
+        # Ids out of range count as absent.
+        known = (item >= 0) & (item < lists.items)
+        item_start, item_size = block_bounds(item_bounds.starts, item_bounds.sizes, item_at, tl.where(known, item, 0),
+                                             item_bounds.length, item_bounds.tokens, item_bounds.starts is None)
+        offset = (slot % parts) * CHUNK
+        start, size = item_start + offset, tl.minimum(item_size - offset, CHUNK)
+        seen, complete = known & (size > 0), size == CHUNK
+        if CAUSAL:
+            # Key j is visible to query i when j <= i + shift.
+            if ROWS_ARE_QUERIES:
+                seen = seen & (start <= row_start + row_size - 1 + shift)
+                complete = complete & (start + CHUNK - 1 <= row_start + shift)
+            else:
+                seen = seen & (row_start <= start + size - 1 + shift)
+                complete = complete & (row_start + row_size - 1 <= start + shift)
+        is_full, is_partial = seen & complete, seen & (complete == 0)
+        at_front = n_full + tl.cumsum(is_full.to(tl.int32), 0) - 1
+        at_back = width - (n_partial + tl.cumsum(is_partial.to(tl.int32), 0))
+        tl.store(starts + at_front, start, mask=is_full)
+        tl.store(starts + at_back, start, mask=is_partial)
+        tl.store(sizes + at_back, size, mask=is_partial)
+        n_full += tl.sum(is_full.to(tl.int32), 0)
+        n_partial += tl.sum(is_partial.to(tl.int32), 0)
+    # A row without real tokens attends to nothing.
+    return row_start, row_size, tl.where(row_size > 0, n_full, 0), tl.where(row_size > 0, n_partial, 0)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, starts, sizes, full, partial,
+                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
+                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                   CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+    lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
+    bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
+    item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    out_row = (batch.to(tl.int64) * heads + head) * rows + row
+    _, _, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + out_row * width, sizes + out_row * width,
+                                           width, parts, shift, CHUNK, SEGMENT, CAUSAL, ROWS_ARE_QUERIES)
+    tl.store(full + out_row, n_full)
+    tl.store(partial + out_row, n_partial)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
+                  list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
+                  heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
+    """The same as a ``Queue``."""
+    lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
+    bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
+    item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = (batch.to(tl.int64) * heads + head) * rows
+    total = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+    starts = queue + HEADER + total * ENTRY
+    sizes = starts + total * width
+    at = (first_row + row) * width
+    row_start, row_size, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at,
+                                                          width, parts, shift, CHUNK, SEGMENT, CAUSAL, True)
+    rank = _rank(lists, row_of_lists(lists, batch.to(tl.int64), head, 0), row, rows, SEGMENT)
+    entry = queue + HEADER + (first_row + rank) * ENTRY
+    tl.store(entry, row_start)
+    tl.store(entry + 1, row_size)
+    tl.store(entry + 2, n_full)
+    tl.store(entry + 3, n_partial)
+    tl.store(entry + 4, row)
+    if first_row + row == 0:
+        tl.store(queue, 0)
+
+
+@triton.jit
+def _rank(lists, first_list, row, rows, SEGMENT: tl.constexpr):
+    """How many rows go before ``row``: those with longer lists, and of equally long ones the later, which under a causal mask see more."""
+    count = tl.minimum(tl.load(lists.counts + first_list + row), lists.capacity)
+    rank = 0
+    for first in range(0, rows, SEGMENT):
+        other = first + tl.arange(0, SEGMENT)
+        length = tl.minimum(tl.load(lists.counts + first_list + other, mask=other < rows, other=-1), lists.capacity)
+        sooner = (length > count) | ((length == count) & (other > row))
+        rank += tl.sum((sooner & (other < rows)).to(tl.int32), 0)
+    return rank
+
+
+def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
+                rows_are_queries: bool = True) -> Chunks:
+    """Cuts every listed block into chunks of ``chunk`` tokens.
+
+    Args:
+        blocks: the lists; of a transpose, rows are key blocks and items query blocks.
+        rows, items: the partitions of the rows' and of the listed blocks' tokens.
+        chunk: tokens of a chunk, a power of two.
+        causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
+        rows_are_queries: False for a transpose.
+    """
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries)
+    batch, heads, width = plan.extent
+    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
+    full, partial = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
+    _launch(_launch_chunks, plan, blocks, rows, items, starts, sizes, full, partial)
+    return Chunks(starts, sizes, full, partial)
+
+
+def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> Queue:
+    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
+    data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
+    _launch(_launch_queue, plan, blocks, rows, items, data)
+    return Queue(data, *plan.extent)
+
+
+class _Plan(NamedTuple):
+    """What a launch takes beside tensors."""
+
+    extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
+    size: int                      # of a queue's data
+    numbers: tuple[int, ...]
+    constants: dict
+    key: tuple
+
+
+# Kept, because it depends on shapes alone and takes longer to work out than the launch.
+@lru_cache(maxsize=256)
+def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
+          rows_are_queries: bool | None) -> _Plan:
+    """``rows_are_queries``: None for a queue."""
+    batch, heads = counts[:2]
+    for axis in (rows, items):
+        if axis.shape is not None:
+            batch, heads = max(batch, axis.shape[0]), max(heads, axis.shape[1])
+    parts = -(-items.length // chunk)
+    width = max(capacity * parts, 1)
+    partial = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    size = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
+    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number,
+               items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
+    if rows_are_queries is not None:
+        constants["ROWS_ARE_QUERIES"] = rows_are_queries
+    return _Plan((batch, heads, width), size, numbers, constants,
+                 (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
+
+
+_launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
+
+
+def _launch(kernel: QuickLaunch, plan: _Plan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:
+    batch, heads, _ = plan.extent
+    kernel((out[0].get_device(), plan.key), (rows.number, heads, batch), (),
+           (blocks.counts.contiguous(), blocks.indices.contiguous(), *rows.tensors, *items.tensors, *out), plan.numbers, plan.constants, {})
+
+
+def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
+    """(batch stride, head stride, heads that share one entry) of a contiguous ``[B|1, H|1, n]`` tensor read by ``heads`` heads."""
+    return _shared_strides(x.shape, heads)
+
+
+def _shared_strides(shape: torch.Size, heads: int) -> tuple[int, int, int]:
+    return (shape[1] * shape[2] if shape[0] > 1 else 0), shape[2], heads // shape[1]

@@ -1,0 +1,119 @@
+"""What surrounds the one-pass backward kernel: its preprocess (lse, dPsum, zeros to add to) and postprocess (dQ out of dQaccum).
+
+Query tokens are divided into chunks of at most QUERIES inside their block, and chunk p of block b, which starts at token s, owns the slot
+s // QUERIES + b: no two chunks share one, whatever the blocks look like, and there are fewer than tokens / QUERIES + blocks + 1 of them.
+lse, dPsum and dQaccum, the float32 sums of dQ, stand slot by slot, so that every access of the kernel is whole and aligned.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chunks import Partition
+from .primitives import block_bounds, load_rows, store_rows
+
+QUERIES = 64
+# Keys of a program of the backward kernel.
+KEYS = 128
+
+
+class Accum(NamedTuple):
+    """For each query chunk, by batch, head and slot."""
+
+    lse_dpsum: Tensor   # bfloat16 [B, H, slots, QUERIES, 16], an operand of the tensor core: in columns 0 to 2 three terms whose sum is
+    #                     -lse / scale, or -1e30 for empty rows and for rows past the chunk's end; in columns 8 to 10 three whose sum is
+    #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
+    dq_accum: Tensor    # float32 [B, H, slots, QUERIES, D], zeros
+
+    @property
+    def number(self) -> int:
+        """Slots of a head."""
+        return self.lse_dpsum.shape[2]
+
+
+@triton.jit
+def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, q_starts, q_sizes, out_batch, out_head, out_row,
+                       do_batch, do_head, do_row, dlse_batch, dlse_head, dlse_row, bound_batch, bound_head, bound_group,
+                       heads, q_len, block_length, slots, scale,
+                       UNIFORM: tl.constexpr, PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    bound = batch * bound_batch + (head // bound_group) * bound_head
+    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
+    slot = row // M + block + part
+    row, rows = row + part * M, rows - part * M
+    if rows <= 0:
+        return
+    o = load_rows(out + batch * out_batch + head.to(tl.int64) * out_head, row, out_row, rows, M, DIM, DIM, True)
+    do = load_rows(dout + batch * do_batch + head.to(tl.int64) * do_head, row, do_row, rows, M, DIM, DIM, True)
+    lines = tl.arange(0, M)
+    mask = lines < rows
+    row_lse = tl.load(lse + (batch * heads + head) * q_len + row + lines, mask=mask, other=float("-inf"))
+    neg_dpsum = -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    empty = row_lse == float("-inf")
+    if HAS_DLSE:
+        row_dlse = tl.load(dlse + batch * dlse_batch + head * dlse_head + (row + lines).to(tl.int64) * dlse_row, mask=mask, other=0.0)
+        neg_dpsum += row_dlse
+    at = (batch * heads + head) * slots + slot
+    # An empty row has no gradient, whatever arrives for it: its weights must be 0, and so must dPsum be. Not by -inf: the kernel
+    # multiplies the other three columns by zero.
+    bias = tl.where(empty, -1e30, -row_lse / scale)
+    neg_dpsum = tl.where(empty, 0.0, neg_dpsum)
+    columns = tl.arange(0, 16)[None, :]
+    value = tl.where(columns < 8, bias[:, None], neg_dpsum[:, None])
+    # Three bfloat16 terms hold the 24 bits of a float32; what is not finite stands in the first.
+    high = value.to(tl.bfloat16)
+    rest = tl.where(tl.abs(value) < float("inf"), value - high.to(tl.float32), 0.0)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    term = columns % 8
+    zero = tl.zeros_like(high)
+    tl.store(lse_dpsum + at * (M * 16) + lines[:, None] * 16 + columns,
+             tl.where(term == 0, high, tl.where(term == 1, middle, tl.where(term == 2, low, zero))))
+    tl.store(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), tl.zeros([M * DIM], tl.float32))
+
+
+@triton.jit
+def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
+                        heads, q_len, block_length, slots, scale,
+                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    bound = batch * bound_batch + (head // bound_group) * bound_head
+    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
+    slot = row // M + block + part
+    row, rows = row + part * M, rows - part * M
+    if rows <= 0:
+        return
+    at = (batch * heads + head) * slots + slot
+    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
+
+
+def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition) -> Accum:
+    """The rows that the backward kernel reads, and zeros where it adds."""
+    batch, heads, q_len, dim = out.shape
+    slots = q_len // QUERIES + queries.number + 1
+    lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
+    dq_accum = torch.empty(batch, heads, slots, QUERIES, dim, dtype=torch.float32, device=out.device)
+    parts = triton.cdiv(queries.length, QUERIES)
+    given = lse if dlse is None else dlse
+    _preprocess_kernel[(queries.number * parts, batch * heads)](
+        out, dout, given, lse, lse_dpsum, dq_accum, queries.starts, queries.sizes,
+        *out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots, scale,
+        UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, M=QUERIES, DIM=dim)
+    return Accum(lse_dpsum, dq_accum)
+
+
+def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
+    """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
+    batch, heads, q_len, dim = dq.shape
+    parts = triton.cdiv(queries.length, QUERIES)
+    _postprocess_kernel[(queries.number * parts, batch * heads)](
+        accum.dq_accum, dq, queries.starts, queries.sizes, *dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length,
+        accum.number, scale, UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)

@@ -1,0 +1,253 @@
+"""Which tiles each program of the Hopper backward takes, and in which order they add to dQ: bitwise deterministic, and hardly a wait.
+
+A tile is KEYS keys of one block; its list names the query blocks that attend to it; an iteration is one chunk of QUERIES queries of one of
+them. Where dQ must be deterministic, as many programs as there are multiprocessors run side by side, each on the tiles that list scheduling
+assigns to it here, from the lists alone. The time of an iteration is the number of iterations that its program makes before it. Programs
+that keep pace reach a query block in the order of these times, so that is the order in which they add (FlashAttention-4's dQ write order):
+a tile's lock value is what the dQ semaphore of a query block must have reached. Hardly anyone ever waits. Nor can programs wait for one
+another in a circle: whoever is first in time among all that wait finds its lock open.
+
+Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
+of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
+tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import BlockLists
+from .chunks import Partition, shared_strides
+from .dq_accum import KEYS, QUERIES
+from .primitives import block_bounds
+
+# int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations;
+# the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of their length.
+FIELDS = tl.constexpr(9)
+ROW, ROWS, BATCH, HEAD, BLOCK, PART, ITERATIONS, NEXT, ROTATION = map(tl.constexpr, range(9))
+ROTATION_UNITS = tl.constexpr(4096)
+# An addition is written about two iterations after it began. Time of the backward over that of the non-deterministic one, H200, bfloat16,
+# D 128, six patterns (46,080 to 138,240 tokens, blocks of 128 and 384, random lists and neighbours, one of grouped heads): staggered by 3
+# iterations 1.02 to 1.12, by 5 1.00 to 1.08, by 7 1.02 to 1.12, by 10 1.00 to 1.18. Not staggered 1.5 at 46,080 tokens; without the clock
+# 1.1, and 1.3 at 138,240.
+STAGGER = 5
+SEGMENT = 128
+
+
+# Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
+_NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
+            for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
+_NUMBERS += [
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "search_steps", "number", "programs", "stagger", "shift"]
+
+
+class Schedule(NamedTuple):
+    """The work of the backward kernel's programs."""
+
+    tiles: Tensor               # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, head
+    #                             after head, then for each program a row of which NEXT, its first tile, is set
+    lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
+    skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
+    width: int                  # of a list
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles, skipped,
+                  list_batch, list_head, list_group, kv_batch, kv_head_stride, kv_group, q_batch, q_head_stride, q_group,
+                  kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, shift,
+                  M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_KV: tl.constexpr,
+                  UNIFORM_Q: tl.constexpr, CAUSAL: tl.constexpr):
+    block = tl.program_id(0)
+    kv_head, batch = tl.program_id(1) % kv_heads, tl.program_id(1) // kv_heads
+    kv_at = batch * kv_batch + (kv_head // kv_group) * kv_head_stride
+    row, size = block_bounds(kv_starts, kv_sizes, kv_at, block, kv_length, kv_tokens, UNIFORM_KV)
+    iterations = tl.zeros([SEGMENT], tl.int32)
+    for q_head in range(group):
+        head = kv_head * group + q_head
+        list_row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
+        q_at = batch * q_batch + (head // q_group) * q_head_stride
+        count = tl.minimum(tl.load(counts + list_row), width)
+        unseen = tl.zeros([SEGMENT], tl.int32)
+        for first in range(0, count, SEGMENT):
+            entry = first + tl.arange(0, SEGMENT)
+            q_block = tl.load(indices + list_row * width + entry, mask=entry < count, other=0)
+            start, length = block_bounds(q_starts, q_sizes, q_at, q_block, q_length, q_tokens, UNIFORM_Q)
+            seen = entry < count
+            if CAUSAL:
+                # Blocks of queries that all come before these keys are skipped. Ids ascend, so they are the first of the list.
+                seen = seen & (start + length + shift > row)
+                unseen += (entry < count) & ~seen
+            iterations += tl.where(seen, tl.maximum(length + M - 1, 0) // M, 0)
+        if CAUSAL:
+            tl.store(skipped + (batch.to(tl.int64) * kv_heads * group + head) * kv_blocks + block, tl.sum(unseen, 0))
+    part = tl.arange(0, PARTS)
+    left = size - part * N
+    # Each head from the last block to the first: where the longest lists come last, as text behind a video, they do not end the launch.
+    place = (tl.program_id(1) + 1) * kv_blocks * parts - 1 - (block * parts + part)
+    to = tiles + place.to(tl.int64) * FIELDS
+    here = part < parts
+    tl.store(to + ROW, row + part * N, mask=here)
+    tl.store(to + ROWS, left, mask=here)
+    tl.store(to + BATCH, batch, mask=here)
+    tl.store(to + HEAD, kv_head, mask=here)
+    tl.store(to + BLOCK, block, mask=here)
+    tl.store(to + PART, part, mask=here)
+    tl.store(to + ITERATIONS, tl.where(left > 0, tl.sum(iterations, 0), 0), mask=here)
+    tl.store(to + NEXT, -1, mask=here)
+    tl.store(to + ROTATION, 0, mask=here)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+    """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins."""
+    total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
+    for first in range(0, number, WINDOW):
+        tile = first + tl.arange(0, WINDOW)
+        iterations = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=tile < number, other=0)
+        total += iterations
+        busy += (iterations > 0).to(tl.int32)
+    # Programs that come within an average tile of one another take theirs together: one at a time would be fairer by a hundredth, and slow.
+    step = tl.maximum(tl.sum(total, 0) // tl.maximum(tl.sum(busy, 0), 1), 1).to(tl.int32)
+    # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
+    period = (step + 1 + group - 1) // group
+    program = tl.arange(0, PROGRAMS)
+    place = program * stagger % period * ROTATION_UNITS // period
+    work = tl.where(program < programs, 0, 1 << 30)
+    last = number + program
+    taken = 0
+    while taken < number:
+        free = work < tl.min(work, 0) + step
+        tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken += tl.sum(free.to(tl.int32), 0)
+        free = free & (tile < number)
+        # A part beyond the end of its block is nobody's.
+        free = free & (tl.load(tiles + tile * FIELDS + ROWS, mask=free, other=0) > 0)
+        tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
+        tl.store(times + tile, work, mask=free)
+        tl.store(tiles + tile * FIELDS + ROTATION, (work % period * ROTATION_UNITS // period + place) % ROTATION_UNITS, mask=free)
+        last = tl.where(free, tile, last)
+        work += tl.where(free, tl.load(tiles + tile * FIELDS + ITERATIONS, mask=free, other=0) + 1, 0)
+    tl.store(tiles + last * FIELDS + NEXT, -1, mask=program < programs)
+
+
+@triton.jit
+def _visible(listed_counts, skipped, row, list_row, width, mask, CAUSAL: tl.constexpr):
+    """Of a list: (its entries less the skipped ones, how many these are)."""
+    count = tl.minimum(tl.load(listed_counts + list_row, mask=mask, other=0), width)
+    if CAUSAL:
+        unseen = tl.load(skipped + row, mask=mask, other=0)
+        return count - unseen, unseen
+    return count, tl.zeros_like(count)
+
+
+@triton.jit
+def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head, listed_group,
+              first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps, SEGMENT: tl.constexpr,
+              CAUSAL: tl.constexpr):
+    """Of a query block's list from ``first`` on, every part of a key block apart: (when, where its lock value stands, whether it comes)."""
+    entry = first + tl.arange(0, SEGMENT)
+    part = entry % parts
+    other = tl.load(indices + entry // parts, mask=entry < number, other=-1)
+    # Ids out of range count as absent.
+    known = (entry < number) & (other >= 0) & (other < blocks)
+    other = tl.where(known, other, 0)
+    kv_head = head // group
+    tile = (batch * kv_heads + kv_head + 1) * blocks * parts - 1 - (other * parts + part)
+    at = tiles + tile.to(tl.int64) * FIELDS
+    known = known & (tl.load(at + ROWS, mask=known, other=0) > 0)
+    before, total = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
+    for q_head in range(kv_head * group, kv_head * group + group):
+        list_row = batch.to(tl.int64) * listed_batch + (q_head // listed_group) * listed_head + other
+        row = (batch.to(tl.int64) * kv_heads * group + q_head) * blocks + other
+        count, _ = _visible(listed_counts, skipped, row, list_row, width, known, CAUSAL)
+        before += tl.where(q_head < head, count, 0)
+        total += count
+    list_row = batch.to(tl.int64) * listed_batch + (head // listed_group) * listed_head + other
+    row = (batch.to(tl.int64) * kv_heads * group + head) * blocks + other
+    count, unseen = _visible(listed_counts, skipped, row, list_row, width, known, CAUSAL)
+    # Where in the key block's list, which ascends, this query block stands.
+    low, high = tl.zeros([SEGMENT], tl.int32), count + unseen
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        less = tl.load(listed_indices + list_row * width + middle, mask=known & (low < high), other=block) < block
+        low, high = tl.where(less & (low < high), middle + 1, low), tl.where(less, high, middle)
+    known = known & (low >= unseen)
+    entry = low - unseen - tl.load(at + ROTATION, mask=known, other=0) * count // ROTATION_UNITS
+    before += tl.where(entry < 0, entry + count, entry)
+    iterations = tl.load(at + ITERATIONS, mask=known, other=0).to(tl.int64)
+    time = tl.load(times + tile, mask=known, other=0) + before * iterations // tl.maximum(total, 1)
+    # Of those that come at the same time, whichever order is the same everywhere will do.
+    when = tl.where(known, (time << 32) + other * parts + part, 1 << 62)
+    where = (row * parts + part) * width + low
+    return when, where, known
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, times, skipped, whens, lock_values,
+                 list_batch, list_head, list_group, listed_batch, listed_head, listed_group,
+                 kv_heads, group, blocks, capacity, width, parts, search_steps, SEGMENT: tl.constexpr, OTHERS: tl.constexpr,
+                 CAUSAL: tl.constexpr):
+    """For one query block: the lock value of each tile that adds to its dQ."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = batch.to(tl.int64) * list_batch + (head // list_group) * list_head + block
+    indices += row * capacity
+    number = tl.minimum(tl.load(counts + row), capacity) * parts
+    whens += ((batch.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block) * capacity * parts
+    for first in range(0, number, SEGMENT):
+        when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
+                                       SEGMENT, CAUSAL)
+        entry = first + tl.arange(0, SEGMENT)
+        tl.store(whens + entry, when, mask=entry < number)
+    # Other threads read what these have written.
+    tl.debug_barrier()
+    for first in range(0, number, SEGMENT):
+        when, where, known = _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head,
+                                       listed_group, first, number, batch, head, kv_heads, group, block, blocks, width, parts, search_steps,
+                                       SEGMENT, CAUSAL)
+        lock_value = tl.zeros([SEGMENT], tl.int32)
+        for start in range(0, number, OTHERS):
+            entry = start + tl.arange(0, OTHERS)
+            other = tl.load(whens + entry, mask=entry < number, other=1 << 62)
+            lock_value += tl.sum((other[None, :] < when[:, None]).to(tl.int32), 1)
+        tl.store(lock_values + where, lock_value, mask=known)
+
+
+def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
+             programs: int, shift: int | None = None) -> Schedule:
+    """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
+
+    Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
+    ``flipped`` is ``blocks.transpose()``, whose ids ascend. Tiles that are not assigned begin at the first block of their lists.
+    """
+    counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
+    group, width = heads // kv_heads, indices.shape[3]
+    parts = triton.cdiv(keys.length, KEYS)
+    number = batch * kv_heads * keys.number * parts
+    tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
+    strides = shared_strides(counts, heads)
+    skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
+    _tiles_kernel[(keys.number, batch * kv_heads)](
+        counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped,
+        *strides, *keys.strides(kv_heads), *queries.strides(heads),
+        kv_heads, group, keys.number, keys.length, keys.tokens, queries.length, queries.tokens, width, parts, shift or 0,
+        M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=triton.next_power_of_2(parts), UNIFORM_KV=keys.uniform, UNIFORM_Q=queries.uniform,
+        CAUSAL=shift is not None)
+    if not programs:
+        return Schedule(tiles, None, skipped, width)
+    times = torch.empty(number, dtype=torch.int32, device=counts.device)
+    _assign_kernel[(1,)](tiles, times, number, programs, group, STAGGER, PROGRAMS=triton.next_power_of_2(programs), WINDOW=1024)
+    own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
+    capacity = own_indices.shape[3]
+    whens = torch.empty(batch, heads, queries.number, capacity, parts, dtype=torch.int64, device=counts.device)
+    lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
+    _lock_value_kernel[(queries.number, heads, batch)](
+        own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values,
+        *shared_strides(own_counts, heads), *strides,
+        kv_heads, group, keys.number, capacity, width, parts, width.bit_length(), SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+    return Schedule(tiles, lock_values, skipped, width)

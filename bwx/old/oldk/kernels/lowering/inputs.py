@@ -1,0 +1,28 @@
+"""What the kernels read from: tensors with strides that they can follow, and TMA descriptors of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import device_limits
+
+
+def strided(x: Tensor) -> Tensor:
+    """x, or a copy where its strides will not do for the kernels: a last one other than 1, or rows so far apart that 256 of them leave 32
+    bits."""
+    return x if x.stride(-1) == 1 and x.stride(-2) < 1 << 23 else x.contiguous()
+
+
+def tma_ok(x: Tensor) -> bool:
+    """Whether TMA can load from x [B, H, tokens, dim]: its address and strides are positive multiples of 16 bytes."""
+    batch, head, row, _ = x.stride()
+    # A multiple of a power of two has no bits below it.
+    return (batch | head | row) % (16 // x.element_size()) == 0 and bool(batch and head and row) and x.data_ptr() % 16 == 0
+
+
+def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
+    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through TMA; None where x is not ``tma_ok`` or the GPU has no TMA."""
+    if not (tma_ok(x) and device_limits(x.device).tma):
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])

@@ -1,0 +1,76 @@
+"""Operators for torch.compile that cost nothing outside of it, and where Triton's small kernels run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# Looked for, not loaded: importing the package must stay light.
+TRITON = find_spec("triton") is not None
+# Of the operators: "ssta", or what the package is called where it was loaded under another name, as Hugging Face's `kernels` loads a copy
+# beside this one. No operator is then registered twice.
+NAMESPACE = __name__.partition(".")[0]
+
+
+def operator(name: str, fake: Callable) -> Callable:
+    """Decorates a function of tensors and numbers that launches kernels: torch.compile sees it as the operator ``NAMESPACE::name``.
+
+    A plain call runs the function itself, which spares the dispatcher's tens of microseconds. ``fake`` makes outputs of the right
+    shape, dtype and strides from the same arguments. The outputs are new tensors; gradients are the caller's business.
+    """
+
+    def decorate(run: Callable) -> Callable:
+        registered = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=())
+        registered.register_fake(fake)
+
+        def call(x: Tensor, *args):
+            return registered(x, *args) if watched(x) else run(x, *args)
+
+        return call
+
+    return decorate
+
+
+def watched(*tensors: Tensor) -> bool:
+    """Whether anything but the device's own code would see an operator called on these tensors: a compiler, a mode, a transform, a tracer
+    or a subclass of tensors. If not, the operator can be bypassed: it costs more than everything else before a launch."""
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        keys |= torch._C._dispatch_keys(x).raw_repr()
+    return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
+
+
+def refuse_forward_mode(**tensors: Tensor) -> None:
+    """Refuses tensors with a tangent: torch would give the operators' results none, that is a derivative of zero.
+
+    Raises:
+        ValueError: the name of one that has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} must have no tangent: only impl='reference' has a forward-mode derivative, got a dual tensor")
+
+
+@lru_cache
+def _plain_keys(device_type: str) -> int:
+    """The bits of torch's dispatch keys that say nothing of the kind: device, autograd and autocast."""
+    key, names = torch._C.DispatchKey, torch._C.DispatchKey.__members__
+    plain = (name for name in (device_type.upper(), f"Autograd{device_type.upper()}", f"Autocast{device_type.upper()}") if name in names)
+    keys = torch._C.DispatchKeySet(key.BackendSelect) | torch._C.DispatchKeySet(key.ADInplaceOrView)
+    for name in plain:
+        keys = keys | torch._C.DispatchKeySet(names[name])
+    return keys.raw_repr()
+
+
+def kernels_run(x: Tensor) -> bool:
+    """Whether Triton's kernels move and choose blocks for ``x``: on a GPU, but for float64, where Triton is installed. Else torch does."""
+    return x.device.type == "cuda" and x.dtype != torch.float64 and TRITON

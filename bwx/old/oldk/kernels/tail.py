@@ -1,0 +1,338 @@
+"""The tail: what blocks that no list names would have added to attention, estimated from their means and covariances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockLists
+from .checks import without_autocast
+from .device import capability
+from .operators import NAMESPACE, operator, watched
+
+# Of h: beyond it the estimate is damped.
+CAP = 1.0
+# Of h's mean weighted by mass: heads above it are not compensated.
+USELESS = 3.0
+# Of the power iteration that finds a block's first principal direction.
+ITERATIONS = 10
+# What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
+# Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
+# holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
+ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.84, 0.4
+# Bytes of a pair: mass, h and bias, and the mixture.
+OF_A_PAIR = 14
+
+# Of units the most that one program of the Hopper kernel compares queries with: their logits are 192 registers a thread.
+HOPPER_UNITS = 384
+
+
+@dataclass(frozen=True, eq=False)
+class BlockEstimates:
+    """What is known of N blocks before any is selected; constants to autograd. U = parts * N units, of block u // parts.
+
+    Attributes:
+        parts: units of a block.
+        linear: whether covariances and h take part in the estimate.
+        log_count: float32 ``[B, Hkv, U]``, log of a unit's tokens; -inf where it has none, or its block holds NaN or inf: nothing is
+            estimated of that.
+        half_variance: h, float32 ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the
+            estimate nor a score asks for it.
+        mass: float32 ``[B, H, N, U]``, the mean over a query block's tokens of softmax over all units; None where h is.
+        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
+            unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
+        k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
+            autograd.
+        lse: float32 ``[B, H, P]``, log-sum-exp of the compensated blocks' queries over all units; None where mass or k_mean is.
+        useful: bool ``[B, H]``, the heads that are compensated; None = all.
+    """
+
+    parts: int
+    linear: bool
+    log_count: Tensor
+    half_variance: Tensor | None = None
+    mass: Tensor | None = None
+    order: Tensor | None = None
+    k_mean: Tensor | None = None
+    v_mean: Tensor | None = None
+    lse: Tensor | None = None
+    useful: Tensor | None = None
+
+    def scores(self) -> Tensor:
+        """mass x h / tokens, float32 ``[B, H, N, N]``: how far each block's estimate may be off, for each key that computing it costs; -inf
+        for blocks that hold NaN or inf."""
+        assert self.mass is not None and self.half_variance is not None
+        if self.k_mean is not None:
+            with torch.no_grad():
+                return _scores(self.mass, self.half_variance, self.log_count, self.parts)
+        scores = (self.mass * self.half_variance).unflatten(-1, (-1, self.parts)).sum(-1)
+        # Of a block of one token one half is empty, which is nothing bad.
+        tokens = per_query_head(self.log_count.exp().unflatten(-1, (-1, self.parts)).sum(-1), scores.shape[1])[:, :, None]
+        return (scores / tokens).masked_fill(tokens == 0, -torch.inf)
+
+
+def useful_heads(error: Tensor) -> Tensor:
+    """bool ``[B, H]``: the heads whose blocks can be estimated. ``error``: ``[B, H, N]``, the sum of mass x h over units."""
+    return error.mean(-1) <= USELESS
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """``[B, Hkv, ...]`` -> ``[B, H, ...]``."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TailForward:
+    """What a backward may want of ``tail_forward``.
+
+    Attributes:
+        share: float32 ``[B, H, N]``: the share of the softmax that was computed exactly, mean of a query block's rows.
+        tail_lse: float32 ``[B, H, P]``, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other blocks.
+        bias: float32 ``[B, H, N, U]``: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated.
+        mixture: bfloat16 ``[B, H, N, U]``, rows dense but not contiguous: the damped weights of covariances in a query block's matrix;
+            None without covariances.
+    """
+
+    share: Tensor
+    tail_lse: Tensor
+    bias: Tensor
+    mixture: Tensor | None
+
+
+def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, *, scale: float, parts: int,
+                    linear: bool, with_mass: bool, useful: Tensor | None = None) -> BlockEstimates:
+    """What selection and estimate need to know of the first ``num_blocks`` blocks, by Triton's kernels; a constant to autograd.
+
+    Args:
+        q: ``[B, H, P, D]`` in the order of blocks, any strides; ``kernels_run(q)`` must be true.
+        k, v: ``[B, Hkv, P, D]``, q's dtype and device.
+        offsets: int32 ``[T + 1]``: block i owns the places from ``offsets[i]`` up to ``offsets[i + 1]``.
+        num_blocks: N of the T blocks, at least one: those that may be estimated, and whose rows estimate.
+        longest: an upper bound on their tokens.
+        scale: factor on the scores.
+        parts: 1 or 2 units of a block.
+        linear: whether covariances and h are to take part in the estimate.
+        with_mass: whether mass and h are wanted though they do not.
+        useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again: spares finding the mass.
+    """
+    with_mass = with_mass or linear and useful is None
+    # A graph that is compiled would look for the operator's gradient.
+    with torch.no_grad():
+        log_count, half_variance, mass, order, k_mean, v_mean, lse, error = _estimate(
+            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+        known = dict(half_variance=half_variance) if linear or with_mass else {}
+        if with_mass:
+            known |= dict(mass=mass, lse=lse)
+            useful = useful_heads(error)
+    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, useful=useful,
+                          **known)
+
+
+def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, blocks: BlockLists,
+             estimates: BlockEstimates, *, scale: float, owned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, share): attention with the blocks that ``blocks`` leaves out estimated, by Triton's kernels; without a gradient.
+
+    Args:
+        out: ``[B, H, P, D]``, attention to the listed blocks; lse float32 ``[B, H, P]``. With ``owned`` they are written over.
+        q, k, v, offsets, num_blocks, longest, scale: as for ``estimate_blocks``, which gave ``estimates``. q's memory is not out's.
+        blocks: of which the first ``num_blocks`` query blocks are those of ``offsets``, and so are the key blocks.
+
+    Returns:
+        out and lse of what is listed and estimated; rows that leave nothing out, and those of other blocks, are the same bits as before.
+        And ``TailForward.share``.
+    """
+    with torch.no_grad():
+        out, lse = (out, lse) if owned else (out.clone(), lse.clone())
+        # Kernels write rows of unit stride.
+        out, lse = out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous()
+        done = tail_forward(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale=scale)
+    return out, lse, done.share
+
+
+def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int,
+                 blocks: BlockLists, estimates: BlockEstimates, *, scale: float) -> TailForward:
+    """``add_tail`` in place, with what its backward may want: out's last stride is 1, lse is contiguous, and both are overwritten."""
+    assert estimates.k_mean is not None and estimates.v_mean is not None, "kernels made the estimates"
+    run = _add_operator if watched(out) else _add
+    tail_lse, share, bias, mixture = run(
+        out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
+        estimates.half_variance if estimates.linear else None, estimates.useful, estimates.lse, estimates.order, estimates.k_mean,
+        estimates.v_mean, num_blocks, longest, estimates.parts, scale)
+    return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
+
+
+@lru_cache
+def _kernels(name: str) -> ModuleType:
+    """Loaded when first asked for, because triton is."""
+    return import_module(f".portable.tail_{name}", __package__)
+
+
+def _head_groups(q: Tensor, kv_heads: int, matrices: int, room: float) -> Iterator[tuple[tuple, tuple]]:
+    """Indices of a group's (query heads, key heads), so that ``matrices`` of a key head's, two bytes an entry, are ``room`` times q."""
+    batch, heads, tokens, dim = q.shape
+    each = max(2 * dim * dim * matrices, 1)
+    held = room * batch * heads * tokens * dim * q.element_size()
+    if batch * kv_heads * each <= held:
+        yield (slice(None),) * 2, (slice(None),) * 2
+        return
+    groups = -(-kv_heads // max(1, int(held / each)))
+    size, group = -(-kv_heads // groups), heads // kv_heads
+    for b in range(batch):
+        for h in range(0, kv_heads, size):
+            yield (slice(b, b + 1), slice(h * group, (h + size) * group)), (slice(b, b + 1), slice(h, h + size))
+
+
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """``[B, H, N, n]`` -> ``[B * Hkv, H / Hkv * N, n]``, a view."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
+
+
+def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """float32 ``[B, H, N, U]`` of moments ``[B, H, N, D * D]`` and ``[B, Hkv, U, D * D]``."""
+    a, b = _by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT
+    product = torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+    return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
+
+
+def hopper_weighs(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, units: int) -> bool:
+    """Whether the Hopper kernel of the tail's weights takes such queries and so many units on such a GPU."""
+    return capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128) and units <= HOPPER_UNITS
+
+
+def _weigh(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, scale: float, lse: Tensor,
+           weights: Tensor, known: Any = None) -> None:
+    """Writes ``tail_lse`` to lse and ``mean_weights`` to weights: by one kernel where there is one for it, else by these two."""
+    if q.is_cuda and hopper_weighs(capability(q.device), q.dtype, q.shape[3], bias.shape[3]):
+        hopper = import_module(".hopper.tail_weights", __package__)
+        if hopper.readable(q):
+            hopper.hopper_tail_weights(q, k_mean, bias, half_variance, offsets, scale, CAP, lse, weights)
+            return
+    rows = _kernels("rows")
+    rows.tail_lse(q, k_mean, bias, offsets, longest, scale, lse, known, CAP)
+    rows.mean_weights(q, k_mean, bias, half_variance, offsets, longest, lse, scale, CAP, weights)
+
+
+def _new_estimates(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
+    with_mass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised; what is not wanted is empty."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, units = k.shape[1], num_blocks * parts
+    pairs = batch, heads, num_blocks, units
+    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
+            q.new_empty(pairs if linear or with_mass else (0,), dtype=torch.float32),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
+            q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
+            k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
+            q.new_empty((batch, heads, tokens) if with_mass else (0,), dtype=torch.float32),
+            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32))
+
+
+@operator("estimate_blocks", _new_estimates)
+def _estimate(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
+    with_mass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+    log_count, half_variance, mass, order, k_mean, v_mean, lse, error = new
+    if not q.numel():
+        return tuple(x.zero_() for x in new)  # type: ignore[return-value]
+    statistics, rows = _kernels("statistics"), _kernels("rows")
+    units = num_blocks * parts
+    with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
+        halves = None
+        if parts > 1:
+            statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
+            halves = order
+        if not linear and not with_mass:
+            statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
+            return new
+        for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
+            keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                             None if halves is None else halves[shared], parts, True)
+            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
+            del keys
+        if not with_mass:
+            return new
+        bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
+        _weigh(q, k_mean, bias, None, offsets, longest, scale, lse, mass)
+        rows.errors(mass, half_variance, log_count, None, error)
+    return new
+
+
+def _new_scores(mass: Tensor, *_) -> Tensor:
+    return mass.new_empty(*mass.shape[:3], mass.shape[2])
+
+
+@operator("block_scores", _new_scores)
+def _scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
+    scores = _new_scores(mass)
+    if scores.numel():
+        with torch.cuda.device_of(mass):
+            _kernels("rows").errors(mass, half_variance, log_count, scores, None)
+    return scores
+
+
+def _new_tail(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
+    half_variance: Tensor | None, useful: Tensor | None, whole: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    num_blocks: int, longest: int, parts: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none."""
+    batch, heads, tokens, _ = q.shape
+    units = num_blocks * parts
+    # Rows of 16 bytes: what torch multiplies fast.
+    width = 0 if half_variance is None else -(-units // 8) * 8
+    mixture = q.new_empty(batch, heads, num_blocks, width, dtype=torch.bfloat16)
+    return (q.new_empty(batch, heads, tokens, dtype=torch.float32), q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
+            q.new_empty(batch, heads, num_blocks, units, dtype=torch.float32), mixture[..., :units])
+
+
+def _add(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
+    half_variance: Tensor | None, useful: Tensor | None, whole: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    num_blocks: int, longest: int, parts: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, useful, whole, order, k_mean, v_mean,
+                    num_blocks, longest, parts, scale)
+    tail_lse, share, bias, mixture = new
+    tail_lse.fill_(-torch.inf)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not q.numel():
+        for x in (share, bias, mixture):
+            x.zero_()
+        return new
+    statistics, rows = _kernels("statistics"), _kernels("rows")
+    with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
+        lists = rows.block_lists(counts, indices, heads, num_blocks)
+        rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias)
+        known = None if whole is None else rows.Whole(whole, log_count, half_variance, lists, useful)
+        if half_variance is None:
+            rows.tail_lse(q, k_mean, bias, offsets, longest, scale, tail_lse, known, CAP)
+            rows.combine(out, lse, q, k_mean, v_mean, bias, None, tail_lse, offsets, longest, scale, share)
+            return new
+        _weigh(q, k_mean, bias, half_variance, offsets, longest, scale, tail_lse, mixture, known)
+        used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
+        room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
+        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room):
+            squares = statistics.covariances(
+                k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], None if order is None else order[shared],
+                None if used is None else used[shared], parts)
+            matrix = torch.bmm(_by_kv_head(mixture[own], squares.shape[1]), squares.flatten(0, 1))
+            del squares
+            rows.combine(out[own], lse[own], q[own], k_mean[shared], v_mean[shared], bias[own], matrix, tail_lse[own], offsets, longest,
+                         scale, share[own])
+            del matrix
+    return new
+
+
+_add_operator = torch.library.custom_op(f"{NAMESPACE}::add_tail", _add, mutates_args=("out", "lse"))
+_add_operator.register_fake(_new_tail)
