@@ -78,9 +78,13 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
     query, scale = q[0, head, spot.rows].double(), q.shape[-1] ** -0.5
     moment = query.mT @ query / len(query)
     keys = _listed_keys(blocks, k.shape[2], 0, head, row)
-    logits, means, matrices = [(query @ k[0, head, keys].double().mT * scale).logsumexp(-1)], [], []
-    listed = _of_head(blocks.indices, 0, head)[row, :int(_of_head(blocks.counts, 0, head)[row])].tolist()
-    for other in sorted(set(range(last)) - set(listed)):
+    exact = (query @ k[0, head, keys].double().mT * scale).logsumexp(-1)
+    listed = _of_head(blocks.indices, 0, head)[row, :int(_of_head(blocks.counts, 0, head)[row])]
+    left = torch.isin(torch.arange(last, device=q.device), listed).logical_not()
+    if not left.any():
+        return spot.values[0]
+    logits, means, matrices = [], [], []
+    for other in range(last):
         tokens = _tokens((starts, sizes), 0, head, other)
         key, value = k[0, head, tokens].double(), v[0, head, tokens].double()
         spread = key - key.mean(0)
@@ -88,12 +92,18 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
         logits.append(scale * query @ key.mean(0) + math.log(len(key)) + min(h, 1.0))
         means.append(value.mean(0))
         matrices.append(min(1.0, 1 / max(h, 1e-6)) ** 0.5 * (spread.mT @ (value - value.mean(0)) / len(key)))
-    if not means:
-        return spot.values[0]
-    share = torch.stack(logits[1:], -1).softmax(-1)
-    matrix = (share.mean(0)[:, None, None] * torch.stack(matrices)).sum(0)
-    weights = torch.stack((logits[0], torch.stack(logits[1:], -1).logsumexp(-1)), -1).softmax(-1)
-    return weights[:, :1] * spot.values[0] + weights[:, 1:] * (share @ torch.stack(means) + scale * query @ matrix)
+    logits, means, matrices = torch.stack(logits, -1), torch.stack(means)[left], torch.stack(matrices)[left]
+    mass = logits[_sampled(len(query), 32 if int(_of_head(sizes, 0, head)[:last].max()) <= 128 else 64)].softmax(-1).mean(0)[left]
+    matrix = ((mass / mass.sum())[:, None, None] * matrices).sum(0)
+    logits = logits[:, left]
+    weights = torch.stack((exact, logits.logsumexp(-1)), -1).softmax(-1)
+    return weights[:, :1] * spot.values[0] + weights[:, 1:] * (logits.softmax(-1) @ means + scale * query @ matrix)
+
+
+def _sampled(tokens: int, number: int) -> list[int]:
+    """Which of a block's queries say what mass it sees: one of each of ``number`` equal runs, at places that the golden ratio spreads."""
+    runs = [(i * 40503 % 2**16, i * tokens // number, (i + 1) * tokens // number) for i in range(number)]
+    return [first + (shift * (end - first) >> 16) for shift, first, end in runs if end > first]
 
 
 def exact_key_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch: int, head: int, column: int, dout: Tensor) -> Spot:

@@ -15,7 +15,7 @@ if __name__ != "kernels":
     from .prologue.reorder import gather_blocks, take_tokens
     from .prologue.select import keep_blocks, score_blocks, select_blocks, spread_blocks, topk_blocks
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
-    from .tail import CAP, ITERATIONS, BlockEstimates, estimate_blocks, per_query_head, useful_heads
+    from .tail import CAP, ITERATIONS, BlockEstimates, estimate_blocks, per_query_head, sampled_queries, useful_heads
     from .tail_op import add_tail
 
     __all__ = [
@@ -27,5 +27,5 @@ if __name__ != "kernels":
         "Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
         "spread_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths",
         # what stands in for blocks that were not selected
-        "CAP", "ITERATIONS", "BlockEstimates", "add_tail", "estimate_blocks", "per_query_head", "useful_heads",
+        "CAP", "ITERATIONS", "BlockEstimates", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads",
     ]

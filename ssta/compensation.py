@@ -24,7 +24,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .kernels import CAP, ITERATIONS, BlockEstimates, add_tail, estimate_blocks, kernels_run, per_query_head, useful_heads, without_autocast
+from .kernels import (
+    CAP,
+    ITERATIONS,
+    BlockEstimates,
+    add_tail,
+    estimate_blocks,
+    kernels_run,
+    per_query_head,
+    sampled_queries,
+    useful_heads,
+    without_autocast,
+)
 from .memo import remember
 
 if TYPE_CHECKING:
@@ -61,6 +72,18 @@ class _Tiles:
         bounds = self.lengths[:, None] * torch.arange(parts + 1, device=self.lengths.device) // parts
         place = torch.arange(self.longest, device=self.lengths.device)
         return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None]), bounds.diff()
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """(int64 ``[N, n]``: places of the queries that speak for a tile, bool ``[N, n]``: those that are there).
+
+        One of each of n equal runs of the tile's tokens; all tokens where there are no more.
+        """
+        number = sampled_queries(self.longest)
+        run = torch.arange(number, device=self.lengths.device)
+        low = run * self.lengths[:, None] // number
+        length = (run + 1) * self.lengths[:, None] // number - low
+        # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+        return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 
 
 @remember(64)
@@ -162,13 +185,15 @@ def _estimate_in_torch(
     queries = q_tiles.masked_fill(~sound, 0)
     moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
     half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
-    if useful is not None:
-        return BlockEstimates(parts, linear, log_count, half_variance, order=order, useful=useful)
-    logits = scale * tiles.join(queries) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
+    sampled, counted = tiles.sample()
+    queries = queries.gather(3, sampled[..., None].expand(*queries.shape[:2], -1, -1, queries.shape[-1]))
+    sound = (sound.expand(*q_tiles.shape[:4], 1).gather(3, sampled[..., None].expand(*q_tiles.shape[:2], -1, -1, -1)) & counted[..., None])
+    logits = scale * queries.flatten(2, 3) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
-    mass = tiles.cut((logits + bias.expand(-1, -1, tiles.number, -1).index_select(2, tiles.of_slot)).softmax(-1).nan_to_num(0))
-    mass = (mass * sound).sum(3) / tiles.lengths.clamp(min=1)[:, None]
-    return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful_heads((mass * half_variance).sum(-1)))
+    mass = (logits.unflatten(2, sampled.shape) + bias.expand(-1, -1, tiles.number, -1)[..., None, :]).softmax(-1).nan_to_num(0)
+    mass = (mass * sound).sum(3) / counted.sum(1).clamp(min=1)[:, None]
+    useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
+    return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful)
 
 
 def _bias(log_count: Tensor, half_variance: Tensor | None, heads: int) -> Tensor:
@@ -227,7 +252,9 @@ def _compensate_in_torch(
     if half_variance is not None:
         covariance = per_query_head((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), heads)
         damping = (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
-        mixture = tiles.cut(weights.detach().nan_to_num(0)).sum(3) / tiles.lengths.clamp(min=1)[:, None] * damping
+        assert estimates.mass is not None
+        left = estimates.mass.masked_fill(selected, 0)
+        mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * damping
         matrix = (mixture @ covariance.flatten(3)).unflatten(3, covariance.shape[-2:])
         tail = tail + scale * tiles.join(q_tiles @ matrix)
     exact, exact_lse = out[:, :, :tiles.slots], lse[:, :, :tiles.slots, None]

@@ -49,34 +49,6 @@ def rescale_lanes(x, alpha):
     return gl.inline_asm_elementwise(_RESCALE, _RESCALE_CONSTRAINTS, [x, alpha], gl.float32, False, 32)
 
 
-# The same numbers, where a row's factor is 0.
-_CLEAR = gl.constexpr("{ .reg .pred p, q, r; setp.eq.f32 p, $64, 0f00000000; setp.eq.f32 q, $66, 0f00000000; or.pred r, p, q;\n"
-                      "vote.sync.any.pred r, r, -1; @!r bra SAME;\n"
-                      + " ".join(f"selp.f32 ${i}, 0f00000000, ${i}, {'pq'[i >> 1 & 1]};" for i in range(32)) + "\nSAME: }")
-
-
-@gluon.jit
-def clear_rows(x, factor):
-    """x, as ``by_lane`` lays a product out, with 0 in the rows whose factor is 0, as NaN times 0 is not; a warp without any skips it."""
-    return gl.inline_asm_elementwise(_CLEAR, _RESCALE_CONSTRAINTS, [x, factor], gl.float32, False, 32)
-
-
-# Halves what a lane has at each exchange with the lanes of other rows: it keeps the numbers whose bit of i is its own bit.
-_SUM_LANES = gl.constexpr(
-    "{ .reg .pred p<3>; .reg .b32 lane, bit; .reg .f32 x<8>, kept, sent; mov.u32 lane, %laneid;\n"
-    + " ".join(f"mov.f32 x{i}, ${i + 1};" for i in range(8))
-    + "".join(f"\nand.b32 bit, lane, {4 << step}; setp.ne.b32 p{step}, bit, 0; "
-              + " ".join(f"selp.f32 kept, x{i + (1 << step)}, x{i}, p{step}; selp.f32 sent, x{i}, x{i + (1 << step)}, p{step}; "
-                         f"shfl.sync.bfly.b32 sent, sent, {4 << step}, 31, -1; add.f32 x{i}, kept, sent;" for i in range(1 << step))
-              for step in (2, 1, 0)) + "\nmov.f32 $0, x0; }")
-
-
-@gluon.jit
-def sum_lanes(x0, x1, x2, x3, x4, x5, x6, x7):
-    """Sums over the eight lanes [4, 8, ...] of a warp that have the same columns: lane i of them gets that of ``x<i>``."""
-    return gl.inline_asm_elementwise(_SUM_LANES, "=f,f,f,f,f,f,f,f,f", [x0, x1, x2, x3, x4, x5, x6, x7], gl.float32, False, 1)
-
-
 # A loop that never runs, which the assembler cannot know.
 _FENCE = gl.constexpr("{ .reg .pred p; .reg .f32 m; mov.b32 $0, $2; mov.b32 $1, $3; min.f32 m, $2, $3; setp.lt.f32 p, m, 0f00000000;\n"
                       "AGAIN: @!p bra ON; nanosleep.u32 1; bra AGAIN; ON: }")

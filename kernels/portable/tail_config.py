@@ -14,7 +14,7 @@ from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
 
 # For head_dims up to 64 and up to 128, float16 and bfloat16. Keys, moments: block_m columns of the result, block_n tokens at once.
-# The products of tail_lse and tail_combine have block_m queries and block_n units, those of mean_weights block_m units and block_n queries.
+# The products of masses and merge have block_m queries and block_n units.
 _TABLE = {
     # At head_dim 128 measured on an H200 at 360 blocks of up to 384 tokens; few warps with much to do each, and room for several programs.
     # One stage in "keys" and "order": with loads in flight Triton 3.6 overwrites what a wgmma still reads, of keys that are summed in
@@ -23,11 +23,8 @@ _TABLE = {
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3)),
     "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 8, 1)),
-    "lse": (LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
-    "weights": (LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 4, 2)),
-    # 16 heads of 1,080 blocks of 103 tokens: 2.43 ms, 128 x 128 with 4 warps 2.48, 64 x 64 2.62, "weights", one block alone, 3.56.
-    "short weights": (LaunchConfig(64, 128, 4, 1), LaunchConfig(64, 128, 4, 1)),
-    "combine": (LaunchConfig(128, 32, 4, 3), LaunchConfig(128, 32, 4, 3)),
+    "mass": (LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 4, 2)),
+    "combine": (LaunchConfig(128, 32, 4, 2), LaunchConfig(128, 32, 4, 2)),
 }
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)

@@ -1,8 +1,6 @@
-"""Portable kernels that compare queries with units: biases, log-sum-exps, mean weights of a block, the merge with the exact part."""
+"""Portable kernels that compare queries with units: the mass that a block sees in them, biases, and the merge with the exact part."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,21 +18,6 @@ from .tail_statistics import head_at
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
-# Blocks of at most so many rows are compared with the same units so many at a time, because one alone is not worth loading units for.
-SHORT, TOGETHER = 128, 8
-# What the listed units leave of the softmax over all is told by subtraction where it is no smaller: to 2^-14 or so.
-LEAST_LEFT = 2**-6
-
-
-class Whole(NamedTuple):
-    """What is known of a softmax over all units: its log-sum-exp, float32 ``[B, H, P]``, and what went into its biases; the arguments of
-    ``unit_bias``."""
-
-    lse: Tensor
-    log_count: Tensor
-    half_variance: Tensor | None
-    lists: Lists
-    useful: Tensor | None
 
 
 @triton.jit
@@ -45,21 +28,24 @@ def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_gr
 
 
 @triton.jit
-def _bias_kernel(log_count, half_variance, counts, indices, useful, bias, lists_batch, lists_head, lists_group, capacity, heads, group,
-                 blocks, units,
+def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, left, mixture, lists_batch, lists_head, lists_group,
+                 capacity, heads, group, blocks, units, mixture_row,
                  CAP: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """A block's biases; and unless they are None how many units are estimated, and the mixture: what these have of their mass together,
+    damped."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    at = ((batch * heads + head) * blocks + block) * units
+    row = (batch * heads + head) * blocks + block
     log_count += (batch * (heads // group) + head // group) * units
+    bias += row * units
     for start in range(0, units, WIDTH):
         unit = start + tl.arange(0, WIDTH)
         value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
         if half_variance is not None:
-            value += tl.minimum(tl.load(half_variance + at + unit, mask=unit < units, other=0.0), CAP)
+            value += tl.minimum(tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0), CAP)
         if useful is not None:
             value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
-        tl.store(bias + at + unit, value * (1 / LN2), mask=unit < units)
+        tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
     if counts is not None:
         # Other threads wrote what is written over.
         tl.debug_barrier()
@@ -69,7 +55,27 @@ def _bias_kernel(log_count, half_variance, counts, indices, useful, bias, lists_
             item = tl.load(listed + place, mask=place < count, other=-1)
             for part in tl.static_range(PARTS):
                 known = (item >= 0) & (item < blocks)
-                tl.store(bias + at + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
+                tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
+    if left is not None:
+        tl.debug_barrier()
+        number = tl.zeros([WIDTH], tl.int32)
+        total = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, units, WIDTH):
+            unit = start + tl.arange(0, WIDTH)
+            estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+            number += estimated.to(tl.int32)
+            if mixture is not None:
+                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0)
+        tl.store(left + row, tl.sum(number, 0))
+        if mixture is not None:
+            factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
+            for start in range(0, units, WIDTH):
+                unit = start + tl.arange(0, WIDTH)
+                estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0)
+                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0) * factor
+                share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
+                tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
 
 @triton.jit
@@ -112,117 +118,59 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
-def _share_of_listed(queries, row_lse2, k_mean, log_count, half_variance, listed, count, blocks, scale_log2, CAP: tl.constexpr,
-                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """[M]: what share of the softmax over all units, of log-sum-exp ``row_lse2`` in base 2, are those of the listed blocks."""
-    share = tl.zeros([M], tl.float32)
-    columns, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
-    for start in range(0, count * PARTS, N):
-        place = start + columns
-        item = tl.load(listed + place // PARTS, mask=place < count * PARTS, other=-1)
-        known = (item >= 0) & (item < blocks)
-        unit = item * PARTS + place % PARTS
-        keys = tl.load(k_mean + unit[:, None] * DIM + dims[None, :], mask=known[:, None] & (dims < DIM)[None, :], other=0.0)
-        more = tl.load(log_count + unit, mask=known, other=float("-inf"))
-        if half_variance is not None:
-            more += tl.minimum(tl.load(half_variance + unit, mask=known, other=0.0), CAP)
-        share += tl.sum(tl.exp2(_logits(queries, keys, (more * (1 / LN2))[None, :], scale_log2) - row_lse2[:, None]), 1)
-    return share
-
-
-@triton.jit
-def _lse_kernel(q, k_mean, bias, offsets, lse, whole, log_count, half_variance, counts, indices, useful, q_batch, q_head, q_row,
-                lists_batch, lists_head, lists_group, capacity, heads, group, blocks, units, tokens, scale_log2,
-                CAP: tl.constexpr, PARTS: tl.constexpr, LEAST_LEFT: tl.constexpr, TILES: tl.constexpr,
-                M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Over the units that have a bias. With ``whole``, that over all units, by what the listed ones leave of it where that is enough."""
-    block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
+def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
+                 SAMPLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
+    that has no more."""
+    BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    row, rows, size = _block_rows(offsets, block, before)
-    if rows <= 0:
-        return
-    at = batch * heads + head
-    columns, lines = tl.arange(0, N), tl.arange(0, M)
-    lse += at * tokens + row + lines
+    at, first = batch * heads + head, tl.program_id(0) * BLOCKS
+    lines, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), tl.arange(0, N)
+    mine, run = first + lines // SAMPLE, lines % SAMPLE
+    start = tl.load(offsets + mine, mask=mine < blocks, other=0)
+    size = tl.load(offsets + mine + 1, mask=mine < blocks, other=0) - start
+    low = run * size // SAMPLE
+    length = (run + 1) * size // SAMPLE - low
+    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+    row = start + low + ((run * 40503 % 65536) * length >> 16)
+    pointers = head_at(q, batch, head, q_batch, q_head) + (row.to(tl.int64)[:, None] * q_row + dims[None, :])
+    queries = tl.load(pointers, mask=(length > 0)[:, None] & (dims < DIM)[None, :], other=0.0)
+    # Neither a query that is not finite nor one that is not there has weights.
+    counts = (length > 0) & (tl.sum(queries.to(tl.float32) * 0.0, 1) == 0.0)
+    queries = tl.where(counts[:, None], queries, 0.0).to(q.dtype.element_ty)
+
     k_mean += (batch * (heads // group) + head // group) * units * DIM
-    queries = load_rows(head_at(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
-    if whole is not None:
-        if useful is not None:
-            if tl.load(useful + at) == 0:
-                tl.store(lse, tl.full([M], float("-inf"), tl.float32), mask=lines < rows)
-                return
-        listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
-        if count * 2 <= blocks:
-            row_lse = tl.load(whole + at * tokens + row + lines, mask=lines < rows, other=0.0)
-            log_count += (batch * (heads // group) + head // group) * units
-            if half_variance is not None:
-                half_variance += (at * blocks + block) * units
-            left = 1.0 - _share_of_listed(queries, row_lse * (1 / LN2), k_mean, log_count, half_variance, listed, count, blocks, scale_log2,
-                                          CAP, PARTS, M, N, DIM, DIM_PAD)
-            # Neither what is close to nothing nor NaN.
-            enough = (left >= LEAST_LEFT) | (lines >= rows)
-            if tl.min(enough.to(tl.int32), 0) == 1:
-                tl.store(lse, row_lse + tl.log(left), mask=lines < rows)
-                return
+    block = first + tl.arange(0, BLOCKS)
     bias += (at * blocks + block) * units
-    row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    for start in range(0, units, N):
-        keys = load_rows(k_mean, start, DIM, units - start, N, DIM, DIM_PAD, True)
-        more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
-        scores = _logits(queries, keys, more[None, :], scale_log2)
-        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
-    empty, row_lse = finish_softmax(tl.zeros([M, 1], tl.float32), row_max, row_sum)
-    tl.store(lse, row_lse, mask=lines < rows)
+    row_max = tl.full([BLOCKS, SAMPLE], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCKS, SAMPLE], tl.float32)
+    for unit in range(0, units, N):
+        keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
+        mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
+        more = tl.load(bias[:, None] + (unit + columns)[None, :], mask=mask, other=float("-inf"))
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2 + more[:, None, :]
+        higher = tl.maximum(row_max, tl.max(scores, 2))
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        row_sum = row_sum * tl.exp2(row_max - origin) + tl.sum(tl.exp2(scores - origin[:, :, None]), 2)
+        row_max = higher
+    # Minus infinity where nothing is estimated; there every logit is.
+    row_lse = tl.where(row_sum > 0.0, row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0)), 0.0)
+    # As weights, so that a row that does not count adds nothing.
+    row_lse = tl.where(counts.reshape(BLOCKS, SAMPLE), row_lse, float("inf"))
+    sizes = tl.load(offsets + block + 1, mask=block < blocks, other=0) - tl.load(offsets + block, mask=block < blocks, other=0)
+    share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
+    mass += (at * blocks + block) * units
+    for unit in range(0, units, N):
+        keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
+        mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
+        more = tl.load(bias[None, :] + (unit + columns)[:, None], mask=mask, other=float("-inf"))
+        scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2 + more[:, :, None]
+        total = tl.sum(tl.exp2(scores - row_lse[None, :, :]), 2)
+        tl.store(mass[None, :] + (unit + columns)[:, None], total * share[None, :], mask=mask)
 
 
 @triton.jit
-def _weights_of_rows(total, q, row, rows, lse, q_row, keys, more, scale_log2, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """``total``, [M], more by the sum of exp(logit - lse) over up to N rows from ``row`` on, of which there are ``rows``."""
-    lines, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
-    row_lse = tl.load(lse + row + lines, mask=lines < rows, other=float("inf"))
-    # Neither a query that is not finite nor one that estimates nothing has weights: both count as queries of zeros and exp(-inf).
-    counts = tl.abs(row_lse) < float("inf")
-    pointers = q + row.to(tl.int64) * q_row + (lines[:, None] * q_row + dims[None, :])
-    queries = tl.load(pointers, mask=counts[:, None] & (dims < DIM)[None, :], other=0.0)
-    row_lse = tl.where(counts, row_lse * (1 / LN2), float("inf"))
-    return total + tl.sum(tl.exp2(_logits(keys, queries, more[:, None], scale_log2) - row_lse[None, :]), 1)
-
-
-@triton.jit
-def _weights_kernel(q, k_mean, bias, half_variance, offsets, lse, weights, q_batch, q_head, q_row, heads, group, blocks, units, tokens,
-                    weights_row, scale_log2, CAP: tl.constexpr, CHUNKS: tl.constexpr, TOGETHER: tl.constexpr, SHORT: tl.constexpr,
-                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The mean over a block's rows of exp(logit - lse) of M units, for TOGETHER blocks; damped where h is given. Products lie with units
-    along their rows, so that the sum over queries is one within rows. With SHORT no block has more than N rows."""
-    of_blocks, start = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS * M
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    at = batch * heads + head
-    unit = start + tl.arange(0, M)
-    k_mean += (batch * (heads // group) + head // group) * units * DIM
-    keys = load_rows(k_mean, start, DIM, units - start, M, DIM, DIM_PAD, True)
-    q = head_at(q, batch, head, q_batch, q_head)
-    lse += at * tokens
-    for block in range(of_blocks * TOGETHER, tl.minimum(of_blocks * TOGETHER + TOGETHER, blocks)):
-        first, rows, size = _block_rows(offsets, block, 0)
-        more = tl.load(bias + (at * blocks + block) * units + unit, mask=unit < units, other=float("-inf"))
-        total = tl.zeros([M], tl.float32)
-        # Not one of these units is estimated where a head does without.
-        if tl.max(more, 0) > float("-inf"):
-            if SHORT:
-                total = _weights_of_rows(total, q, first, size, lse, q_row, keys, more, scale_log2, N, DIM, DIM_PAD)
-            else:
-                for row in range(0, size, N):
-                    total = _weights_of_rows(total, q, first + row, size - row, lse, q_row, keys, more, scale_log2, N, DIM, DIM_PAD)
-            total /= tl.maximum(size, 1)
-            if half_variance is not None:
-                h = tl.load(half_variance + (at * blocks + block) * units + unit, mask=unit < units, other=0.0)
-                total *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-        tl.store(weights + (at * blocks + block) * weights_row + unit, total.to(weights.dtype.element_ty), mask=unit < units)
-
-
-@triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
+def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
                     out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
                     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
@@ -235,17 +183,30 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
         return
     lines = tl.arange(0, M)
     inside = lines < rows
-    row_tail = tl.load(tail_lse + at * tokens + row + lines, mask=inside, other=float("-inf"))
-    # A row that leaves nothing out keeps its bits.
-    some = row_tail != float("-inf")
-    if tl.max(some.to(tl.int32), 0) == 0:
+    tail_lse += at * tokens + row + lines
+    bias += (at * blocks + block) * units
+    # Rows that leave nothing out keep their bits.
+    if tl.load(left + at * blocks + block) == 0:
+        tl.store(tail_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
         tl.store(share, tl.minimum(rows, M).to(tl.float32) / size)
         return
     q = head_at(q, batch, head, q_batch, q_head)
     queries = load_rows(q, row, q_row, rows, M, DIM, DIM_PAD, True)
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    dims = tl.arange(0, DIM_PAD)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    means = (batch * (heads // group) + head // group) * units * DIM
+    columns, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
+    for start in range(0, units, N):
+        keys = load_rows(k_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
+        more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
+        scores = _logits(queries, keys, more[None, :], scale_log2)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
+        values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
+        acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+    acc, row_tail = finish_softmax(acc, row_max, row_sum)
     if matrix is not None:
+        acc *= 1 / scale
         matrix += (at * blocks + block) * DIM * DIM
         for column in tl.static_range(0, DIM_PAD, DEPTH):
             depth = column + tl.arange(0, DEPTH)
@@ -261,32 +222,24 @@ def _combine_kernel(q, k_mean, v_mean, bias, matrix, tail_lse, out, lse, share, 
             else:
                 acc = tl.dot(x.to(tl.bfloat16), part, acc)
         acc *= scale
-    bias += (at * blocks + block) * units
-    means = (batch * (heads // group) + head // group) * units * DIM
-    columns = tl.arange(0, N)
-    row_tail2 = row_tail * (1 / LN2)
-    for start in range(0, units, N):
-        keys = load_rows(k_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
-        more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
-        weights = tl.exp2(_logits(queries, keys, more[None, :], scale_log2) - row_tail2[:, None])
-        values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
 
     row_lse = tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0)
     larger = tl.maximum(row_lse, row_tail)
     total = larger + tl.log(tl.exp(row_lse - larger) + tl.exp(row_tail - larger))
     exact = tl.exp(row_lse - total)
     pointers = head_at(out, batch, head, out_batch, out_head) + row.to(tl.int64) * out_row + (lines[:, None] * out_row + dims[None, :])
+    # A query of which no weight is left, as none is of one that is infinite, has no estimate.
+    some = row_tail != float("-inf")
     written = inside & some
     mask = written[:, None] & (dims < DIM)[None, :]
     merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + tl.exp(row_tail - total)[:, None] * acc
     tl.store(pointers, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at * tokens + row + lines, total, mask=written)
+    tl.store(tail_lse, row_tail, mask=inside)
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
 
 
-_launch_bias, _launch_error, _launch_lse, _launch_weights, _launch_combine = map(
-    launcher, (_bias_kernel, _error_kernel, _lse_kernel, _weights_kernel, _combine_kernel))
+_launch_bias, _launch_error, _launch_mass, _launch_combine = map(launcher, (_bias_kernel, _error_kernel, _mass_kernel, _combine_kernel))
 
 
 def _of_lists(lists: Lists | None) -> tuple[Tensor | None, Tensor | None]:
@@ -304,16 +257,17 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lis
     return Lists(counts, indices.contiguous(), *shared_strides(counts, heads), indices.shape[-1], blocks)
 
 
-def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | None, useful: Tensor | None, cap: float, bias: Tensor
-              ) -> Tensor:
+def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | None, useful: Tensor | None, cap: float, bias: Tensor,
+              left: Tensor | None = None, mass: Tensor | None = None, mixture: Tensor | None = None) -> Tensor:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's.
 
     -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in heads not
-    ``useful``, bool ``[B, H]``.
+    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, float32 like
+    bias, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
     """
     batch, heads, blocks, units = bias.shape
-    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, *_of_lists(lists), useful, bias),
-                 (*_numbers(lists), heads, heads // log_count.shape[1], blocks, units), (),
+    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, left, mixture),
+                 (*_numbers(lists), heads, heads // log_count.shape[1], blocks, units, 0 if mixture is None else mixture.stride(2)), (),
                  dict(CAP=cap, PARTS=units // blocks, WIDTH=WIDTH), None)
     return bias
 
@@ -326,45 +280,27 @@ def errors(mass: Tensor, half_variance: Tensor, log_count: Tensor, scores: Tenso
                   (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)
 
 
-def tail_lse(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, longest: int, scale: float, out: Tensor,
-             whole: Whole | None = None, cap: float = 0.0) -> Tensor:
-    """``out``, float32 ``[B, H, P]``: the log of the sum over units of exp(scale q . k_mean + bias), written where blocks are. With
-    ``whole``, of which ``unit_bias`` made the biases with ``cap``, sooner: by what lists of a few blocks leave."""
+def sampled_mass(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, scale: float, sample: int, mass: Tensor) -> None:
+    """Writes ``mass``, float32 ``[B, H, N, U]``: the softmax of scale q . k_mean + bias, mean of ``sample`` of a block's queries; 0 for
+    those that are not finite."""
     q = strided(q)
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("lse", q)
-    tiles = triton.cdiv(longest, sizes["M"])
-    known, log_count, half_variance, lists, useful = (None,) * 5 if whole is None else whole
-    _launch_lse((blocks * tiles, batch * heads, 1),
-                (q, k_mean, bias, offsets, out, known, log_count, half_variance, *_of_lists(lists), useful),
-                (*strides(q), *_numbers(lists), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale * LOG2E,),
-                dict(CAP=cap, PARTS=units // blocks, LEAST_LEFT=LEAST_LEFT, TILES=tiles, **sizes), config)
-    return out
+    config, sizes = _config("mass", q)
+    sizes["M"] = max(sizes["M"], sample)
+    _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1), (q, k_mean, bias, offsets, mass),
+                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,), dict(SAMPLE=sample, **sizes), config)
 
 
-def mean_weights(q: Tensor, k_mean: Tensor, bias: Tensor, half_variance: Tensor | None, offsets: Tensor, longest: int, lse: Tensor,
-                 scale: float, cap: float, out: Tensor) -> Tensor:
-    """``out``, ``[B, H, N, U]`` with dense rows: each block's mean of exp(logit - lse), with ``half_variance`` damped."""
-    q = strided(q)
-    batch, heads, blocks, units = bias.shape
-    short = longest <= SHORT
-    config, sizes = _config("short weights" if short else "weights", q)
-    chunks, together = triton.cdiv(units, sizes["M"]), TOGETHER if short else 1
-    _launch_weights((triton.cdiv(blocks, together) * chunks, batch * heads, 1), (q, k_mean, bias, half_variance, offsets, lse, out),
-                    (*strides(q), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], out.stride(2)), (scale * LOG2E,),
-                    dict(CAP=cap, CHUNKS=chunks, TOGETHER=together, SHORT=longest <= sizes["N"], **sizes), config)
-    return out
-
-
-def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, matrix: Tensor | None, z: Tensor,
-            offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
-    """Merges the tail, of log-sum-exp ``z``, into out and lse in place, and writes ``share``, float32 ``[B, H, N]``."""
+def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
+            tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
+    """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
+    ``share``, float32 ``[B, H, N]``."""
     q = strided(q)
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("combine", q)
     tiles = triton.cdiv(longest, sizes["M"])
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
-    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, matrix, z, out, lse, shares, offsets),
+    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
                     (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
                     dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
     torch.sum(shares, -1, out=share)

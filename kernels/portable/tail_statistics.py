@@ -17,6 +17,8 @@ from .tail_config import launcher, strides, tail_config
 SUMMED = 32
 # Tokens whose projections are looked at at once.
 WIDTH = 512
+# Rows of a symmetric matrix that are kept from the same column on.
+SLAB = 32
 
 
 @triton.jit
@@ -76,6 +78,21 @@ def _store_columns(out, x, column, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PA
     rows, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     inside = (rows < DIM)[:, None] & (columns < DIM)[None, :]
     tl.store(out + rows[:, None] * DIM + columns[None, :], x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_symmetric(out, x, column, TWICE: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SLAB: tl.constexpr):
+    """What is kept of a symmetric matrix: SLAB rows after SLAB rows, each from the first column of theirs on the diagonal. With TWICE what
+    is dropped is added to its mirror image, so that the product with another such matrix is that of the whole ones."""
+    rows, columns = tl.arange(0, DIM_PAD), (column + tl.arange(0, COLS))[None, :]
+    slab = rows // SLAB
+    begin = slab * SLAB
+    # Of the row's column 0, were it kept.
+    at = slab * (SLAB * DIM) - slab * (slab - 1) // 2 * (SLAB * SLAB) + (rows - begin) * (DIM - begin) - begin
+    if TWICE:
+        x = tl.where(columns >= begin[:, None] + SLAB, x * 2, x)
+    mask = (rows < DIM)[:, None] & (columns < DIM) & (columns >= begin[:, None])
+    tl.store(out + at[:, None] + columns, x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -140,7 +157,8 @@ def _moments(k, order, first, size, row_stride, column, SHIFTED: tl.constexpr, S
 
 @triton.jit
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
-                 tokens, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
+                 tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
+                 SLAB: tl.constexpr,
                  ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
@@ -161,7 +179,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
         else:
             key, covariance = _moments(k, order, first, size, k_row, column, SHIFTED, SAME, ROWS, COLS, DIM, DIM_PAD)
-            _store_columns(moments + (at + part) * DIM * DIM, covariance, column, COLS, DIM, DIM_PAD)
+            _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
     if unsound != 0.0:
@@ -172,7 +190,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             tl.store(k_mean + (at + part) * DIM + dims, zeros, mask=mine)
             tl.store(v_mean + (at + part) * DIM + dims, zeros, mask=mine)
             if moments is not None:
-                _store_columns(moments + (at + part) * DIM * DIM, tl.zeros([DIM_PAD, COLS], tl.float32), column, COLS, DIM, DIM_PAD)
+                zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
+                _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
         first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
         known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
@@ -180,7 +199,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, SAME: tl.constexpr,
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, SAME: tl.constexpr, SLAB: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's mean of q q^T, queries that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
@@ -189,7 +208,7 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
     q = head_at(q, batch, head, q_batch, q_head)
     acc = _product(q, q, None, first, q_row, q_row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
     at = (batch * heads + head) * blocks + block
-    _store_columns(moments + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
+    _store_symmetric(moments + at * size_of_moments, acc / tl.maximum(size, 1), column, True, COLS, DIM, DIM_PAD, SLAB)
 
 
 @triton.jit
@@ -216,13 +235,14 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 
 
 @triton.jit
-def _number_below(x, size, bound, WIDTH: tl.constexpr):
-    """How many of ``size`` numbers come before ``bound`` in order."""
-    below = tl.zeros([WIDTH], tl.int32)
+def _numbers_below(x, size, bounds, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before each of ``bounds`` in order."""
+    below = tl.zeros(bounds.shape, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        below += ((place < size) & (ordered(tl.load(x + place, mask=place < size, other=0.0)) < bound)).to(tl.int32)
-    return tl.sum(below, 0)
+        keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
+        below += tl.sum(((place < size)[:, None] & (keys[:, None] < bounds[None, :])).to(tl.int32), 0)
+    return below
 
 
 @triton.jit
@@ -254,14 +274,17 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
         tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit.
+    # The middle one in order: the largest number that no more than the lower half's are below of, found four bits at a time.
     lower_size = size // 2
-    middle = tl.full([], -(1 << 31), tl.int64)
-    for bit in range(32):
-        higher = middle + (tl.full([], 1 << 31, tl.int64) >> bit)
-        middle = tl.where(_number_below(projections, size, higher, WIDTH) <= lower_size, higher, middle)
-    # Of those that equal it the first fill the lower half.
-    wanted = lower_size - _number_below(projections, size, middle, WIDTH)
+    middle = tl.full([], -(1 << 31), tl.int32)
+    for step in tl.static_range(8):
+        digits = tl.arange(0, 16)
+        below = _numbers_below(projections, size, middle + (digits << (28 - 4 * step)), WIDTH)
+        # The first bound is the middle itself.
+        digit = tl.sum((below <= lower_size).to(tl.int32), 0) - 1
+        middle += digit << (28 - 4 * step)
+        # Of those that equal it the first fill the lower half.
+        wanted = lower_size - tl.sum(tl.where(digits == digit, below, 0), 0)
     lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
@@ -291,15 +314,15 @@ def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
                    parts: int, with_moments: bool) -> Tensor | None:
-    """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, D * D]``, the keys' covariances."""
+    """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    moments = _new_squares(k_mean, units) if with_moments else None
+    moments = _new_matrices(k_mean, units, packed_size(dim)) if with_moments else None
     config = _config("keys", k)
-    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, **_tile(config, dim))
+    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB, **_tile(config, dim))
     _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
-                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2]), (), constants,
-                 config)
+                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
+                 (), constants, config)
     return moments
 
 
@@ -313,13 +336,15 @@ def _shifted(k: Tensor) -> bool:
 
 
 def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
-    """bfloat16 ``[B, H, N, D * D]``: the mean of q q^T of each block."""
+    """bfloat16 ``[B, H, N, packed_size(D)]``: the mean of q q^T of each block, what is not kept added to what is: so that products with
+    keys' covariances are those of whole matrices."""
     q = strided(q)
     batch, heads, _, dim = q.shape
-    moments = _new_squares(q, num_blocks)
+    moments = _new_matrices(q, num_blocks, packed_size(dim))
     config = _config("moments", q)
-    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments), (*strides(q), heads, num_blocks), (),
-                    dict(SAME=_same(config, dim), **_tile(config, dim)), config)
+    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
+                    (*strides(q), heads, num_blocks, packed_size(dim)), (),
+                    dict(SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim)), config)
     return moments
 
 
@@ -329,17 +354,22 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     ``[B, Hkv]``."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    out = _new_squares(k_mean, units)
+    out = _new_matrices(k_mean, units, dim * dim)
     config = _config("covariances", k)
     _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
                         (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **_tile(config, dim)), config)
     return out
 
 
-def _new_squares(x: Tensor, number: int) -> Tensor:
-    """``[B, H, number, D * D]`` for x's heads; bfloat16, whose range is that of float32: the entries are squares."""
-    batch, heads, _, dim = x.shape
-    return torch.empty(batch, heads, number, dim * dim, dtype=torch.bfloat16, device=x.device)
+def packed_size(dim: int) -> int:
+    """Entries of a symmetric matrix that are kept."""
+    slabs, rest = divmod(dim, SLAB)
+    return slabs * SLAB * dim - slabs * (slabs - 1) // 2 * SLAB**2 + rest**2
+
+
+def _new_matrices(x: Tensor, number: int, size: int) -> Tensor:
+    """``[B, H, number, size]`` for x's heads; bfloat16, whose range is that of float32: the entries are squares."""
+    return torch.empty(*x.shape[:2], number, size, dtype=torch.bfloat16, device=x.device)
 
 
 def _config(kernel: str, x: Tensor) -> LaunchConfig:

@@ -39,10 +39,10 @@ def units(estimates, head):
             yield start + order[length * part // estimates.parts:length * (part + 1) // estimates.parts]
 
 
-def by_loops(inputs, blocks, estimates, mixture):
-    """(out, lse), head by head and row by row, and the mixtures ``{(head, tile): [units]}``; a mixture that is given is not made anew."""
+def by_loops(inputs, blocks, estimates):
+    """(out, lse), head by head and row by row."""
     out, lse, q, k, v = inputs
-    outs, lses, made = out.clone(), lse.clone(), {}
+    outs, lses = out.clone(), lse.clone()
     kept = blocks.to_mask()
     for head in range(q.shape[1]):
         kv_head = head * k.shape[1] // q.shape[1]
@@ -64,35 +64,35 @@ def by_loops(inputs, blocks, estimates, mixture):
             tail = weights @ value_means[left_out]
             if estimates.linear:
                 damping = (1 / estimates.half_variance[0, head, tile]).clamp(max=1).sqrt()[left_out]
-                made[head, tile] = weights.mean(0) * damping
-                of_tile = (made if mixture is None else mixture)[head, tile]
-                tail = tail + SCALE * q[0, head, rows] @ torch.einsum("u, uij -> ij", of_tile, covariances[left_out])
+                mass = estimates.mass[0, head, tile, left_out]
+                mixture = mass / mass.sum() * damping
+                tail = tail + SCALE * q[0, head, rows] @ torch.einsum("u, uij -> ij", mixture, covariances[left_out])
             total = torch.logaddexp(lse[0, head, rows], tail_lse)
             lses[0, head, rows] = total
             outs[0, head, rows] = ((lse[0, head, rows] - total).exp()[:, None] * out[0, head, rows]
                                    + (tail_lse - total).exp()[:, None] * tail)
-    return outs, lses, made
+    return outs, lses
 
 
 cases = pytest.mark.parametrize("kind, parts, heads, kv_heads", [("mean", 1, 2, 2), ("linear", 1, 2, 1), ("linear", 2, 2, 2)])
 
 
 @cases
-def test_gradients_are_those_with_the_mixture_held_still(kind, parts, heads, kv_heads):
+def test_gradients_are_those_of_the_formulas(kind, parts, heads, kv_heads):
     """Against central differences of the formulas in loops, along directions that move all five inputs."""
     inputs, blocks, estimates = case(kind, parts, heads, kv_heads)
     inputs = [x.requires_grad_() for x in inputs]
     out, lse, _ = compensate(*inputs, LAYOUT, blocks, estimates, SCALE)
     with torch.no_grad():
-        *expected, mixture = by_loops(inputs, blocks, estimates, None)
-    torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-12, atol=1e-12)
+        expected = by_loops(inputs, blocks, estimates)
+    torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     gradients = torch.autograd.grad((out, lse), inputs, (dout, dlse))
     for _ in range(4):
         directions = [torch.randn_like(x) for x in inputs]
 
         def moved(step, directions=directions):
-            out, lse, _ = by_loops([x.detach() + step * d for x, d in zip(inputs, directions)], blocks, estimates, mixture)
+            out, lse = by_loops([x.detach() + step * d for x, d in zip(inputs, directions)], blocks, estimates)
             return (out * dout).sum() + (lse * dlse).sum()
 
         slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
@@ -104,16 +104,6 @@ def test_gradients_of_means_against_numbers(parts):
     inputs, blocks, estimates = case("mean", parts)
     inputs = tuple(x.requires_grad_() for x in inputs)
     assert torch.autograd.gradcheck(lambda *x: compensate(*x, LAYOUT, blocks, estimates, SCALE)[:2], inputs, fast_mode=True)
-
-
-def test_the_gradient_of_a_mixture_is_left_out():
-    """What the difference would be: else the law above would say nothing."""
-    inputs, blocks, estimates = case("linear", 1)
-    inputs = [x.requires_grad_() for x in inputs]
-    out, _, _ = compensate(*inputs, LAYOUT, blocks, estimates, SCALE)
-    moving, _, _ = by_loops(inputs, blocks, estimates, None)
-    held, free = (torch.autograd.grad((x**2).sum(), inputs[2])[0] for x in (out, moving))
-    assert (held - free).abs().max() > 1e-4
 
 
 @cases

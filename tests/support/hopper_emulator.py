@@ -251,8 +251,7 @@ def add_words(pointer, x):
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    add_words=add_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None,
-    clear_rows=lambda x, factor: torch.where(factor == 0, 0.0, x), sum_lanes=lambda *x: torch.stack([part.sum(1) for part in x], 1))
+    add_words=add_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
 
 def load(pointer, mask=None, other=None, volatile=False):
@@ -315,7 +314,7 @@ def _modules():
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis), abs=torch.abs,
-        exp2=torch.exp2, log2=torch.log2, sqrt=torch.sqrt, split=lambda x: x.unbind(-1), where=_where,
+        exp2=torch.exp2, log2=torch.log2, where=_where,
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), load=load, store=store)
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=lambda bar, count: bar.init(count), wait=lambda bar, phase: bar.wait(phase),
@@ -358,7 +357,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_weights"):
+                     "backward_partitions", "backward", "tail_merge"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

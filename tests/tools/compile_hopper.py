@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ssta.kernels.hopper import backward as hopper_backward
 from ssta.kernels.hopper import forward as hopper_forward
-from ssta.kernels.hopper import tail_weights
+from ssta.kernels.hopper import tail_merge
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.lowering import dq_accum
 
@@ -74,13 +74,13 @@ def compile_backward(dim: int, name: str, deterministic: bool, partial: bool, ca
     return report(hopper_backward._backward_kernel, types, constants, hopper_backward.OPTIONS)
 
 
-def compile_tail_weights(dim: int, name: str, units: int, damped: bool) -> tuple[int, str, int]:
-    """The same of the tail's weights; ``damped``: those of a mixture, else the masses."""
-    rows, columns = (descriptor_type(size, dim, name) for size in (tail_weights.ROWS, tail_weights.COLUMNS))
-    types = dict(q_desc=rows, k_desc=columns, bias="*fp32", offsets="*i32", lse="*fp32", weights="*bf16" if damped else "*fp32",
-                 scale_log2="fp32") | (dict(half_variance="*fp32") if damped else {})
-    constants = dict(CAP=1.0) | tail_weights.constants(dim, units) | ({} if damped else dict(half_variance=None))
-    return report(tail_weights._tail_weights_kernel, types, constants, tail_weights.OPTIONS)
+def compile_tail_merge(dim: int, linear: bool) -> tuple[int, str, int]:
+    """The same of the tail's merge."""
+    rows, square = (descriptor_type(size, dim, "bf16") for size in (tail_merge.ROWS, dim))
+    types = dict(q_desc=rows, out_desc=rows, k_desc=square, v_desc=square, matrix_desc=square, out="*bf16", lse="*fp32", tail_lse="*fp32",
+                 shares="*fp32", bias="*fp32", left="*i32", offsets="*i32", scale="fp32", scale_log2="fp32")
+    constants = tail_merge.constants(dim) | ({} if linear else dict(matrix_desc=None))
+    return report(tail_merge._tail_merge_kernel, types, constants, tail_merge.OPTIONS)
 
 
 def report(kernel, types: dict[str, str], constants: dict, options: dict) -> tuple[int, str, int]:
@@ -148,9 +148,8 @@ def configurations() -> dict[str, tuple]:
     for dim, (deterministic, partial) in product((64, 128), ((True, False), (True, True), (False, True))):
         label = f"backward D={dim} bf16 deterministic={deterministic} partial={partial} causal"
         found[label] = compile_backward, (dim, "bf16", deterministic, partial, True), RELOADS_OF_CAUSAL[dim]
-    for dim, name, units, damped in product((64, 128), DTYPES, (128, 256, 384), (True, False)):
-        label = f"tail weights D={dim} {name} units={units} damped={damped}"
-        found[label] = compile_tail_weights, (dim, name, units, damped), 0
+    for dim, linear in product((64, 128), (True, False)):
+        found[f"tail merge D={dim} linear={linear}"] = compile_tail_merge, (dim, linear), 0
     return found
 
 

@@ -43,23 +43,20 @@ def _kernels(name: str, linear: bool, parts: int) -> dict[str, tuple]:
     shifted = name != "bf16"
     found: dict[str, tuple] = {
         "keys": (tail_statistics._keys_kernel, "keys", keys | dict(moments=squares),
-                 dict(PARTS=parts, SHIFTED=shifted, SUMMED=tail_statistics.SUMMED)),
-        "queries": (tail_statistics._queries_kernel, "moments", dict(q=mine, offsets="*i32", moments="*bf16"), {}),
+                 dict(PARTS=parts, SHIFTED=shifted, SUMMED=tail_statistics.SUMMED, SLAB=tail_statistics.SLAB)),
+        "queries": (tail_statistics._queries_kernel, "moments", dict(q=mine, offsets="*i32", moments="*bf16"),
+                    dict(SLAB=tail_statistics.SLAB)),
         "covariances": (tail_statistics._covariances_kernel, "covariances", keys | dict(useful="*i1", out="*bf16"), dict(PARTS=parts)),
         "order": (tail_statistics._order_kernel, "order", dict(k=mine, offsets="*i32", projections=floats, order="*i32"),
                   dict(ITERATIONS=10, WIDTH=tail_statistics.WIDTH, SHIFTED=shifted)),
-        "bias": (tail_rows._bias_kernel, None, dict(log_count=floats, half_variance=known, bias=floats) | lists,
+        "bias": (tail_rows._bias_kernel, None,
+                 dict(log_count=floats, half_variance=known, mass=known, bias=floats, left="*i32", mixture=squares) | lists,
                  dict(CAP=1.0, PARTS=parts, WIDTH=tail_rows.WIDTH)),
         "error": (tail_rows._error_kernel, None, dict(mass=floats, half_variance=floats, log_count=floats, scores=floats, error=floats),
                   dict(PARTS=parts, WIDTH=tail_rows.WIDTH)),
-        "lse": (tail_rows._lse_kernel, "lse", rows | lists | dict(lse=floats, whole=floats, log_count=floats, half_variance=known),
-                dict(CAP=1.0, PARTS=parts, LEAST_LEFT=tail_rows.LEAST_LEFT, TILES=3)),
-        "weights": (tail_rows._weights_kernel, "weights", rows | dict(half_variance=known, lse=floats, weights="*bf16"),
-                    dict(CAP=1.0, CHUNKS=3, TOGETHER=1, SHORT=False)),
-        "short weights": (tail_rows._weights_kernel, "short weights", rows | dict(half_variance=known, lse=floats, weights="*bf16"),
-                          dict(CAP=1.0, CHUNKS=3, TOGETHER=tail_rows.TOGETHER, SHORT=True)),
-        "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=mine, matrix=squares, tail_lse=floats, out=mine, lse=floats,
-                                                                      share=floats), dict(TILES=3)),
+        "mass": (tail_rows._mass_kernel, "mass", rows | dict(mass=floats), dict(SAMPLE=32)),
+        "combine": (tail_rows._combine_kernel, "combine", rows | dict(v_mean=mine, left="*i32", matrix=squares, tail_lse=floats, out=mine,
+                                                                      lse=floats, share=floats), dict(TILES=3)),
     }
     return found
 
