@@ -61,7 +61,7 @@ class QuickLaunch:
         self.compiled: dict[tuple, tuple[Any, _Direct | None]] = Kept(KEYS_KEPT)
         self.known = launcher_known(triton.__version__)
 
-    def __call__(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles], tensors: Sequence[Tensor | None],
+    def __call__(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None], tensors: Sequence[Tensor | None],
                  numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """Launches on the current device and stream.
 
@@ -82,19 +82,25 @@ class QuickLaunch:
         compiled, direct = found
         enter, leave = self.knobs.launch_enter_hook, self.knobs.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            compiled[grid](*[tiles.make(tiles.x) for tiles in descriptors], *pointers, *numbers, *constants.values())
+            compiled[grid](*_made(descriptors), *pointers, *numbers, *constants.values())
             return
         # The same without gathering what a hook would be told, which takes as long as all else.
         if direct is None:
             driver = self.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
             compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                         *[tiles.make(tiles.x) for tiles in descriptors], *pointers, *numbers, *constants.values())
+                         *_made(descriptors), *pointers, *numbers, *constants.values())
             return
-        arguments = []
-        for place, (x, kind, make) in enumerate(descriptors):
+        arguments: list = []
+        place = 0
+        for tiles in descriptors:
+            if tiles is None:
+                arguments.append(None)
+                continue
+            x, kind, make = tiles
             known = _descriptors.get((x.data_ptr(), kind))
             arguments += direct.describe(place, x, kind, make) if known is None else known
+            place += 1
         arguments += pointers
         arguments += numbers
         arguments += constants.values()
@@ -103,13 +109,17 @@ class QuickLaunch:
         else:
             direct.launch(*grid, direct.stream(direct.device()), *direct.settled, arguments)
 
-    def _first(self, key: tuple, aligned: bool, grid: tuple[int, int, int], descriptors: Sequence[Tiles], tensors: Sequence[Tensor | None],
-               numbers: Sequence[int | float], constants: dict, options: dict) -> None:
+    def _first(self, key: tuple, aligned: bool, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
+               tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """A plain launch, after which the key is known."""
-        compiled = self.kernel[grid](*[tiles.make(tiles.x) for tiles in descriptors], *tensors, *numbers, **constants, **options)
+        compiled = self.kernel[grid](*_made(descriptors), *tensors, *numbers, **constants, **options)
         # Triton's interpreter gives back nothing, and compiles nothing.
         if self.known and aligned and compiled is not None:
-            self.compiled[key] = compiled, _Direct.of(compiled, len(descriptors))
+            self.compiled[key] = compiled, _Direct.of(compiled, sum([tiles is not None for tiles in descriptors]))
+
+
+def _made(descriptors: Sequence[Tiles | None]) -> list:
+    return [None if tiles is None else tiles.make(tiles.x) for tiles in descriptors]
 
 
 # What a kernel gets for Tiles: by address and kind. It holds no memory and says nothing of what stands there, so it is as good for whatever

@@ -113,11 +113,12 @@ def test_versions_whose_launchers_are_known():
 class Compiled:
     """What Triton compiles a kernel to, with its own launcher for NVIDIA's GPUs around ``called``, which stands for the function in C.
 
-    The kernel takes two descriptors of 2 x 3 tiles, a pointer, one that is None, an int, a float and a constant.
+    The kernel takes two descriptors of 2 x 3 tiles and between them one that is None, a pointer, one that is None, an int, a float and a
+    constant.
     """
 
-    signature = dict(a="tensordesc<bf16[2, 3]>", b="tensordesc<bf16[2, 3]>", p="*fp32", none="constexpr", n="i32", x="fp32",
-                     SIZE="constexpr")
+    signature = dict(a="tensordesc<bf16[2, 3]>", absent="constexpr", b="tensordesc<bf16[2, 3]>", p="*fp32", none="constexpr",
+                     n="i32", x="fp32", SIZE="constexpr")
     function, packed_metadata = 5, (4, 1, 1024)
 
     def __init__(self, called, scratch=0):
@@ -127,7 +128,7 @@ class Compiled:
         self.metadata = SimpleNamespace(
             tensordesc_meta=meta, num_ctas=1, launch_cooperative_grid=True, launch_pdl=False, global_scratch_size=scratch,
             global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, instrumentation_mode="")
-        source = SimpleNamespace(constants={"none": None, "SIZE": 64}, signature=self.signature,
+        source = SimpleNamespace(constants={"absent": None, "none": None, "SIZE": 64}, signature=self.signature,
                                  fn=SimpleNamespace(arg_names=list(self.signature)))
         driver.active.utils = SimpleNamespace(
             launch=called, build_signature_metadata=lambda signature: b"signature", fill_tma_descriptor=self.fill,
@@ -147,6 +148,10 @@ class Compiled:
 
 def descriptor(x):
     return SimpleNamespace(base=x, shape=list(x.shape), strides=list(x.stride()), padding="zero", round_f32_to_tf32=False)
+
+
+def twice(tiles):
+    return [tiles, None, tiles]
 
 
 def flat(arguments):
@@ -169,10 +174,11 @@ def test_the_function_in_c_gets_what_tritons_launcher_gives_it(no_descriptors):
     fixed = dict(SIZE=64)
     for x in (first, second, third, second):
         tiles = [Tiles(y, ("kind", y.shape), descriptor) for y in (x, first)]
+        tiles.insert(1, None)
         launch(KEY, GRID, tiles, (p, None), (9, 0.5), fixed, {})
     assert len(calls) == 3
     for x, call in zip((second, third, second), calls.copy()):
-        compiled[GRID](descriptor(x), descriptor(first), p.data_ptr(), 0, 9, 0.5, 64)
+        compiled[GRID](descriptor(x), None, descriptor(first), p.data_ptr(), 0, 9, 0.5, 64)
         # Encoded once for an address: the second descriptor of ``first`` is that of the first call.
         assert call == calls[-1]
 
@@ -184,6 +190,7 @@ def test_a_descriptor_is_encoded_once_for_an_address_and_a_kind(no_descriptors):
 
     def run(a, b, kinds=("a", "b")):
         tiles = [Tiles(z, (kind, z.shape), descriptor) for z, kind in zip((a, b), kinds)]
+        tiles.insert(1, None)
         launch(KEY, GRID, tiles, (None, None), (9, 0.5), dict(SIZE=64), {})
         return len(compiled.filled)
 
@@ -194,7 +201,7 @@ def test_a_descriptor_is_encoded_once_for_an_address_and_a_kind(no_descriptors):
 def test_descriptors_that_are_kept_are_bounded(no_descriptors):
     launch = QuickLaunch(Recorder(Compiled(lambda *arguments: None)))
     for _ in range(9):
-        launch(KEY, GRID, [Tiles(torch.zeros(6, 3), (object(),), descriptor)] * 2, (None, None), (9, 0.5), dict(SIZE=64), {})
+        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (object(),), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
     assert 0 < len(quick_launch._descriptors) <= 5
 
 
@@ -206,5 +213,5 @@ def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(no_descript
     asked = []
     monkeypatch.setattr(_allocation, "_allocator", SimpleNamespace(get=lambda: lambda *size: asked.append(size)))
     for _ in range(3):
-        launch(KEY, GRID, [Tiles(torch.zeros(6, 3), (), descriptor)] * 2, (None, None), (9, 0.5), dict(SIZE=64), {})
+        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
     assert len(calls) == len(asked) == 2
