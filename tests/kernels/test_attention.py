@@ -98,6 +98,8 @@ def test_a_recorded_call_is_a_good_citizen_of_autograd():
     recomputed = torch.autograd.grad(
         torch.utils.checkpoint.checkpoint(block_sparse_attention, *leaves, blocks, use_reentrant=False).sum(), leaves)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, offloaded, recomputed))
+    batched = torch.autograd.grad(out, leaves, torch.ones(2, *out.shape), is_grads_batched=True, retain_graph=True)
+    assert all(torch.equal(a, part) for a, parts in zip(plain, batched) for part in parts)
     assert block_sparse_attention(leaves[0], *[x.detach() for x in leaves[1:]], blocks).requires_grad
     grad, = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
