@@ -98,7 +98,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
         out, lse = empty_outputs(q, rows, in_place)
         return out.zero_(), lse.fill_(float("-inf"))
     config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
-                                             batch * heads * rows.number, multiprocessors(q.device))
+                                             batch * heads * rows.number, multiprocessors(q.device), not items.uniform)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
     queue = work_queue(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)

@@ -180,8 +180,11 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
 def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr):
     """The same as a ``Queue``."""
+    if EARLY:
+        # A kernel that waits by itself for what this one writes may come onto the GPU.
+        tl.extra.cuda.gdc_launch_dependents()
     lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
     bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
     item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
@@ -238,7 +241,7 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
 
 def work_queue(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> Queue:
     """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them."""
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
+    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None, blocks.counts.is_cuda)
     data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
     _launch(_launch_queue, plan, blocks, rows, items, data)
     return Queue(data, *plan.extent)
@@ -257,8 +260,8 @@ class _Plan(NamedTuple):
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
 def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
-          rows_are_queries: bool | None) -> _Plan:
-    """``rows_are_queries``: None for a queue."""
+          rows_are_queries: bool | None, early: bool = False) -> _Plan:
+    """``rows_are_queries``: None for a queue. ``early``: what is launched after a queue may begin before it is written."""
     batch, heads = counts[:2]
     for axis in (rows, items):
         if axis.shape is not None:
@@ -272,6 +275,8 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
     if rows_are_queries is not None:
         constants["ROWS_ARE_QUERIES"] = rows_are_queries
+    else:
+        constants["EARLY"] = early
     return _Plan((batch, heads, width), size, numbers, constants,
                  (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
 
