@@ -142,7 +142,7 @@ def _settle(q: Tensor, k: Tensor, rows: Partition, items: Partition, blocks: Blo
     kv_heads, kv_len = k.shape[1:3]
     processors = multiprocessors(q.device)
     config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
-                                             batch * heads * rows.number, processors)
+                                             batch * heads * rows.number, processors, not items.uniform)
     queue = queue_plan(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     list_batch, list_heads, width = queue.extent
     parts = -(-rows.length // (ROWS * config.warpgroups))

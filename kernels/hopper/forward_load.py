@@ -211,8 +211,8 @@ def _load_list(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constex
 
 @gluon.jit
 def loaded_ahead(work, tile):
-    """Of how many chunks of the next tile the loading warp brings in K and V before it knows whether this one's list is walked again: as many
-    as there are stages for while nothing of them is used."""
+    """Of how many chunks of the next tile the loading warp brings in K and V before it knows whether this one's list is walked again: as
+    many as there are stages for while nothing of them is used."""
     STAGES: gl.constexpr = work.k.shape[0]
     return gl.where(tile.rows > 0, gl.minimum(tile.full + tile.partial, STAGES - 1), 0)
 

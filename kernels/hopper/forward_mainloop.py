@@ -233,7 +233,7 @@ def _let_go(work, first, end):
 
 @gluon.jit
 def _begin_again(work, n, used):
-    """Where in the rings the second walk over the ``n``-th tile's list begins, when its chunks and those before had ``used`` of their uses."""
+    """Where in the rings the second walk over the ``n``-th tile's list begins, if ``used`` of their uses went before the next tile's."""
     first = used + loaded_ahead(work, read_tile(work, n + 1))
     _let_go(work, used, first)
     return first
@@ -274,10 +274,10 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
             OVERLAP: gl.constexpr):
     """A warpgroup's 64 rows of its program's ``n``-th tile: how many uses of the rings there were then, ``first`` of them before.
 
-    In bfloat16 optimistically: a row's weights are measured from its largest score in the first chunk. As one of the
-    scores is 0 then, the weights that count do not underflow; bfloat16 and float32 hold those of up to 2 ** 127, so that only scores of far
-    more than a hundred above it, in base 2, overflow. That is seen at the end, and then the program walks its list again and the rows
-    where it happened follow their maxima. Without maxima and rescaling a forward takes 0.88 to 0.94 of the time on an H200. float16 holds
+    In bfloat16 optimistically: a row's weights are measured from its largest score in the first chunk. As one of the scores is 0 then, the
+    weights that count do not underflow; bfloat16 and float32 hold those of up to 2 ** 127, so that only scores of far more than a hundred
+    above it, in base 2, overflow. That is seen at the end, and then the program walks the list again and the rows where it happened follow
+    their maxima. Without maxima and rescaling a forward takes 0.88 to 0.94 of the time on an H200. float16 holds
     weights of up to 2 ** 16, and queries and keys of three times the usual length would make nearly every program walk twice.
     """
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16

@@ -27,7 +27,10 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "heads", "tokens", "splits", "ti
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, out_head, out_row, heads, tokens, splits, tile_rows,
-                  ROWS: tl.constexpr, DIM: tl.constexpr):
+                  ROWS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        # Launched before the forward ends.
+        tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * splits
     before = tl.program_id(1) * ROWS
     at_head = tl.load(partial_rows + first * FIELDS)
@@ -60,4 +63,4 @@ def merge_parts(partial: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor
     parts, rows, dim = partial[1].shape
     numbers = (*out.stride()[:3], out.shape[1], out.shape[2], splits, rows)
     _launch((out.get_device(), out.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), (), (*partial, out, lse), numbers,
-            dict(ROWS=ROWS, DIM=dim), {})
+            dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})

@@ -11,7 +11,7 @@ from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, fo
 
 
 @pytest.mark.parametrize("tokens, heads, head_dim, warpgroups", [
-    (11_520, 1, 128, 2), (11_520, 1, 64, 2), (11_520, 16, 128, 2), (11_520, 16, 64, 3), (23_040, 1, 128, 3), (46_080, 16, 128, 3)])
+    (15_360, 1, 128, 2), (15_360, 1, 64, 2), (11_520, 1, 128, 3), (11_520, 16, 128, 3), (23_040, 1, 128, 3), (46_080, 16, 128, 3)])
 def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_multiprocessors_idle(tokens, heads, head_dim, warpgroups):
     """Blocks of 384 tokens on the 132 multiprocessors of an H200; without a number of blocks the larger programs."""
     block = 384
@@ -26,6 +26,13 @@ def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_mult
 def test_the_last_tiles_are_split_where_multiprocessors_would_idle(tiles, chunks, expected):
     """Into as many parts as there are multiprocessors for, none of them too short to pay, and not after many rounds."""
     assert split(tiles, chunks, 132, False) == expected and split(tiles, chunks, 132, True) == (0, 1)
+
+
+def test_the_hopper_forward_has_smaller_steps_over_short_ragged_blocks():
+    """Where a chunk of 128 keys would often be half empty."""
+    sizes = [hopper_forward_config(128, 128, kv_block, False, True, ragged=ragged).chunk
+             for kv_block in (64, 128, 256) for ragged in (False, True)]
+    assert sizes == [64, 64, 128, 64, 128, 128]
 
 
 GPU = "NVIDIA GeForce RTX 4090"
