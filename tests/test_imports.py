@@ -24,7 +24,7 @@ ATTENTION = {"BlockLists", "IMPLEMENTATIONS", "PatternFacts", "Route", "attend_o
              "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast"}
 PREPARATION = {"Deferred", "Projection", "RMSNorm", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
                "spread_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths"}
-TAIL = {"BlockEstimates", "CAP", "ITERATIONS", "add_tail", "estimate_blocks", "per_query_head", "useful_heads"}
+TAIL = {"BlockEstimates", "CAP", "ITERATIONS", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads"}
 CONTRACT = ATTENTION | PREPARATION | TAIL
 
 

@@ -155,6 +155,21 @@ def test_nan_in_a_query_spoils_its_own_row_alone():
     assert ssta_attention(q, k, v, layout, config).isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
 
 
+@pytest.mark.parametrize("tile, side", [((1, 4, 8), 1), ((1, 8, 8), 2), ((4, 8, 8), 4), ((1, 5, 6), 1)])
+def test_mass_is_what_queries_spread_over_a_tile_see(tile, side):
+    """Of all in tiles of up to 32 tokens; else of so many that those speak for all which are alike ``side`` at a time."""
+    torch.manual_seed(8)
+    q, k, v = (torch.randn(1, 2, 4 * math.prod(tile), 8, dtype=torch.float64) for _ in range(3))
+    q = q[:, :, ::side].repeat_interleave(side, 2)
+    layout = tile_layout(TokenLayout.video_text((4 * tile[0], *tile[1:])), tile, "none", torch.device("cpu"))
+    config = SSTAConfig(tile_thw=tile, compensation="linear")
+    got = estimate_tiles(TiledQKV(layout, q, k, v), config, 0.3)
+    tiles = k.unflatten(2, (4, -1))
+    logits = 0.3 * q.unflatten(2, (4, -1)) @ tiles.mean(3).mT[:, :, None] + math.log(tiles.shape[3])
+    expected = (logits + got.half_variance.clamp(max=1)[..., None, :]).softmax(-1).mean(3)
+    torch.testing.assert_close(got.mass, expected)
+
+
 def test_error_selects_what_the_estimate_gets_wrong():
     """Of equal masses the tile whose keys differ most is computed."""
     torch.manual_seed(3)
