@@ -37,8 +37,8 @@ from ssta.kernels.portable.measured import FOLDER, HEAD_DIMS, file_name
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' forward, and their deterministic backward.
 HOPPER = ("hopper", "hopper-backward")
-# Of the latter: stages of dQ, and by how many iterations programs are staggered.
-DQ_STAGES, STAGGERS = (2, 3, 4), (3, 5, 7, 10)
+# Of the latter: stages of dS, and by how many iterations programs are staggered.
+DS_STAGES, STAGGERS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
 GAIN = 0.02
 
@@ -195,9 +195,9 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     def run():
         return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:], True)
 
-    found = [Candidate(f"hopper_backward.constants, DQ_STAGES = {value}",
-                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(DQ_STAGES=value), run),
-                       value == usual(setting.problem.head_dim, True)["DQ_STAGES"]) for value in DQ_STAGES]
+    found = [Candidate(f"hopper_backward.constants, DS_STAGES = {value}",
+                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(DS_STAGES=value), run),
+                       value == usual(setting.problem.head_dim, True)["DS_STAGES"]) for value in DS_STAGES]
     return found + [Candidate(f"dq_schedule.STAGGER = {value}", with_patch(dq_schedule, "STAGGER", value, run), False)
                     for value in STAGGERS if value != dq_schedule.STAGGER]
 

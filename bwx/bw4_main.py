@@ -9,12 +9,7 @@ class W(V):
         DS.STAGGER, DS.TOGETHER, DS.WINDOW, DS.ASSIGN_WARPS = self.s
         return V.__call__(self,a)
 vs={'old det':lambda a:OB.hopper_backward(*a,True),'old any':lambda a:OB.hopper_backward(*a,False),
- 'any s2 d2':W(False,DS_STAGES=2),'any s3 d2':W(False,STAGES=3,DS_STAGES=2),'any s2 d4':W(False,DS_STAGES=4),
- 'det s2 d2':W(True,DS_STAGES=2),'det s2 d4':W(True,DS_STAGES=4),'det s3 d2':W(True,STAGES=3,DS_STAGES=2),'det s3 d3':W(True,STAGES=3,DS_STAGES=3)}
-compiled=len(vs)
-K=dict(DS_STAGES=4)
-vs['det s2 d4 nowait']=W(True,True,**K)
-for n,k in dict(st3=dict(stagger=3),st7=dict(stagger=7),w96=dict(window=96),tg1=dict(together=1),tg2=dict(together=2),nw1=dict(nw=1)).items(): vs['det s2 d4 '+n]=W(True,**k,**K)
+ 'any s2':W(False,STAGES=2),'any s3':W(False,STAGES=3),'det s2':W(True,STAGES=2),'det s3':W(True,STAGES=3)}
 names=list(vs)
 if len(sys.argv)>1:
     a,fl,m=make(768,2,384,1); vs[names[int(sys.argv[1])]](a); torch.cuda.synchronize(); sys.exit()
@@ -37,17 +32,9 @@ def peers(a,m,block,kept):
             except Exception as e: print(p.name, str(e)[:200])
     return out
 rows=[('46080,48',(46080,48)),('30720,24,128',(30720,24,128)),('11520,12',(11520,12)),('46080,24',(46080,24)),('23040,18 h24',(23040,18,384,24)),('11520,12 h2',(11520,12,384,2)),('46080,120',(46080,120))]
-few=names[:compiled]
 for name,s in rows:
     a,fl,m=make(*s)
-    full=name in('46080,48','30720,24,128','11520,12','11520,12 h2')
-    rounds=7 if fl<4e12 else 4 if fl<3e13 else 1
-    calls={n:(lambda v=vs[n]:v(a)) for n in (vs if full else few)}
-    show(name, timed(calls,rounds,sleep=4_000_000 if fl<1e13 else 1_000_000), fl, 'old any')
-    if name=='30720,24,128':
-        for n in('det s2 d4','det s2 d4 nw1'): kernels(name+' '+n, lambda: vs[n](a),top=6)
-for name,s in rows:
-    a,fl,m=make(*s)
-    calls={n:(lambda v=vs[n]:v(a)) for n in ('old det','old any','any s2 d2','any s3 d2','det s2 d2','det s2 d4','det s3 d2')}
-    calls|=peers(a,m,s[2] if len(s)>2 else 384,s[1])
-    show('peers '+name, timed(calls,7 if fl<4e12 else 4 if fl<3e13 else 2,sleep=4_000_000 if fl<1e13 else 1_000_000), fl, 'old any')
+    calls=dict(vs)
+    calls={n:(lambda v=v:v(a)) for n,v in vs.items()}
+    if name!='46080,120': calls|=peers(a,m,s[2] if len(s)>2 else 384,s[1])
+    show(name, timed(calls,7 if fl<4e12 else 5 if fl<3e13 else 2,sleep=4_000_000 if fl<1e13 else 1_000_000), fl, 'old any')

@@ -3,8 +3,8 @@
 A program takes tiles of 128 keys of one block and iterates over the chunks of 64 queries that attend to each. One warp brings q and dO in
 by TMA. Two warpgroups of 64 keys each recompute P, transposed, and sum dK and dV in registers; what they leave in shared memory of dS a
 third warpgroup multiplies by K, while they go on with the next chunk, and adds from registers to dQ in global memory, float32. Where dQ
-must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for each chunk of dQ, and two more warps move the
-semaphores on when additions are written.
+must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for each chunk of dQ: one more warp waits for the
+turns to come, and two move the semaphores on when additions are written.
 """
 
 import torch
@@ -51,7 +51,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                      PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
-    # A number is read at most so many iterations after it is stored: STAGES in q, two in dS, one and ANNOUNCED in dQ.
+    # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
     ANNOUNCED: gl.constexpr = 4
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
@@ -147,7 +147,8 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device) if deterministic else 0
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None)
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None,
+                    dim)
     number = len(plan.tiles) - programs
     accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
     # For each slot, how many tiles have added to it. Never read where additions have no order.
@@ -176,8 +177,8 @@ _launch = QuickLaunch(_backward_kernel)
 
 def constants(dim: int, deterministic: bool) -> dict:
     """The kernel's shape for a head_dim: stages of q and dO, and the partitions' registers."""
-    multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (184, 104, 40)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=4 if deterministic else 2,
+    multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2,
                 DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 

@@ -75,7 +75,7 @@ def before_first_iteration(lists, work, tile):
 
 @gluon.jit
 def next_iteration(lists, at, QUERIES: gl.constexpr):
-    """The iteration after ``at``, which is not the last one."""
+    """The iteration after ``at``; past the last one, something that may be read but means nothing."""
     q_head, skipped, count, entry = at.q_head, at.skipped, at.count, at.entry
     chunk, chunks, start, size, slot, lock_value = at.chunk + 1, at.chunks, at.start, at.size, at.slot, at.lock_value
     while (chunk >= chunks) & (q_head < lists.group):

@@ -1,4 +1,4 @@
-"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, two warps that announce dQ."""
+"""The partitions of the Hopper backward kernel: a warp that loads, two warpgroups for dK and dV, one for dQ, three warps for its order."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,15 +42,15 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
     while tile >= 0:
         row, batch, kv_head = (tile_field(work, tile, ROW), tile_field(work, tile, BATCH), tile_field(work, tile, HEAD))
         iterations = tile_field(work, tile, ITERATIONS)
+        # Read before the tile before is done with, for one number leads to the next.
+        at = next_iteration(lists, before_first_iteration(lists, work, tile), QUERIES)
         ring_free(work.v_empty, number)
         mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
         copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
         ring_free(work.k_empty, number)
         mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
         copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
-        at = before_first_iteration(lists, work, tile)
         for i in range(done, done + iterations):
-            at = next_iteration(lists, at, QUERIES)
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
             ring_free(work.q_empty, i)
@@ -71,6 +71,7 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
             copy_in(lse_dpsum_desc, [at.slot + at.chunk, 0, 0], q_full, ring_at(work.lse_dpsum, i))
             mbarrier.expect(ring_at(work.do_full, i), do_desc.block_type.nbytes)
             copy_in(do_desc, [batch, head, start, 0], ring_at(work.do_full, i), ring_at(work.do, i))
+            at = next_iteration(lists, at, QUERIES)
         done += iterations
         number += 1
         tile = tile_field(work, tile, NEXT)

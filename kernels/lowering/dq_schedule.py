@@ -9,7 +9,8 @@ another in a circle: whoever is first in time among all that wait finds its lock
 
 Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
 of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
-tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it.
+tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it. Heads that
+fit into the cache together take turns, for programs of different heads never meet.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ ROTATION_UNITS = tl.constexpr(4096)
 # 1.1, and 1.3 at 138,240.
 STAGGER = 5
 SEGMENT = 128
+# Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
+CACHE = 25 << 20
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
 _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
-    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger", "window",
+    "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
     "shift"]
 
 
 class Schedule(NamedTuple):
     """The work of the backward kernel's programs."""
 
-    tiles: Tensor               # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, head
-    #                             after head, then for each program a row of which NEXT, its first tile, is set
+    tiles: Tensor               # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, see
+    #                             _place, then for each program a row of which NEXT, its first tile, is set
     lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int                  # of a list
@@ -111,7 +114,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, window, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins."""
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
@@ -124,7 +127,7 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, window, PROGR
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % tl.minimum(period, window) * ROTATION_UNITS // period
+    place = program * stagger % period * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + program
     taken = 0
@@ -228,28 +231,29 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
         tl.store(lock_values + where, lock_value, mask=where >= 0)
 
 
-TOGETHER = 0
-WINDOW = 1 << 20
-ASSIGN_WARPS = 4
+def heads_together(pairs: int, rows: int, dim: int) -> int:
+    """How many of so many (batch element, key/value head) pairs take turns in the order of tiles: a divisor of ``pairs``.
 
-
-def _together(pairs, rows):
-    limit = max(1, min(8, (25 << 20) // (rows * 1056)))
-    return max(n for n in range(1, limit + 1) if pairs % n == 0)
+    Programs of different heads never wait for one another, but what they read and add to must fit into CACHE: for each of ``rows`` query
+    rows of a pair q, dO, lse_dpsum and the sums of dQ.
+    """
+    most = max(CACHE // max(rows * (8 * dim + 32), 1), 1)
+    return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, shift: int | None = None) -> Schedule:
+             programs: int, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is ``blocks.transpose()``, whose ids ascend. Tiles that are not assigned begin at the first block of their lists.
+    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. Tiles that are not assigned
+    begin at the first block of their lists.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
-    together = TOGETHER or _together(batch * kv_heads, queries.tokens * group) if programs else 1
+    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if programs else 1
     tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
@@ -263,12 +267,12 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     if not programs:
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER, WINDOW)
+    numbers = (number, programs, group, STAGGER)
     constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
-                   dict(num_warps=ASSIGN_WARPS))
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
+    # And behind the times of a query block's tiles, where their lock values stand.
     whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
     lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
     numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, together,

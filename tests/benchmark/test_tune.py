@@ -85,7 +85,7 @@ def test_the_hopper_kernels_have_the_constants_that_are_swept():
         present = {hopper_forward_config(dim, block, block, False, optimistic) for block in (64, 128, 384)
                    for optimistic in (False, True)}
         assert present <= set(tune.hopper_configs(dim))
-    assert all(hopper_backward.constants(dim, True)["DQ_STAGES"] in tune.DQ_STAGES for dim in (64, 128))
+    assert all(hopper_backward.constants(dim, True)["DS_STAGES"] in tune.DS_STAGES for dim in (64, 128))
     assert dq_schedule.STAGGER in tune.STAGGERS
     swept = tune.with_patch(hopper_backward, "constants", 64, lambda: hopper_backward.constants)
     assert swept() == 64 and callable(hopper_backward.constants)

@@ -25,6 +25,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     ROW,
     ROWS,
     STAGGER,
+    heads_together,
     schedule,
 )
 
@@ -169,3 +170,10 @@ def test_more_tiles_than_multiprocessors(batch, block, dim):
     first = attention_with_gradients(attend, q, k, v, dout, dlse)
     for _ in range(5):
         assert all(torch.equal(x, y) for x, y in zip(first, attention_with_gradients(attend, q, k, v, dout, dlse)))
+
+
+@pytest.mark.parametrize("pairs, rows, dim, expected", [(16, 11520, 128, 2), (16, 11520, 64, 4), (15, 5000, 128, 3), (7, 4000, 128, 1),
+                                                        (2, 100, 64, 2), (16, 200_000, 128, 1), (3, 0, 64, 3)])
+def test_heads_take_turns_as_far_as_the_cache_goes(pairs, rows, dim, expected):
+    """In groups of one size."""
+    assert heads_together(pairs, rows, dim) == expected

@@ -11,7 +11,7 @@ through which Triton hands a kernel's arguments to its partitions, which all thr
 is read from the compiled kernels. Nor does it follow an mbarrier from a warp that stores to one that loads, so what the functions named in
 HANDED_OVER store is left out too. It sees nothing of what the TMA and wgmma do in shared memory, nor of stores as matrices
 (stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what threads load and store word by word (zeroed values,
-sizes, dQ, what changes its layout); the order of the rest is what tests/support/hopper_emulator.py tries to break.
+sizes, what changes its layout); the order of the rest is what tests/support/hopper_emulator.py tries to break.
 """
 
 import argparse
