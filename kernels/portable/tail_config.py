@@ -23,7 +23,7 @@ _TABLE = {
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3)),
     "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 8, 1)),
-    "mass": (LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 4, 2)),
+    "mass": (LaunchConfig(128, 64, 8, 2), LaunchConfig(128, 64, 8, 2)),
     "combine": (LaunchConfig(128, 32, 4, 2), LaunchConfig(128, 32, 4, 2)),
 }
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.

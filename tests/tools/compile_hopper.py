@@ -78,7 +78,7 @@ def compile_tail_merge(dim: int, linear: bool) -> tuple[int, str, int]:
     """The same of the tail's merge."""
     rows, square = (descriptor_type(size, dim, "bf16") for size in (tail_merge.ROWS, dim))
     types = dict(q_desc=rows, out_desc=rows, k_desc=square, v_desc=square, matrix_desc=square, out="*bf16", lse="*fp32", tail_lse="*fp32",
-                 shares="*fp32", bias="*fp32", left="*i32", offsets="*i32", scale="fp32", scale_log2="fp32")
+                 share="*fp32", bias="*fp32", left="*i32", offsets="*i32", scale="fp32", scale_log2="fp32")
     constants = tail_merge.constants(dim) | ({} if linear else dict(matrix_desc=None))
     return report(tail_merge._tail_merge_kernel, types, constants, tail_merge.OPTIONS)
 
