@@ -235,7 +235,8 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     """How many of so many (batch element, key/value head) pairs take turns in the order of tiles: a divisor of ``pairs``.
 
     Programs of different heads never wait for one another, but what they read and add to must fit into CACHE: for each of ``rows`` query
-    rows of a pair q, dO, lse_dpsum and the sums of dQ.
+    rows of a pair q, dO, lse_dpsum and the sums of dQ. On an H200, head_dim 128, 11,520 tokens, 12 of 30 blocks kept, one head at a time
+    takes 1.95 ms, two 1.87, four longer than one; at 46,080 tokens, of which one head fills all of L2, two take 1.1 times as long as one.
     """
     most = max(CACHE // max(rows * (8 * dim + 32), 1), 1)
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)

@@ -1,1 +1,0 @@
-timeout 90 python3 -P -m pytest -q -m gpu -n 12 --tb=short -W ignore -p no:cacheprovider tests/kernels/test_hopper_on_gpu.py tests/kernels/test_dq_schedule.py tests/kernels/test_dq_accum.py tests/kernels/test_numerics.py 2>&1 | grep -v "^$" | cut -c1-220 | tail -60

@@ -1,1 +1,0 @@
-"""Attention in Gluon for Hopper GPUs (sm_90)."""
