@@ -39,8 +39,8 @@ def hopper_forward_config(
     128 keys 7.6. Optimistic, three with 128 keys 5.5 and without overlap 5.8, with 64 keys 5.9; two with 128 keys 6.1. Three have 160
     registers a thread, too few for 128 keys at head_dim 128. They were not measured under a causal mask, where they spill some.
 
-    ``ragged``: key blocks differ in length, so that chunks of 128 keys would hold fewer of up to 128: tiles of 4 x 4 x 8 tokens at 720p, 0.15
-    of them kept, took 28.3 ms with 128 keys and 27.5 with 64.
+    ``ragged``: key blocks differ in length, so that many chunks would hold less than 128 keys: tiles of 4 x 4 x 8 tokens at 720p, 0.15 of
+    them kept, took 28.3 ms with 128 keys and 27.5 with 64.
 
     Where programs are few, the last round of multiprocessors, partly idle, weighs more than that. Then two are taken where counting rounds
     says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where programs are many. Lists are

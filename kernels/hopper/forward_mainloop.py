@@ -228,6 +228,8 @@ def _let_go(work, first, end):
     """Lets the chunks from the ``first`` use of the rings on go unused, so that the other warpgroups and the loading warp need not know."""
     for i in range(first, end):
         ring_wait(work.k_full, i, True)
+        # Nobody else may wait for it, and its stage may be filled again afterwards.
+        ring_wait(work.v_full, i, True)
         ring_arrive(work.done, i, True)
 
 
