@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +27,47 @@ def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     Raises:
         TypeError: another dtype.
     """
-    if x.dtype not in DTYPES:
-        raise TypeError(f"a TMA descriptor is of a float16 or bfloat16 tensor here, got {x.dtype}")
-    block = [1, 1, rows, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), *_tile(x.dtype, rows, x.shape[3]))
 
 
 def tma_tiles(x: Tensor, rows: int) -> Tiles:
     """``tma_descriptor`` for a QuickLaunch, which makes it where it knows none."""
-    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), descriptor_of(rows))
+    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), _descriptor_of(rows))
 
 
 @lru_cache
-def descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
-    """``tma_descriptor`` with so many rows."""
+def _descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
     return partial(tma_descriptor, rows=rows)
+
+
+def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """(shape of a tile, its layout in shared memory)"""
+    if dtype not in DTYPES:
+        raise TypeError(f"a TMA descriptor is of a float16 or bfloat16 tensor here, got {dtype}")
+    block = [*[1] * (axes - 2), rows, dim]
+    return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+
+
+class _Before(NamedTuple):
+    """Stands in a descriptor for the memory ``rows`` tokens before a tensor, of which nothing is read."""
+
+    tensor: Tensor
+    bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.bytes
+
+
+def tma_chunks(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [B, H, tokens, D] as ``tma_descriptor`` takes it, in chunks of up to ``rows`` tokens, each a [1, 1, 1, rows, D] tile.
+
+    Coordinates of ``size`` tokens from ``start`` on are (batch, head, start + size, rows - size, 0); the tile's further rows are zeros,
+    whatever follows in x. For that tokens are counted along two axes of the same stride, of which the second ends after ``rows``.
+    """
+    shape, strides = [*x.shape[:2], x.shape[2] + 1, rows, x.shape[3]], [*x.stride()[:3], *x.stride()[2:]]
+    before = _Before(x, rows * x.stride(2) * x.element_size())
+    return TensorDescriptor(before, shape, strides, *_tile(x.dtype, rows, x.shape[3], 5))
