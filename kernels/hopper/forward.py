@@ -9,6 +9,7 @@ values of this one are added up. Of a causal mask the chunks that the diagonal c
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +22,7 @@ from ..lowering.chunks import ChunkPlan, Partition, kv_partition, q_partition, q
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
-from ..lowering.tma import tma_chunks, tma_ready
+from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend
@@ -36,12 +37,14 @@ REGISTERS = {2: 168, 3: 128}
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
-_NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group", "q_len", "shift", "whole", "splits"]
+_NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group", "q_len", "shift", "whole", "splits",
+            "q_batch", "k_batch", "v_batch", "out_batch"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
-                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, scale_log2,
+                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, q_batch, k_batch,
+                    v_batch, out_batch, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
@@ -68,7 +71,7 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
-                partial_rows, partial_out, partial_lse, PARTS)
+                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
@@ -91,7 +94,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     ``in_place``: out may take q's memory. A warpgroup has its rows in shared memory before it multiplies, and writes the same ones at its
     end, or, of a list in parts, when all of them are done.
     """
-    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
+    q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
     rows, items = q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2])
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
@@ -100,7 +103,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     # Kept, because it depends on nothing else and takes longer to work out than the launches.
     settled = _settled.get(key)
     if settled is None:
-        settled = _settled[key] = _settle(q, k, rows, items, blocks, causal, config)
+        settled = _settled[key] = _settle(q, k, v, rows, items, blocks, causal, in_place, config)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
     queue = work_queue(settled.queue, blocks, rows, items)
     out, lse = empty_outputs(q, rows, in_place)
@@ -136,7 +139,7 @@ class _Settled(NamedTuple):
 _settled: dict[tuple, _Settled] = Kept(1024)
 
 
-def _settle(q: Tensor, k: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool,
+def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool, in_place: bool,
             config: HopperForwardConfig | None) -> _Settled:
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -149,7 +152,8 @@ def _settle(q: Tensor, k: Tensor, rows: Partition, items: Partition, blocks: Blo
     tiles = batch * heads * rows.number * parts
     split_tiles, splits = split(tiles, width, processors, causal)
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
-               heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits)
+               heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
+               *[batch_tokens(x) or 0 for x in (q, k, v, q if in_place else torch.empty_like(q, device="meta"))])
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
     grid = min(tiles + split_tiles * (splits - 1), processors), 1, 1
     # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.

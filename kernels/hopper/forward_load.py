@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..lowering.chunks import ENTRY, HEADER
+from ..lowering.tma import FAR
 from .gluon_compat import aggregate, barrier, copy_in
 from .inline_asm import wait_for_previous_kernel
 from .primitives import one_word, ring_arrive, ring_at, ring_free, ring_wait
@@ -42,6 +43,10 @@ class Work:
     programs: gl.tensor                    # of the launch
     whole: gl.tensor                       # tiles that are not split; those after them are
     splits: gl.tensor                      # in so many parts of their lists
+    q_batch: gl.tensor                     # tokens from a batch element to the next, see tma_chunks
+    k_batch: gl.tensor
+    v_batch: gl.tensor
+    out_batch: gl.tensor
     partial_rows: gl.tensor                # pointers, of each part: [at_head, row, rows, -],
     partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
     partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
@@ -170,22 +175,22 @@ def _give_tile(work, n, tile, q_desc):
             at = (n & 1) * WARPGROUPS + group
             size = gl.minimum(gl.maximum(tile.rows - group * ROWS, 0), ROWS)
             mbarrier.expect(work.q_full.index(at), q_desc.block_type.nbytes)
-            copy_in(q_desc, [tile.at_head // work.heads, tile.at_head % work.heads, tile.row + group * ROWS + size, ROWS - size, 0],
+            end = tile.at_head // work.heads * work.q_batch + tile.row + group * ROWS + size
+            copy_in(q_desc, [FAR, tile.at_head % work.heads, end, FAR - size, 0],
                     work.q_full.index(at), work.q.index(at))
 
 
 @gluon.jit
 def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
     """K and V of the ``i``-th chunk of the mainloop, ``size`` tokens and then zeros, as soon as its stage is free."""
-    CHUNK: gl.constexpr = work.k.shape[4]
-    at = [batch, head, start + size, CHUNK - size, 0]
+    end = start + size
     ring_free(work.done, i, True)
     mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
-    copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
+    copy_in(k_desc, [FAR, head, batch * work.k_batch + end, FAR - size, 0], ring_at(work.k_full, i, True), ring_at(work.k, i, True))
     # The step that multiplied by the stage's last K multiplied by the V before it.
     ring_free(work.done, i + 1, True)
     mbarrier.expect(ring_at(work.v_full, i, True), v_desc.block_type.nbytes)
-    copy_in(v_desc, at, ring_at(work.v_full, i, True), ring_at(work.v, i, True))
+    copy_in(v_desc, [FAR, head, batch * work.v_batch + end, FAR - size, 0], ring_at(work.v_full, i, True), ring_at(work.v, i, True))
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
+from ..lowering.tma import FAR
 from .forward_load import loaded_ahead, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
 from .inline_asm import lazy_rescale, scheduling_fence
@@ -320,7 +321,7 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         fence_async_shared()
         barrier()
         batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(gl.maximum(rows, 0), ROWS)
-        copy_out(out_desc, [batch, head, row + size, ROWS - size, 0], q_buffer)
+        copy_out(out_desc, [FAR, head, batch * work.out_batch + row + size, FAR - size, 0], q_buffer)
         tma.store_wait(0)
     else:
         first_row = (tile.part * (work.q.shape[0] // 2) + group) * ROWS

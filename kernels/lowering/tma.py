@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,26 +47,33 @@ def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[
     return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
 
-class _Before(NamedTuple):
-    """Stands in a descriptor for the memory ``rows`` tokens before a tensor, of which nothing is read."""
+# A coordinate that no tensor reaches, by which chunks end: see tma_chunks.
+FAR = gl.constexpr(2**30)
 
-    tensor: Tensor
-    bytes: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+def batch_tokens(x: Tensor) -> int | None:
+    """How many tokens lie from one batch element of x [B, H, tokens, D] to the next, as tma_chunks counts them; None where that is no
+    whole number."""
+    batch, row = x.stride(0), x.stride(2)
+    if x.shape[0] == 1:
+        return 0
+    return batch // row if batch % row == 0 else None
 
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.bytes
+
+def chunks_ready(x: Tensor) -> Tensor:
+    """``tma_ready(x)``, or a copy where ``tma_chunks`` cannot count its tokens."""
+    x = tma_ready(x)
+    return x if batch_tokens(x) is not None else x.clone(memory_format=torch.contiguous_format)
 
 
 def tma_chunks(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [B, H, tokens, D] as ``tma_descriptor`` takes it, in chunks of up to ``rows`` tokens, each a [1, 1, 1, rows, D] tile.
+    """x [B, H, tokens, D] in chunks of up to ``rows`` tokens, each a [1, 1, 1, rows, D] tile; x must be ``chunks_ready``.
 
-    Coordinates of ``size`` tokens from ``start`` on are (batch, head, start + size, rows - size, 0); the tile's further rows are zeros,
-    whatever follows in x. For that tokens are counted along two axes of the same stride, of which the second ends after ``rows``.
+    Coordinates of ``size`` tokens from ``start`` on are (FAR, head, batch * batch_tokens(x) + start + size, FAR - size, 0). The tile's
+    further rows are zeros when loaded and are not stored, whatever follows in x: tokens are counted along two axes of the same stride, of
+    which the second ends at FAR. The first axis takes FAR tokens away again, as addresses are 64-bit numbers that wrap around: so Triton's
+    own ragged descriptors do it (triton/tools/ragged_tma.py).
     """
-    shape, strides = [*x.shape[:2], x.shape[2] + 1, rows, x.shape[3]], [*x.stride()[:3], *x.stride()[2:]]
-    before = _Before(x, rows * x.stride(2) * x.element_size())
-    return TensorDescriptor(before, shape, strides, *_tile(x.dtype, rows, x.shape[3], 5))
+    token = x.stride(2)
+    shape, strides = [2**31 - 2**16, x.shape[1], 2**31 - 2**16, FAR.value, x.shape[3]], [2**34 - token, x.stride(1), token, token, 1]
+    return TensorDescriptor(x, shape, strides, *_tile(x.dtype, rows, x.shape[3], 5))

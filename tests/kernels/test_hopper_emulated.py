@@ -78,15 +78,15 @@ def split_lists(monkeypatch):
     """All tiles but two are split into three parts."""
     forward = module("forward")
     monkeypatch.setattr(forward, "split", lambda tiles, *others: (tiles - 2, 3))
-    forward._plan.cache_clear()
+    forward._settled.clear()
     yield
-    forward._plan.cache_clear()
+    forward._settled.clear()
 
 
-@speeds
-@pytest.mark.parametrize("programs", [1, 5])
-def test_parts_of_lists_are_merged(programs, late, dtype, monkeypatch, split_lists):
+@pytest.mark.parametrize("programs, speed", spread((1, 5), SPEEDS))
+def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
     """Parts without chunks, tiles without rows, rows without keys; as many programs as tiles or fewer."""
+    late, dtype = speed
     monkeypatch.setattr(module("forward"), "multiprocessors", lambda device: programs)
     mask = torch.rand(2, 5, 5) < 0.6
     mask[:, 2] = False

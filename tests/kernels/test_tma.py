@@ -12,11 +12,12 @@ from ssta.kernels.lowering import tma  # noqa: E402
 def test_a_chunk_has_its_own_tokens_and_no_others(start, size):
     """By the arithmetic that TMA does: inside of all axes an address, outside of one a zero."""
     x, rows = torch.arange(2 * 70 * 3 * 64).to(torch.float16).view(2, 70, 3, 64).transpose(1, 2), 32
-    made = tma.tma_chunks(x, rows)
+    made, far = tma.tma_chunks(x, rows), tma.FAR.value
     for row in range(rows):
-        at = (1, 2, start + size, rows - size + row, 0)
+        at = (far, 2, tma.batch_tokens(x) + start + size, far - size + row, 0)
         inside = all(0 <= place < length for place, length in zip(at, made.shape))
-        address = made.base.data_ptr() + 2 * sum(place * stride for place, stride in zip(at, made.strides))
+        # Addresses wrap around.
+        address = (made.base.data_ptr() + 2 * sum(place * stride for place, stride in zip(at, made.strides))) % 2**64
         assert inside == (row < size) and (not inside or address == x[1, 2, start + row].data_ptr())
 
 
@@ -25,3 +26,10 @@ def test_a_chunk_has_its_own_tokens_and_no_others(start, size):
 def test_other_dtypes_are_refused(dtype, make):
     with pytest.raises(TypeError, match=f"float16 or bfloat16 tensor here, got {dtype}"):
         make(torch.zeros(1, 1, 64, 64).to(dtype), 64)
+
+
+def test_what_has_no_whole_number_of_tokens_between_batch_elements_is_copied():
+    x = torch.arange(70 * 3 * 2 * 64).to(torch.float16).view(70, 3, 2, 64).permute(2, 1, 0, 3)
+    assert tma.batch_tokens(x) is None and tma.batch_tokens(x[:1]) == 0
+    made = tma.chunks_ready(x)
+    assert tma.batch_tokens(made) == 3 * 70 and torch.equal(made, x) and tma.chunks_ready(made) is made

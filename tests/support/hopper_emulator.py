@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,7 +25,9 @@ import ssta.kernels
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
 from ssta.kernels.lowering import quick_launch
+from ssta.kernels.lowering import tma as real_tma
 
+FAR = real_tma.FAR.value
 TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False
 _state = threading.Condition()
@@ -116,9 +118,12 @@ class Chunks(Tiles):
         super().__init__(x, None, None, [1, 1, 1, rows, x.shape[3]], None)
 
     def window(self, at):
-        batch, head, end, before, _ = map(int, at)
-        size = self.block[3] - before
-        assert 0 <= size <= self.block[3] and 0 <= end - size and (size == 0 or end <= self.x.shape[2])
+        far, head, end, before, _ = map(int, at)
+        size, batch_tokens = FAR - before, real_tma.batch_tokens(self.x)
+        assert far == FAR and 0 <= size <= self.block[3]
+        batch = (end - 1) // batch_tokens if batch_tokens and size else 0
+        end -= batch * batch_tokens
+        assert 0 <= end - size and (size == 0 or end <= self.x.shape[2])
         return self.x[batch:batch + 1, head:head + 1, None, end - size:end]
 
 
@@ -328,7 +333,8 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, tma_ready=lambda x: x)}
+             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, tma_ready=lambda x: x, chunks_ready=lambda x: x,
+                                                batch_tokens=real_tma.batch_tokens, FAR=FAR)}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)
