@@ -17,7 +17,7 @@ the others wait; a time is that of the slowest rank, and all of them begin toget
 
 basis "reckoned" is a layer measured on one GPU with the heads that one of so many ranks has, with the copies that packing takes and the
 bytes of the exchange at the rate of the largest all-to-all above (or --bandwidth); and a step whose layers are these, the rest of it
-divided by the ranks, v and k on their way under projections. --profile NAME also writes what every rank's host and
+divided by the ranks but for the text's share, v and k on their way under projections. --profile NAME also writes what every rank's host and
 device did to results/timeline_NAME.csv, and draws it where matplotlib is installed. After --limit no new section begins; rows are printed
 and written as they come.
 """
@@ -209,10 +209,10 @@ def reckon(world: World, layer: LayerShape, model: Any, sizes: list[int], rounds
         return found
     totals = {of["ranks"]: of["median_ms"] for of in found if of["stage"] == "total" and of["median_ms"]}
     arriving = {of["ranks"]: of["median_ms"] for of in found if of["stage"] == "exchange in" and of["median_ms"]}
-    rest = one["step_s"] - model.depth * totals[1] / 1e3
+    rest, text = one["step_s"] - model.depth * totals[1] / 1e3, layer.text / layer.tokens
     for ranks, ms in totals.items():
-        # Conditions are shared out too. Of what arrives v and k do so while k and q are projected.
-        step_s = rest / ranks + model.depth * (ms - arriving.get(ranks, 0.0) * 2 / 3) / 1e3
+        # Every rank has all of the text. Of what arrives v and k do so while k and q are projected.
+        step_s = rest * (text + (1 - text) / ranks) + model.depth * (ms - arriving.get(ranks, 0.0) * 2 / 3) / 1e3
         found.append(row(what="step", shape=model.name, attention="none", ranks=ranks, mesh=f"1 x {ranks}", stage="total", basis="reckoned",
                          step_s=step_s, speed_up=one["step_s"] / step_s))
     return found

@@ -11,7 +11,7 @@ from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
 from .kept import Kept
 from .notices import warn_once
-from .op import RecordedAttention, attention_operator, route_of, run_forward, with_kv_blocks
+from .op import RecordedAttention, attention_operator, route_of, run_forward, transposed
 from .operators import refuse_forward_mode, watched
 from .routing import PatternFacts, Problem, Route, interpreting, require_impl
 
@@ -173,7 +173,7 @@ def _attend(
         if key is not None:
             _routes[key] = route
     if needs_grad:
-        flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if route.needs_transpose else None
+        flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
         return *RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route), route
     if owned and route.in_place:
         return *run_forward(route, q, k, v, blocks, scale, causal, in_place=True), route
@@ -186,7 +186,7 @@ def _operate(name: str, route: Route | None, q: Tensor, k: Tensor, v: Tensor, bl
     refuse_forward_mode(q=q, k=k, v=v)
     transposes = needs_grad and (_may_transpose(name, q, k, blocks, causal) if route is None else route.needs_transpose)
     # The transpose is an input of the operator, so that lists used by many layers are transposed once.
-    flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if transposes else None
+    flipped = transposed(blocks, k.shape[2]) if transposes else None
     return attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                               float(scale), causal, deterministic, name)
 

@@ -12,12 +12,12 @@ from .operators import NAMESPACE, watched
 from .routing import PatternFacts, Route, choose_route
 
 
-def with_kv_blocks(blocks: BlockLists, kv_len: int) -> BlockLists:
-    """``blocks`` itself, or with the number of key blocks that ``kv_len`` implies where it was left out."""
-    if blocks.num_kv_blocks is not None:
-        return blocks
-    return BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
-                      num_kv_blocks=-(-kv_len // blocks.max_kv_length), max_q_length=blocks.max_q_length)
+def transposed(blocks: BlockLists, kv_len: int) -> BlockLists:
+    """``blocks.transpose()``, with the number of key blocks that ``kv_len`` implies where it was left out."""
+    if blocks.num_kv_blocks is None:
+        blocks = BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
+                            num_kv_blocks=-(-kv_len // blocks.max_kv_length), max_q_length=blocks.max_q_length)
+    return blocks.transpose()
 
 
 def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Route:
@@ -133,7 +133,7 @@ def partial_gradients(
         scale, deterministic, impl: as in ``block_sparse_attention``.
     """
     route = route_of(impl, q, k, blocks, False)
-    flipped = with_kv_blocks(blocks, k.shape[2]).transpose() if route.needs_transpose else None
+    flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
     lists = (flipped.counts, flipped.indices) if flipped else (None, None)
     return _backward(dout, None, q, k, v, out, lse, *blocks.to_fields(), *lists, scale, False, deterministic, route.name)
 

@@ -16,7 +16,6 @@ class Ranks(NamedTuple):
         size: how many they are.
         tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
         mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
-        conditions: whether conditions are shared out like videos, each run by itself.
     """
 
     group: Any
@@ -24,7 +23,6 @@ class Ranks(NamedTuple):
     size: int
     tokens: int | None
     mesh: Any = None
-    conditions: bool = False
 
     def share(self, tokens: int) -> int:
         """How many of ``tokens`` are this rank's."""

@@ -183,7 +183,7 @@ class Parallelism:
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
                              "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
-        return Ranks(self._group, self._rank, self._size, tokens, self._mesh, split.conditions)
+        return Ranks(self._group, self._rank, self._size, tokens, self._mesh)
 
     def _check_length(self, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config

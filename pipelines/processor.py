@@ -171,7 +171,7 @@ class SSTAProcessor:
         ranks = self.context.call.ranks
         if ranks is None:
             return None
-        split = "all" if ranks.tokens is not None else "each" if ranks.conditions else "video"
+        split = "video" if ranks.tokens is None else "all"
         if ranks.mesh is not None and key_heads < ranks.size:
             return Rings.of(ranks.mesh, layout, split)
         return Shards.of(ranks.group, layout, split)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .call import CallState
+
+if TYPE_CHECKING:
+    from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 Plan = dict[str, Any]
@@ -31,7 +33,6 @@ class Split:
         whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
             alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
         tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
-        conditions: whether ``hooks`` share out the conditions of joint attention too, which no layer before or after needs whole.
         stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
@@ -44,7 +45,6 @@ class Split:
     plan: Callable[[nn.Module], Plan]
     whole: tuple[str, ...] = ()
     tokens: Callable[[Mapping[str, Any]], int] | None = None
-    conditions: bool = False
     stock: bool = False
     trains: bool | str = True
     hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
@@ -85,6 +85,9 @@ def stock_plan(model: nn.Module) -> Plan:
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
     """diffusers' hooks on a module that carry out a plan, each with the name that the plan has for the module."""
+    # Not above: diffusers.hooks takes transformers in where peft is installed, which takes a second and more.
+    from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
+
     registry: Any = getattr(module, "_diffusers_hook", None)
     for name, hook in ({} if registry is None else registry.hooks).items():
         if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
@@ -93,6 +96,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook 
 
 def splits(module: nn.Module) -> bool:
     """Whether a plan splits what the module takes or gives."""
+    from diffusers.hooks.context_parallel import ContextParallelSplitHook
+
     return any([isinstance(hook, ContextParallelSplitHook) for _, hook in hooks_of(module)])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
@@ -29,15 +27,10 @@ class JointSSTAProcessor(SSTAProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, or a rank's shares of them; attention_mask ``[B, L]`` over
-        the conditions or ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
+        """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
+        ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        ranks = self.context.call.ranks
-        if after and ranks is not None and ranks.conditions:
-            # Of which these are this rank's share.
-            assert attention_mask is not None
-            after = attention_mask.shape[1] if attention_mask.dim() == 2 else attention_mask.shape[3] - math.prod(self.context.thw)
         layout = self.around(video_len + after, after=after)
         angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
         both = hidden_states

@@ -364,7 +364,8 @@ def host(script, monkeypatch):
 def test_host_times_end_to_end(host, tmp_path):
     host.main(["--calls", "2", "--rounds", "2", "--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
-    assert [row["what"] for row in rows] == ["block_sparse_attention", "block_sparse_attention, recording", "ssta_3d_attention"]
+    assert [row["what"] for row in rows] == ["block_sparse_attention", "block_sparse_attention, recording", "its backward",
+                                             "ssta_3d_attention", "ssta_3d_attention, linear"]
     assert all(0 < float(row["q1_us"]) <= float(row["host_us"]) <= float(row["q3_us"]) for row in rows)
     assert all((row["extra_over_qkvo"] != "") == torch.cuda.is_available() for row in rows)
 

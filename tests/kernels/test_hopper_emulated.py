@@ -14,7 +14,7 @@ from oracles import attention_with_gradients
 import ssta.kernels
 from ssta.kernels import BlockLists, notices
 from ssta.kernels.hopper import spin_timeouts
-from ssta.kernels.op import with_kv_blocks
+from ssta.kernels.op import transposed
 from ssta.kernels.reference import reference_attention
 
 pytestmark = [pytest.mark.slow,
@@ -184,11 +184,10 @@ def test_keys_of_other_blocks_change_no_bits(value):
 def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
     """(dq, dk, dv) of the kernel."""
     out, lse = reference_attention(q, k, v, blocks, 0.125, causal)
-    return run("backward", dout, dlse, q, k, v, out, lse, blocks, blocks.transpose(), 0.125, causal, deterministic, late=late)
+    return run("backward", dout, dlse, q, k, v, out, lse, blocks, transposed(blocks, k.shape[2]), 0.125, causal, deterministic, late=late)
 
 
 def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
-    blocks = with_kv_blocks(blocks, k.shape[2])
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
     grads = gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=causal)

@@ -21,9 +21,8 @@ from ssta.pipelines import Schedule, apply_ssta
 
 SPARSE = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2)
 EVEN, ODD = (4, 6, 8), (5, 7, 9)
-# Their linear layers see other numbers of rows on a rank (text and video in one product, audio beside it, or a share of the text), and add
-# in another order.
-ROUNDED = ("hunyuan_video_15", "ltx2", "ltx2_gated", "cogvideox", "cogvideox_2b", "cogvideox_1.5", "consisid")
+# Their linear layers see other numbers of rows on a rank (text and video in one product, or audio beside it), and add in another order.
+ROUNDED = ("ltx2", "ltx2_gated", "cogvideox", "cogvideox_2b", "cogvideox_1.5", "consisid")
 # 4 heads need these, too.
 WIDER = {"ltx": {"cross_attention_dim": 64}, "kandinsky5": {"model_dim": 64}, "wan_i2v": {"added_kv_proj_dim": 64},
          "ltx2": {"cross_attention_dim": 64, "audio_num_attention_heads": 4, "audio_cross_attention_dim": 32, "caption_channels": 12}}
