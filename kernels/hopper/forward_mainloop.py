@@ -106,7 +106,10 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         # The last key of the chunk that the first row sees.
         last = tile.row + group * ROWS + shift - gl.load(starts - 1 - place)
         ring_wait(work.k_full, i, True)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        # q from registers: if this loop and the one over full chunks both took it from shared memory, ptxas 12.8 would work out its place
+        # once, in front of this loop, and not at all for tiles without partial chunks.
+        rows_of_q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        token = warpgroup_mma(rows_of_q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[token])
         visible = (keys < size)[None, :] & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)))[:, None])
         scores = gl.where(visible, scores, float("-inf"))
