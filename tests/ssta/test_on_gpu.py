@@ -52,6 +52,41 @@ def test_never_waits_for_the_gpu_and_can_be_captured(budget, padding):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compensation", ["none", "linear"])
+@torch.no_grad()
+def test_plans_are_followed_without_waiting_on_any_stream_and_captures_do_without(compensation):
+    layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(tile_thw=(4, 4, 4), topk=9, compensation=compensation)
+    text_mask = torch.arange(30, device="cuda") < torch.tensor([[4], [30]], device="cuda")
+    inputs = [torch.randn(3, 2, 2, layout.length, 64, device="cuda", dtype=torch.bfloat16).unbind() for _ in range(3)]
+    # Nothing is followed with gradients, which do not change the result.
+    expected = []
+    for qkv in inputs:
+        with torch.enable_grad():
+            expected.append(ssta_attention(*[x.clone().requires_grad_() for x in qkv], layout, config, text_mask=text_mask))
+    ssta_attention(*inputs[0], layout, config, text_mask=text_mask)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ssta_attention(*inputs[0], layout, config, text_mask=text_mask)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [ssta_attention(*qkv, layout, config, text_mask=text_mask) for qkv in inputs]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    held = [x.clone() for x in inputs[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ssta_attention(*held, layout, config, text_mask=text_mask)
+    for qkv, out in zip(inputs, expected):
+        for x, new in zip(held, qkv):
+            x.copy_(new)
+        graph.replay()
+        assert torch.equal(captured, out)
+
+
+@pytest.mark.gpu
 def test_the_first_call_on_a_gpu_makes_its_layout_without_waiting():
     q, k, v = torch.randn(3, 1, 2, 5 * 9 * 11 + 7, 64, device="cuda", dtype=torch.bfloat16).unbind()
     ssta_3d_attention(q, k, v, (5, 9, 11), topk=3, tile_thw=(4, 4, 4), text_len=7)

@@ -1,5 +1,7 @@
 """Layers that follow a plan give the bits of those that look at everything anew, and none is followed that was not made for such inputs."""
 
+import sys
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from ssta.kernels import Kept
 from ssta.plan import Plan, kind_of
 from ssta.text import TextMask
 
-LAYOUT = TokenLayout.video_text((3, 4, 5), 7)
-BASE = dict(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 3), topk=3)
+LAYOUT = TokenLayout.video_text((2, 3, 4), 7)
+BASE = dict(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 1), topk=2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -51,13 +53,14 @@ def followed(monkeypatch):
     (dict(sampling_type="importance"), [None]), (dict(topk=None, density=0.6), [mask(3, 7), mask(0, 4)]),
     (dict(mask_share_within_head=True), [mask(3).int(), mask(5).int()]), (dict(pad_type="zero"), [mask(1), mask(7)]),
     (dict(pad_type="repeat", sparse_type="block_attn"), [None]), (dict(sparse_type="sta"), [mask(2), mask(0)]),
-    (dict(topk=None, density=0.6, allocation="head"), [None]), (dict(threshold=0.5), [mask(2)])],
+    (dict(topk=None, density=0.6, allocation="head"), [None]), (dict(threshold=0.5), [mask(2)]),
+    (dict(compensation="linear"), [mask(4)])],
     ids=lambda of: str(of) if isinstance(of, dict) else "")
 @torch.no_grad()
 def test_a_plan_gives_the_bits_of_a_layer_without_one(changes, masks, monkeypatch):
     config, expected = SSTAConfig(**BASE | changes), []
     batch = 1 if masks[0] is None else len(masks[0])
-    cases = [(inputs(seed, batch), masks[seed % len(masks)]) for seed in range(4)]
+    cases = [(inputs(seed, batch), masks[seed % len(masks)]) for seed in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr("ssta.attention.kind_of", lambda *_: None)
         for qkv, text_mask in cases:
@@ -70,7 +73,7 @@ def test_a_plan_gives_the_bits_of_a_layer_without_one(changes, masks, monkeypatc
             shared = TextMask.of(text_mask, batch, LAYOUT, got.device)
             assert torch.equal(ssta_attention(*qkv, LAYOUT, config, text_mask=shared), out)
     # The first call of a kind makes the plan.
-    assert steps.count("run") == (3 if masks[0] is None else 6)
+    assert steps.count("run") == (2 if masks[0] is None else 4)
     assert ("_select" in steps) == (changes.keys().isdisjoint({"allocation", "threshold"}) and changes.get("sparse_type") != "sta")
 
 
@@ -98,7 +101,7 @@ def test_inputs_of_one_kind_share_a_plan_and_others_do_not():
     shared = TextMask.of(mask(2), 1, LAYOUT, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     q, k, v = inputs(0, kv_heads=2)
     kinds = [kind(), kind(inputs(0, batch=2)), kind((q, k, v)), kind((q, k, v.contiguous())), kind((q.contiguous(), k, v)),
-             kind((q, k.float(), v)), kind((q[..., :8], k, v)), kind(config=SSTAConfig(**BASE | dict(topk=4))), kind(scale=0.5),
+             kind((q, k.float(), v)), kind((q[..., :8], k, v)), kind(config=SSTAConfig(**BASE | dict(topk=3))), kind(scale=0.5),
              kind(impl="torch"), kind(text_mask=mask(2)), kind(text_mask=mask(2).int()), kind(text_mask=mask(2)[:, :5]),
              kind(text_mask=shared)]
     assert None not in kinds and len(set(kinds)) == len(kinds)
@@ -118,6 +121,27 @@ def test_every_call_looks_anew_where_more_than_the_kind_decides():
     seen = []
     torch.vmap(lambda x: seen.append(kind((x, k, v))) or x)(q[None])
     assert seen == [None]
+
+
+@torch.no_grad()
+def test_what_the_kind_decides_is_found_out_once():
+    config, seen = SSTAConfig(**BASE), {}
+
+    def count(frame, event, _):
+        if event == "call":
+            seen[frame.f_code.co_name] = seen.get(frame.f_code.co_name, 0) + 1
+
+    for seed in range(3):
+        qkv, text_mask = inputs(seed), mask(seed)
+        seen.clear()
+        sys.setprofile(count)
+        try:
+            ssta_attention(*qkv, LAYOUT, config, text_mask=text_mask)
+        finally:
+            sys.setprofile(None)
+    assert seen["kind_of"] == seen["watched"] == 1
+    for name in ("check_inputs", "autocast_inputs", "checked_layout", "fixed_tiles", "choose_route", "_key", "new_tokens", "launch_take"):
+        assert name not in seen, name
 
 
 def test_wrong_arguments_are_refused_as_ever():
