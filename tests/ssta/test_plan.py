@@ -7,7 +7,7 @@ import torch
 
 from ssta import SSTAConfig, TokenLayout, ssta_attention
 from ssta.attention import ssta_layer
-from ssta.kernels import Kept
+from ssta.kernels import Deferred, Kept, Projection, RMSNorm
 from ssta.plan import Plan, kind_of
 from ssta.text import TextMask
 
@@ -75,6 +75,27 @@ def test_a_plan_gives_the_bits_of_a_layer_without_one(changes, masks, monkeypatc
     # The first call of a kind makes the plan.
     assert steps.count("run") == (2 if masks[0] is None else 4)
     assert ("_select" in steps) == (changes.keys().isdisjoint({"allocation", "threshold"}) and changes.get("sparse_type") != "sta")
+
+
+@torch.no_grad()
+def test_deferred_inputs_follow_plans_too(monkeypatch):
+    config, text_mask, video = SSTAConfig(**BASE), mask(3), LAYOUT.video_length
+
+    def deferred(seed):
+        weight = torch.linspace(0.5, 2, 16, device=DEVICE).half()
+        return [Deferred(tuple([Projection(part, RMSNorm(weight, 1e-6)) for part in (x[:, :, :video], x[:, :, video:])]))
+                for x in inputs(seed)]
+
+    expected = [ssta_attention(*[x.materialize() for x in deferred(seed)], LAYOUT, config, text_mask=text_mask, return_blocks=True)
+                for seed in range(3)]
+    steps = followed(monkeypatch)
+    for seed, (out, blocks) in enumerate(expected):
+        got, lists = ssta_attention(*deferred(seed), LAYOUT, config, text_mask=text_mask, return_blocks=True)
+        assert torch.equal(got, out) and torch.equal(lists.to_mask(), blocks.to_mask())
+    assert steps == ["run", "_select"] * 2
+    (q, k, v), (other, *_) = deferred(0), inputs(0)
+    whole = Deferred((Projection(other),))
+    assert len({kind(of) for of in ((q, k, v), (whole, k, v), (q, whole, v), (whole, whole, whole), inputs(0))} - {None}) == 5
 
 
 @torch.no_grad()
