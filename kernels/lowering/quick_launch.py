@@ -123,13 +123,16 @@ class QuickLaunch:
 
 
 class Launch:
-    """What is left of a QuickLaunch when only the tensors are not settled, none of which is None: from the second call on little else than
-    the launch."""
+    """A QuickLaunch of which all is settled but the tensors, none of which is None: from the second call on little else than the launch.
 
-    __slots__ = ("quick", "settled", "found", "known")
+    As there, what the key stands for must hold for the tensors, and hooks and other versions of Triton have their way.
+    """
+
+    __slots__ = ("quick", "settled", "knobs", "found")
 
     def __init__(self, quick: QuickLaunch, settled: tuple) -> None:
-        self.quick, self.settled, self.known = quick, settled, quick.knobs
+        self.quick, self.settled, self.knobs = quick, settled, quick.knobs
+        # The launcher, the grid, and what follows the tensors.
         self.found: tuple[_Direct, tuple, tuple] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -140,7 +143,7 @@ class Launch:
         together = 0
         for pointer in pointers:
             together |= pointer
-        enter, leave = self.known.launch_enter_hook, self.known.launch_exit_hook
+        enter, leave = self.knobs.launch_enter_hook, self.knobs.launch_exit_hook
         if together % 16 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return self._whole(tensors)
         direct, grid, rest = self.found
