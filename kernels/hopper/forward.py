@@ -21,7 +21,7 @@ from ..kept import Kept
 from ..lowering.chunks import ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.quick_launch import Launch, QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
@@ -114,7 +114,11 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (lse, queue, *parts),
             (*settled.numbers, scale * LOG2E), settled.constants, settled.options)
     if settled.split_tiles:
-        merge_parts(parts, settled.splits, out, lse)
+        merge = settled.merge
+        if merge is None:
+            merge = merge_parts(settled.rows, settled.split_tiles * settled.splits, settled.splits, out)
+            _settled[key] = settled._replace(merge=merge)
+        merge(*parts, out, lse)
     return out, lse
 
 
@@ -134,6 +138,7 @@ class _Settled(NamedTuple):
     rows: int          # of a tile
     split_tiles: int   # the last ones, into
     splits: int        # parts
+    merge: Launch | None = None   # of these, found with the first result
 
 
 _settled: dict[tuple, _Settled] = Kept(1024)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import merged_lse, part_weights, store_rows
-from ..lowering.quick_launch import QuickLaunch, fit
+from ..lowering.quick_launch import Launch, QuickLaunch, fit
 
 # Rows that a program merges.
 ROWS = 16
@@ -58,9 +58,10 @@ def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, o
 _launch = QuickLaunch(_merge_kernel)
 
 
-def merge_parts(partial: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor, lse: Tensor) -> None:
-    """Writes the rows of tiles that were split, ``splits`` parts of each standing behind one another, to out and lse."""
-    parts, rows, dim = partial[1].shape
+def merge_parts(rows: int, parts: int, splits: int, out: Tensor) -> Launch:
+    """Launched with ``partial_results`` of ``parts`` parts of ``rows`` rows, out and lse: writes the rows of tiles that were split,
+    ``splits`` parts of each standing behind one another, to out and lse. For tensors such as ``out``."""
+    dim = out.shape[3]
     numbers = (*out.stride()[:3], out.shape[1], out.shape[2], splits, rows)
-    _launch((out.get_device(), out.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), (), (*partial, out, lse), numbers,
-            dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})
+    return _launch.settle((out.get_device(), out.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), numbers,
+                          dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})
