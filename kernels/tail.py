@@ -246,7 +246,7 @@ def _estimate(
     if not q.numel():
         return tuple(x.zero_() for x in new)  # type: ignore[return-value]
     statistics, rows = _kernels("statistics"), _kernels("rows")
-    units = num_blocks * parts
+    units, sample = num_blocks * parts, sampled_queries(longest)
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = None
         if parts > 1:
@@ -258,11 +258,11 @@ def _estimate(
         for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
             keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
                                              None if halves is None else halves[shared], parts, True)
-            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
+            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample), keys, scale)
             del keys
         if with_mass:
             bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-            rows.sampled_mass(q, k_mean, bias, offsets, scale, sampled_queries(longest), mass)
+            rows.sampled_mass(q, k_mean, bias, offsets, scale, sample, mass)
             rows.errors(mass, half_variance, log_count, None, error)
     return new
 

@@ -182,18 +182,16 @@ def _estimate_in_torch(
         return BlockEstimates(parts, linear, log_count, order=order, useful=useful)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
-    # A query that is not finite is no part of what its tile has in common.
-    sound = q_tiles.isfinite().all(-1, keepdim=True)
-    queries = q_tiles.masked_fill(~sound, 0)
-    moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
-    half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
     sampled, counted = tiles.sample()
-    queries = queries.gather(3, sampled[..., None].expand(*queries.shape[:2], -1, -1, queries.shape[-1]))
-    sound = (sound.expand(*q_tiles.shape[:4], 1).gather(3, sampled[..., None].expand(*q_tiles.shape[:2], -1, -1, -1)) & counted[..., None])
+    queries = q_tiles.gather(3, sampled[..., None].expand(*q_tiles.shape[:2], -1, -1, q_tiles.shape[-1]))
+    # A query that is not finite is no part of what its tile has in common.
+    sound = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
+    queries, number = queries.masked_fill(~sound, 0), counted.sum(1).clamp(min=1)[:, None]
+    half_variance = 0.5 * scale**2 * ((queries.mT @ queries / number[..., None]).flatten(3) @ variance.flatten(3).mT)
     logits = scale * queries.flatten(2, 3) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
     mass = (logits.unflatten(2, sampled.shape) + bias.expand(-1, -1, tiles.number, -1)[..., None, :]).softmax(-1).nan_to_num(0)
-    mass = (mass * sound).sum(3) / counted.sum(1).clamp(min=1)[:, None]
+    mass = (mass * sound).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
     return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful)
 

@@ -1,7 +1,7 @@
 """Hopper kernel of the tail's merge: attention to a head's units by their means, a query block's matrix and the exact part, in one pass.
 
-A program owns 128 query rows of a block, two warpgroups' 64 each. One warp brings in what they multiply by TMA, and biases by ordinary
-loads; the scores of the next units are computed while the values of these are added up.
+A program goes through parts of blocks of 128 query rows, two warpgroups' 64 each. One warp brings in what they multiply by TMA, and biases
+by ordinary loads; the scores of the next units are computed while the values of these are added up.
 """
 
 import torch
@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ..device import multiprocessors
 from ..lowering.inputs import strided, tma_ok
 from ..lowering.primitives import LN2, LOG2E, LOWEST
 from ..lowering.quick_launch import QuickLaunch, fit
@@ -21,7 +22,6 @@ from .primitives import (
     by_lane,
     by_row,
     matrix,
-    one_word,
     product_layout,
     rescale,
     ring_arrive,
@@ -50,19 +50,23 @@ class Work:
     v: gl.shared_memory_descriptor           # their mean values
     bias: gl.shared_memory_descriptor        # [2 * STAGES, D], float32: theirs
     q_full: gl.shared_memory_descriptor      # one barrier a warpgroup: TMA has written it
+    q_done: gl.shared_memory_descriptor      # the warpgroup has multiplied by it
     exact_full: gl.shared_memory_descriptor
+    exact_done: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor      # one a stage
+    k_done: gl.shared_memory_descriptor      # both warpgroups have
     v_full: gl.shared_memory_descriptor
+    v_done: gl.shared_memory_descriptor
     bias_full: gl.shared_memory_descriptor   # the loading warp has written it
-    done: gl.shared_memory_descriptor        # both warpgroups are through with the step that multiplied by its K, and by the V before
-    left: gl.tensor                          # how many units are estimated
+    offsets: gl.tensor                       # pointer to where blocks begin
+    left: gl.tensor                          # pointer to how many units a block estimates
+    heads: gl.tensor
+    blocks: gl.tensor
+    parts: gl.tensor                         # of a block, 128 rows each
+    items: gl.tensor                         # parts of all blocks of all heads
     steps: gl.tensor
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    block: gl.tensor
-    row: gl.tensor                           # first row of the program
-    rows: gl.tensor                          # rows from there to the end of the block
+    program: gl.tensor                       # takes one of every ``programs`` items
+    programs: gl.tensor
 
 
 @gluon.constexpr_function
@@ -72,40 +76,65 @@ def _line():
 
 
 @gluon.jit
-def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units):
-    """The loading partition; nothing where nothing is estimated."""
+def _item(work, item):
+    """(block among those of all heads, part, its first row, its rows, rows of the block, units that it estimates); past the last item the
+    last one."""
+    item = gl.minimum(item, work.items - 1)
+    at_block, part = item // work.parts, item % work.parts
+    block = at_block % work.blocks
+    first = gl.load(work.offsets + block)
+    size = gl.load(work.offsets + block + 1) - first
+    before = part * (work.q.shape[0] * work.q.shape[3])
+    return at_block, part, first + before, size - before, size, gl.load(work.left + at_block)
+
+
+@gluon.jit
+def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, group_of_heads, units):
+    """The loading partition; of blocks that estimate nothing it loads nothing."""
     WARPGROUPS: gl.constexpr = work.q.shape[0]
     ROWS: gl.constexpr = work.q.shape[3]
     D: gl.constexpr = work.k.shape[3]
-    if work.left > 0:
-        for group in gl.static_range(WARPGROUPS):
-            mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
-            copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-        for i in range(work.steps):
-            unit = i * D + gl.arange(0, D, layout=_line())
-            values = gl.load(bias + unit, mask=unit < units, other=float("-inf"))
-            at = [work.batch, work.kv_head, i * D, 0]
-            ring_free(work.done, i, True)
-            mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
-            # Beyond the last unit TMA writes zeros.
-            copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
-            # There are twice as many stages as of K: before both warpgroups began the step whose end was waited for, all their warps had
-            # read what stands here.
-            ring_at(work.bias, i, True).store(values)
-            # One thread speaks for all lanes.
-            barrier()
-            ring_arrive(work.bias_full, i, True)
-            ring_free(work.done, i + 1, True)
-            mbarrier.expect(ring_at(work.v_full, i, True), v_desc.block_type.nbytes)
-            copy_in(v_desc, at, ring_at(work.v_full, i, True), ring_at(work.v, i, True))
-        if matrix_desc is not None:
-            ring_free(work.done, work.steps, True)
-            mbarrier.expect(ring_at(work.k_full, work.steps, True), matrix_desc.block_type.nbytes)
-            copy_in(matrix_desc, [work.batch, work.head, work.block * D, 0], ring_at(work.k_full, work.steps, True),
-                    ring_at(work.k, work.steps, True))
-        for group in gl.static_range(WARPGROUPS):
-            mbarrier.expect(work.exact_full.index(group), out_desc.block_type.nbytes)
-            copy_in(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.exact_full.index(group), work.exact.index(group))
+    tile, of_k, of_v = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for item in range(work.program, work.items, work.programs):
+        at_block, _, row, rows, _, left = _item(work, item)
+        if (rows > 0) & (left > 0):
+            at_head, block = at_block // work.blocks, at_block % work.blocks
+            batch, head = at_head // work.heads, at_head % work.heads
+            biases = bias + at_block.to(gl.int64) * units
+            for i in range(work.steps):
+                unit = i * D + gl.arange(0, D, layout=_line())
+                values = gl.load(biases + unit, mask=unit < units, other=float("-inf"))
+                at = [batch, head // group_of_heads, i * D, 0]
+                ring_free(work.k_done, of_k, True)
+                mbarrier.expect(ring_at(work.k_full, of_k, True), k_desc.block_type.nbytes)
+                # Beyond the last unit TMA writes zeros.
+                copy_in(k_desc, at, ring_at(work.k_full, of_k, True), ring_at(work.k, of_k, True))
+                of_k += 1
+                if i == 0:
+                    for group in gl.static_range(WARPGROUPS):
+                        mbarrier.wait(work.q_done.index(group), (tile & 1) ^ 1)
+                        mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
+                        copy_in(q_desc, [batch, head, row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
+                # There are twice as many stages as of K: before both warpgroups were through with the K that was waited for, all their
+                # warps had read what stands here.
+                ring_at(work.bias, of_v, True).store(values)
+                # One thread speaks for all lanes.
+                barrier()
+                ring_arrive(work.bias_full, of_v, True)
+                ring_free(work.v_done, of_v, True)
+                mbarrier.expect(ring_at(work.v_full, of_v, True), v_desc.block_type.nbytes)
+                copy_in(v_desc, at, ring_at(work.v_full, of_v, True), ring_at(work.v, of_v, True))
+                of_v += 1
+            for group in gl.static_range(WARPGROUPS):
+                mbarrier.wait(work.exact_done.index(group), (tile & 1) ^ 1)
+                mbarrier.expect(work.exact_full.index(group), out_desc.block_type.nbytes)
+                copy_in(out_desc, [batch, head, row + group * ROWS, 0], work.exact_full.index(group), work.exact.index(group))
+            if matrix_desc is not None:
+                ring_free(work.k_done, of_k, True)
+                mbarrier.expect(ring_at(work.k_full, of_k, True), matrix_desc.block_type.nbytes)
+                copy_in(matrix_desc, [batch, head, block * D, 0], ring_at(work.k_full, of_k, True), ring_at(work.k, of_k, True))
+                of_k += 1
+            tile += 1
 
 
 @gluon.jit
@@ -121,139 +150,160 @@ def _softmax_step(work, i, scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
-def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR: gl.constexpr):
-    """A multiplying partition: 64 query rows."""
+def _tail(work, group: gl.constexpr, of_k, of_v, scale_log2):
+    """(sums of weighted values, row_max, row_sum) of a warpgroup's 64 rows over all units."""
     ROWS: gl.constexpr = work.q.shape[3]
     D: gl.constexpr = work.k.shape[3]
     layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    dtype: gl.constexpr = work.q.dtype
+    q = matrix(work.q.index(group))
+    acc = gl.zeros([ROWS, D], gl.float32, layout)
+    zero = gl.zeros([ROWS, D], gl.float32, layout)
+    # Not minus infinity, from which nothing can be measured: a row that has seen nothing yet has weights of 0.
+    row_max = gl.full([ROWS, 4], LOWEST, gl.float32, row_lanes(D))
+    row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(D))
+    ring_wait(work.k_full, of_k, True)
+    token = warpgroup_mma(q, matrix(ring_at(work.k, of_k, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[token])
+    ring_arrive(work.k_done, of_k, True)
+    weights, alpha, row_max, row_sum = _softmax_step(work, of_v, scores, row_max, row_sum, scale_log2)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    for i in range(1, work.steps):
+        ring_wait(work.k_full, of_k + i, True)
+        s_token = warpgroup_mma(q, matrix(ring_at(work.k, of_k + i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        ring_wait(work.v_full, of_v + i - 1, True)
+        o_token = warpgroup_mma(p, matrix(ring_at(work.v, of_v + i - 1, True)), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+        ring_arrive(work.k_done, of_k + i, True)
+        weights, alpha, row_max, row_sum = _softmax_step(work, of_v + i, scores, row_max, row_sum, scale_log2)
+        # Or the compiler would wait for both products before the exponentials.
+        row_sum = scheduling_fence(row_sum)
+        acc = warpgroup_mma_wait(0, deps=[o_token])
+        ring_arrive(work.v_done, of_v + i - 1, True)
+        acc = rescale(acc, alpha)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+    last = of_v + work.steps - 1
+    ring_wait(work.v_full, last, True)
+    token = warpgroup_mma(p, matrix(ring_at(work.v, last, True)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[token])
+    ring_arrive(work.v_done, last, True)
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def _merge(work, group: gl.constexpr, out, lse, tail_lse, shares, out_desc, out_batch, out_head, out_row, tokens, scale, scale_log2,
+           LINEAR: gl.constexpr):
+    """A multiplying partition: 64 query rows of every item."""
+    WARPGROUPS: gl.constexpr = work.q.shape[0]
+    ROWS: gl.constexpr = work.q.shape[3]
+    D: gl.constexpr = work.k.shape[3]
+    layout: gl.constexpr = product_layout(D)
     by_rows: gl.constexpr = gl.SliceLayout(1, layout)
     dtype: gl.constexpr = work.q.dtype
-    rows = work.rows - group * ROWS
     lines = gl.arange(0, ROWS, layout=by_rows)
-    lse += group * ROWS
-    tail_lse += group * ROWS
-    if work.left == 0:
-        # Rows that leave nothing out keep their bits.
-        gl.store(tail_lse + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
-        gl.store(share + group + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (gl.maximum(gl.minimum(rows, ROWS), 0) / size),
-                 mask=lines < 1)
-    else:
-        acc = gl.zeros([ROWS, D], gl.float32, layout)
-        zero = gl.zeros([ROWS, D], gl.float32, layout)
-        # Not minus infinity, from which nothing can be measured: a row that has seen nothing yet has weights of 0.
-        row_max = gl.full([ROWS, 4], LOWEST, gl.float32, row_lanes(D))
-        row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(D))
-        mbarrier.wait(work.q_full.index(group), 0)
-        q = matrix(work.q.index(group))
-        ring_wait(work.k_full, 0, True)
-        token = warpgroup_mma(q, matrix(ring_at(work.k, 0, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[token])
-        ring_arrive(work.done, 0, True)
-        weights, alpha, row_max, row_sum = _softmax_step(work, 0, scores, row_max, row_sum, scale_log2)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
-        for i in range(1, work.steps):
-            ring_wait(work.k_full, i, True)
-            s_token = warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            ring_wait(work.v_full, i - 1, True)
-            o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[s_token])
-            weights, alpha, row_max, row_sum = _softmax_step(work, i, scores, row_max, row_sum, scale_log2)
-            # Or the compiler would wait for both products before the exponentials.
-            row_sum = scheduling_fence(row_sum)
-            acc = warpgroup_mma_wait(0, deps=[o_token])
-            ring_arrive(work.done, i, True)
-            acc = rescale(acc, alpha)
-            p = gl.convert_layout(weights.to(dtype), p_layout)
-        ring_wait(work.v_full, work.steps - 1, True)
-        token = warpgroup_mma(p, matrix(ring_at(work.v, work.steps - 1, True)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[token])
-
-        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), by_rows)
-        row_max = gl.convert_layout(gl.max(row_max, axis=1), by_rows)
-        some = row_sum != 0
-        divisor = gl.where(some, row_sum, 1.0)
-        row_tail = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
-        factor = 1.0 / divisor
-        if LINEAR:
-            # scale q M is added before all is multiplied by scale.
-            acc = acc * (factor / scale)[:, None]
-            factor = gl.full([ROWS], 1.0, gl.float32, by_rows) * scale
-            ring_wait(work.k_full, work.steps, True)
-            token = warpgroup_mma(q, matrix(ring_at(work.k, work.steps, True)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[token])
-        row_lse = gl.load(lse + lines, mask=lines < rows, other=0.0) * (1 / LN2)
-        larger = gl.maximum(row_lse, row_tail)
-        exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
-        whole = exact + tail
-        exact = exact / whole
-        mbarrier.wait(work.exact_full.index(group), 0)
-        buffer = matrix(work.exact.index(group))
-        before = buffer.load(layout).to(gl.float32)
-        merged = exact[:, None] * before + (tail / whole * factor)[:, None] * acc
-        # A query of which no weight is left, as none is of some that are infinite, has no estimate.
-        merged = gl.where(some[:, None], merged, before).to(dtype)
-        gl.store(lse + lines, (larger + gl.log2(whole)) * LN2, mask=(lines < rows) & some)
-        gl.store(tail_lse + lines, row_tail * LN2, mask=lines < rows)
-        of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
-        gl.store(share + group + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
-        if rows >= ROWS:
-            buffer.store(merged)
-            fence_async_shared()
+    tile, of_k, of_v = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    at_block, part, row, rows, size, left = _item(work, work.program)
+    for item in range(work.program, work.items, work.programs):
+        live = (rows > 0) & (left > 0)
+        row, rows = row + group * ROWS, rows - group * ROWS
+        at_head = at_block // work.blocks
+        at_row = at_head.to(gl.int64) * tokens + row
+        share = shares + (at_block.to(gl.int64) * work.parts + part) * WARPGROUPS + group
+        if live:
+            mbarrier.wait(work.q_full.index(group), tile & 1)
+            acc, row_max, row_sum = _tail(work, group, of_k, of_v, scale_log2)
+            of_k, of_v = of_k + work.steps, of_v + work.steps
+            row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), by_rows)
+            row_max = gl.convert_layout(gl.max(row_max, axis=1), by_rows)
+            some = row_sum != 0
+            divisor = gl.where(some, row_sum, 1.0)
+            row_tail = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
+            factor = 1.0 / divisor
+            if LINEAR:
+                # q M is added before all is multiplied by scale.
+                acc = acc * (factor / scale)[:, None]
+                factor = gl.full([ROWS], 1.0, gl.float32, by_rows) * scale
+                ring_wait(work.k_full, of_k, True)
+                token = warpgroup_mma(matrix(work.q.index(group)), matrix(ring_at(work.k, of_k, True)), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[token])
+                ring_arrive(work.k_done, of_k, True)
+                of_k += 1
+            mbarrier.arrive(work.q_done.index(group), count=1)
+            row_lse = gl.load(lse + at_row + lines, mask=lines < rows, other=0.0) * (1 / LN2)
+            larger = gl.maximum(row_lse, row_tail)
+            exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
+            whole = exact + tail
+            exact = exact / whole
+            mbarrier.wait(work.exact_full.index(group), tile & 1)
+            buffer = matrix(work.exact.index(group))
+            before = buffer.load(layout).to(gl.float32)
+            merged = exact[:, None] * before + (tail / whole * factor)[:, None] * acc
+            # A query of which no weight is left, as none is of some that are infinite, has no estimate.
+            merged = gl.where(some[:, None], merged, before).to(dtype)
+            gl.store(lse + at_row + lines, (larger + gl.log2(whole)) * LN2, mask=(lines < rows) & some)
+            gl.store(tail_lse + at_row + lines, row_tail * LN2, mask=lines < rows)
+            of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
+            gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
+            batch, head = at_head // work.heads, at_head % work.heads
+            if rows >= ROWS:
+                buffer.store(merged)
+                fence_async_shared()
+                barrier()
+                copy_out(out_desc, [batch, head, row, 0], work.exact.index(group))
+                tma.store_wait(0)
+            else:
+                columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+                at = out + batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
+                gl.store(at + (lines[:, None] * out_row + columns[None, :]), merged, mask=(lines < rows)[:, None])
+            # One thread speaks for all warps.
             barrier()
-            copy_out(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.exact.index(group))
-            tma.store_wait(0)
+            mbarrier.arrive(work.exact_done.index(group), count=1)
+            tile += 1
         else:
-            columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-            gl.store(out + ((lines + group * ROWS)[:, None] * out_row + columns[None, :]), merged, mask=(lines < rows)[:, None])
+            # Rows that leave nothing out keep their bits.
+            gl.store(tail_lse + at_row + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
+            of_rows = gl.maximum(gl.minimum(rows, ROWS), 0) / gl.maximum(size, 1)
+            gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * of_rows, mask=lines < 1)
+        at_block, part, row, rows, size, left = _item(work, item + work.programs)
 
 
-_NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "group", "tokens", "parts"]
+_NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "group", "tokens", "parts", "items", "programs"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, left, offsets,
-                       out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, scale, scale_log2,
+def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, shares, bias, left, offsets,
+                       out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, items, programs, scale, scale_log2,
                        ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    at_block, part = gl.program_id(0) // parts, gl.program_id(0) % parts
-    at_head, block = at_block // blocks, at_block % blocks
-    batch, head = at_head // heads, at_head % heads
-    first = gl.load(offsets + block)
-    size = gl.load(offsets + block + 1) - first
-    row, rows = first + part * ROWS * WARPGROUPS, size - part * ROWS * WARPGROUPS
-    share += (at_block.to(gl.int64) * parts + part) * WARPGROUPS
-    if rows <= 0:
-        group_of = gl.arange(0, 32, layout=one_word(4))
-        gl.store(share + group_of, gl.zeros([32], gl.float32, one_word(4)), mask=group_of < WARPGROUPS)
-        return
-    out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
-    lse += at_head.to(gl.int64) * tokens + row
-    tail_lse += at_head.to(gl.int64) * tokens + row
-
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     exact = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], out_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, D], v_desc.layout)
     biases = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, exact_full = barrier_ring(WARPGROUPS), barrier_ring(WARPGROUPS)
-    k_full, v_full, bias_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(2 * STAGES), barrier_ring(STAGES)
-    # What TMA or the loading warp announces, and what both warpgroups do.
+    q_full, q_done, exact_full, exact_done = (barrier_ring(WARPGROUPS), barrier_ring(WARPGROUPS), barrier_ring(WARPGROUPS),
+                                              barrier_ring(WARPGROUPS))
+    k_full, k_done, v_full, v_done, bias_full = (barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES),
+                                                 barrier_ring(2 * STAGES))
+    # What TMA, the loading warp or one warpgroup announces, and what both do.
     ring_init(q_full, 1)
+    ring_init(q_done, 1)
     ring_init(exact_full, 1)
+    ring_init(exact_done, 1)
     ring_init(k_full, 1)
+    ring_init(k_done, WARPGROUPS)
     ring_init(v_full, 1)
+    ring_init(v_done, WARPGROUPS)
     ring_init(bias_full, 1)
-    ring_init(done, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
-    work = Work(q, exact, k, v, biases, q_full, exact_full, k_full, v_full, bias_full, done, gl.load(left + at_block), (units + D - 1) // D,
-                batch, head, head // group, block, row, rows)
+    work = Work(q, exact, k, v, biases, q_full, q_done, exact_full, exact_done, k_full, k_done, v_full, v_done, bias_full, offsets, left,
+                heads, blocks, parts, items, (units + D - 1) // D, gl.program_id(0), programs)
     LINEAR: gl.constexpr = matrix_desc is not None
     gl.warp_specialize([
-        (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR)),
-        (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR)),
-        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units)),
+        (_merge, (work, 0, out, lse, tail_lse, shares, out_desc, out_batch, out_head, out_row, tokens, scale, scale_log2, LINEAR)),
+        (_merge, (work, 1, out, lse, tail_lse, shares, out_desc, out_batch, out_head, out_row, tokens, scale, scale_log2, LINEAR)),
+        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, group, units)),
     ], [4, 1], [240, 24])
 
 
@@ -264,10 +314,13 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     blocks, units = bias.shape[2:]
     parts = -(-longest // (ROWS * WARPGROUPS))
     shares = torch.empty(batch, heads, blocks, parts * WARPGROUPS, dtype=torch.float32, device=q.device)
-    numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
+    items = batch * heads * blocks * parts
+    # As many as multiprocessors, so that what the next rows need is on its way while these are merged.
+    programs = min(items, multiprocessors(q.device))
+    numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts, items, programs)
     fixed = constants(dim)
     key = (q.get_device(), q.dtype, matrix is None, fit(numbers), *fixed.values())
-    _launch(key, (batch * heads * blocks * parts, 1, 1),
+    _launch(key, (programs, 1, 1),
             (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, dim), tma_tiles(v_mean, dim),
              None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), dim)),
             (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E), fixed, OPTIONS)

@@ -14,7 +14,7 @@ from ..lowering.inputs import strided
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
-from .tail_statistics import head_at
+from .tail_statistics import head_at, sampled_rows
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
@@ -126,17 +126,11 @@ def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, 
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
     lines, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), tl.arange(0, N)
-    mine, run = first + lines // SAMPLE, lines % SAMPLE
-    start = tl.load(offsets + mine, mask=mine < blocks, other=0)
-    size = tl.load(offsets + mine + 1, mask=mine < blocks, other=0) - start
-    low = run * size // SAMPLE
-    length = (run + 1) * size // SAMPLE - low
-    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
-    row = start + low + ((run * 40503 % 65536) * length >> 16)
+    row, there = sampled_rows(offsets, first + lines // SAMPLE, blocks, lines % SAMPLE, SAMPLE)
     pointers = head_at(q, batch, head, q_batch, q_head) + (row.to(tl.int64)[:, None] * q_row + dims[None, :])
-    queries = tl.load(pointers, mask=(length > 0)[:, None] & (dims < DIM)[None, :], other=0.0)
+    queries = tl.load(pointers, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
     # Neither a query that is not finite nor one that is not there has weights.
-    counts = (length > 0) & (tl.sum(queries.to(tl.float32) * 0.0, 1) == 0.0)
+    counts = there & (tl.sum(queries.to(tl.float32) * 0.0, 1) == 0.0)
     queries = tl.where(counts[:, None], queries, 0.0).to(q.dtype.element_ty)
 
     k_mean += (batch * (heads // group) + head // group) * units * DIM

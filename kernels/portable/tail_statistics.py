@@ -199,16 +199,36 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, SAME: tl.constexpr, SLAB: tl.constexpr,
-                    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's mean of q q^T, queries that are not finite counted as zero."""
+def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
+    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered ``run``."""
+    inside = block < blocks
+    start = tl.load(offsets + block, mask=inside, other=0)
+    size = tl.load(offsets + block + 1, mask=inside, other=0) - start
+    low = run * size // SAMPLE
+    length = (run + 1) * size // SAMPLE - low
+    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+    return start + low + ((run * 40503 % 65536) * length >> 16), length > 0
+
+
+@triton.jit
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, SAMPLE: tl.constexpr, SAME: tl.constexpr,
+                    SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    first, size = _unit_rows(offsets, block, 1)
-    q = head_at(q, batch, head, q_batch, q_head)
-    acc = _product(q, q, None, first, q_row, q_row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
+    row, there = sampled_rows(offsets, block, blocks, tl.arange(0, SAMPLE), SAMPLE)
+    dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
+    pointers = head_at(q, batch, head, q_batch, q_head) + row.to(tl.int64)[:, None] * q_row
+    left = tl.load(pointers + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    sound = (tl.sum(left.to(tl.float32) * 0.0, 1) == 0.0)[:, None]
+    left = tl.where(sound, left, 0.0).to(left.dtype)
+    right = left
+    if not SAME:
+        right = tl.load(pointers + columns[None, :], mask=there[:, None] & (columns < DIM)[None, :], other=0.0)
+        right = tl.where(sound, right, 0.0).to(left.dtype)
+    acc = tl.dot(tl.trans(left), right, input_precision="ieee") / tl.maximum(tl.sum(there.to(tl.int32), 0), 1)
     at = (batch * heads + head) * blocks + block
-    _store_symmetric(moments + at * size_of_moments, acc / tl.maximum(size, 1), column, True, COLS, DIM, DIM_PAD, SLAB)
+    _store_symmetric(moments + at * size_of_moments, acc, column, True, COLS, DIM, DIM_PAD, SLAB)
 
 
 @triton.jit
@@ -335,16 +355,18 @@ def _shifted(k: Tensor) -> bool:
     return k.dtype != torch.bfloat16
 
 
-def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
-    """bfloat16 ``[B, H, N, packed_size(D)]``: the mean of q q^T of each block, what is not kept added to what is: so that products with
-    keys' covariances are those of whole matrices."""
+def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int) -> Tensor:
+    """bfloat16 ``[B, H, N, packed_size(D)]``: the mean of q q^T of ``sample`` of each block's queries, what is not kept added to what is: so
+    that products with keys' covariances are those of whole matrices."""
     q = strided(q)
     batch, heads, _, dim = q.shape
     moments = _new_matrices(q, num_blocks, packed_size(dim))
     config = _config("moments", q)
+    tile = _tile(config, dim)
+    del tile["ROWS"]
     _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
                     (*strides(q), heads, num_blocks, packed_size(dim)), (),
-                    dict(SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim)), config)
+                    dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
     return moments
 
 
