@@ -211,9 +211,9 @@ def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, SAMPLE: tl.constexpr, SAME: tl.constexpr,
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, factor, SAMPLE: tl.constexpr, SAME: tl.constexpr,
                     SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
+    """``factor`` times the mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row, there = sampled_rows(offsets, block, blocks, tl.arange(0, SAMPLE), SAMPLE)
@@ -226,7 +226,7 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
     if not SAME:
         right = tl.load(pointers + columns[None, :], mask=there[:, None] & (columns < DIM)[None, :], other=0.0)
         right = tl.where(sound, right, 0.0).to(left.dtype)
-    acc = tl.dot(tl.trans(left), right, input_precision="ieee") / tl.maximum(tl.sum(there.to(tl.int32), 0), 1)
+    acc = tl.dot(tl.trans(left), right, input_precision="ieee") * (factor / tl.maximum(tl.sum(there.to(tl.int32), 0), 1))
     at = (batch * heads + head) * blocks + block
     _store_symmetric(moments + at * size_of_moments, acc, column, True, COLS, DIM, DIM_PAD, SLAB)
 
@@ -355,9 +355,9 @@ def _shifted(k: Tensor) -> bool:
     return k.dtype != torch.bfloat16
 
 
-def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int) -> Tensor:
-    """bfloat16 ``[B, H, N, packed_size(D)]``: the mean of q q^T of ``sample`` of each block's queries, what is not kept added to what is: so
-    that products with keys' covariances are those of whole matrices."""
+def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float) -> Tensor:
+    """bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries, what is not kept
+    added to what is: so that products with keys' covariances are those of whole matrices."""
     q = strided(q)
     batch, heads, _, dim = q.shape
     moments = _new_matrices(q, num_blocks, packed_size(dim))
@@ -365,7 +365,7 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int) -> T
     tile = _tile(config, dim)
     del tile["ROWS"]
     _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
-                    (*strides(q), heads, num_blocks, packed_size(dim)), (),
+                    (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
                     dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
     return moments
 
