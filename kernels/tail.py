@@ -345,8 +345,8 @@ def _add(
                 None if used is None else used[shared], parts)
             matrix = torch.bmm(_by_kv_head(mixture, squares.shape[1]), squares.flatten(0, 1))
             del squares, mixture
-            _merge(out[own], lse[own], some, k_mean[shared], v_mean[shared], bias, left[own], matrix, tail_lse[own], offsets, longest, scale,
-                   share[own])
+            _merge(out[own], lse[own], some, k_mean[shared], v_mean[shared], bias, left[own], matrix, tail_lse[own], offsets, longest,
+                   scale, share[own])
             del matrix, bias
     return new
 

@@ -17,7 +17,7 @@ from ..lowering.primitives import LN2, LOG2E, LOWEST
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import lazy_rescale, scheduling_fence
+from .inline_asm import lazy_rescale, rematerialise, scheduling_fence
 from .primitives import (
     barrier_ring,
     by_lane,
@@ -97,13 +97,22 @@ def _part(work, item, group: gl.constexpr):
 
 
 @gluon.jit
-def _matrices(first, first_live, second, second_live, third, third_live):
-    """Of the blocks of an item's three warpgroups: which matrix each multiplies by, and how many there are. Of a block whose rows two take
-    the first has the first ones."""
+def _matrices(work, item, group: gl.constexpr):
+    """(which of an item's matrices ``group`` multiplies by, how many there are, whether anything is estimated of any group's rows): one
+    of each block, of whose groups the first has the first ones of its rows."""
+    first, _, _, _, _, first_live = _part(work, item, 0)
+    second, _, _, _, _, second_live = _part(work, item, 1)
+    third, _, _, _, _, third_live = _part(work, item, 2)
     one = first_live.to(gl.int32)
     two = one + (second_live & ((second != first) | (first_live == 0))).to(gl.int32)
     three = two + (third_live & ((third != second) | (second_live == 0))).to(gl.int32)
-    return one - 1, two - 1, three - 1, three
+    if group == 0:
+        mine = one
+    elif group == 1:
+        mine = two
+    else:
+        mine = three
+    return mine - 1, three, first_live | second_live | third_live
 
 
 @gluon.jit
@@ -174,10 +183,9 @@ def _load(work, k_desc, v_desc, matrix_desc, bias, group_of_heads, units):
                 of_k += 1
                 of_v += 1
             if matrix_desc is not None:
-                one, two, three, _ = _matrices(block0, live0, block1, live1, block2, live2)
-                of_v = _load_matrix(work, of_v, matrix_desc, block0, one >= 0)
-                of_v = _load_matrix(work, of_v, matrix_desc, block1, two > one)
-                of_v = _load_matrix(work, of_v, matrix_desc, block2, three > two)
+                of_v = _load_matrix(work, of_v, matrix_desc, block0, live0)
+                of_v = _load_matrix(work, of_v, matrix_desc, block1, live1 & ((block1 != block0) | (live0 == 0)))
+                of_v = _load_matrix(work, of_v, matrix_desc, block2, live2 & ((block2 != block1) | (live1 == 0)))
 
 
 @gluon.jit
@@ -290,24 +298,22 @@ def _merge(work, group: gl.constexpr, q_desc, out_desc, out, lse, tail_lse, shar
     dtype: gl.constexpr = work.q.dtype
     lines = gl.arange(0, ROWS, layout=by_rows)
     tile, of_k, of_v = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    at_block, part, row, rows, size, live = _part(work, work.program, group)
+    first_block, _, first_row, _, _, live = _part(work, work.program, group)
     if live:
-        _ask(work, q_desc, work.q_full, work.q, group, at_block, row)
-        _ask(work, out_desc, work.exact_full, work.exact, group, at_block, row)
+        _ask(work, q_desc, work.q_full, work.q, group, first_block, first_row)
+        _ask(work, out_desc, work.exact_full, work.exact, group, first_block, first_row)
     for item in range(work.program, work.items, work.programs):
-        block0, _, _, _, _, live0 = _part(work, item, 0)
-        block1, _, _, _, _, live1 = _part(work, item, 1)
-        block2, _, _, _, _, live2 = _part(work, item, 2)
-        one, two, three, matrices = _matrices(block0, live0, block1, live1, block2, live2)
-        mine = one if group == 0 else two if group == 1 else three
-        next_block, next_part, next_row, next_rows, next_size, next_live = _part(work, item + work.programs, group)
-        at_head = at_block // work.blocks
-        at_row = at_head.to(gl.int64) * tokens + row
-        share = shares + (at_block.to(gl.int64) * work.parts + part)
         if live:
-            row_lse = gl.load(lse + at_row + lines, mask=lines < rows, other=0.0) * (1 / LN2)
             mbarrier.wait(work.q_full.index(group), tile & 1)
             acc, row_max, row_sum = _tail(work, group, of_k, of_v, scale_log2)
+            # What is computed here takes no registers while units are gone through.
+            again = rematerialise(item)
+            at_block, part, row, rows, size, _ = _part(work, again, group)
+            mine, matrices, _ = _matrices(work, again, group)
+            next_block, _, next_row, _, _, next_live = _part(work, again + work.programs, group)
+            at_row = (at_block // work.blocks).to(gl.int64) * tokens + row
+            row_lse = gl.load(lse + at_row + lines, mask=lines < rows, other=0.0) * (1 / LN2)
+            of_k += work.steps
             of_v += work.steps
             row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), by_rows)
             row_max = gl.convert_layout(gl.max(row_max, axis=1), by_rows)
@@ -322,6 +328,7 @@ def _merge(work, group: gl.constexpr, q_desc, out_desc, out, lse, tail_lse, shar
                 _pass_by(work.v_full, work.v_done, of_v, mine * (D // STEP))
                 acc = _times_matrix(work, group, of_v + mine * (D // STEP), acc)
                 _pass_by(work.v_full, work.v_done, of_v + (mine + 1) * (D // STEP), (matrices - 1 - mine) * (D // STEP))
+                of_v += matrices * (D // STEP)
             if next_live:
                 # One thread asks for all warps.
                 barrier()
@@ -339,7 +346,9 @@ def _merge(work, group: gl.constexpr, q_desc, out_desc, out, lse, tail_lse, shar
             gl.store(lse + at_row + lines, (larger + gl.log2(whole)) * LN2, mask=(lines < rows) & some)
             gl.store(tail_lse + at_row + lines, row_tail * LN2, mask=lines < rows)
             of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
+            share = shares + (at_block.to(gl.int64) * work.parts + part)
             gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
+            at_head = at_block // work.blocks
             batch, head = at_head // work.heads, at_head % work.heads
             if rows >= ROWS:
                 buffer.store(merged)
@@ -358,26 +367,29 @@ def _merge(work, group: gl.constexpr, q_desc, out_desc, out, lse, tail_lse, shar
             tile += 1
         else:
             # Rows that leave nothing out keep their bits.
+            at_block, part, row, rows, size, _ = _part(work, item, group)
+            at_row = (at_block // work.blocks).to(gl.int64) * tokens + row
             gl.store(tail_lse + at_row + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
-            of_rows = gl.maximum(gl.minimum(rows, ROWS), 0) / gl.maximum(size, 1)
+            share = shares + (at_block.to(gl.int64) * work.parts + part)
+            of_rows = gl.minimum(rows, ROWS) / gl.maximum(size, 1)
             gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * of_rows, mask=(lines < 1) & (rows > 0))
+            next_block, _, next_row, _, _, next_live = _part(work, item + work.programs, group)
             if next_live:
                 barrier()
                 _ask(work, q_desc, work.q_full, work.q, group, next_block, next_row)
                 _ask(work, out_desc, work.exact_full, work.exact, group, next_block, next_row)
-            if live0 | live1 | live2:
+            _, matrices, some_live = _matrices(work, item, group)
+            if some_live:
                 # As they come.
                 for i in range(work.steps):
                     _pass_by(work.k_full, work.k_done, of_k + i, 1)
                     _pass_by(work.v_full, work.v_done, of_v + i, 1)
+                of_k += work.steps
                 of_v += work.steps
                 if LINEAR:
                     _pass_by(work.v_full, work.v_done, of_v, matrices * (D // STEP))
-        if live0 | live1 | live2:
-            of_k += work.steps
-            if LINEAR:
-                of_v += matrices * (D // STEP)
-        at_block, part, row, rows, size, live = next_block, next_part, next_row, next_rows, next_size, next_live
+                    of_v += matrices * (D // STEP)
+        live = next_live
 
 
 _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "group", "tokens", "parts", "of_head", "items", "programs"]
