@@ -25,7 +25,9 @@ ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
 # holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
-ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.84, 0.4
+ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.88, 0.4
+# Covariances that take no more are computed with the moments, and wait for the merge.
+WAITING_ROOM = 0.42
 # Bytes of a pair: mass and h; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 8, 6
 
@@ -48,6 +50,7 @@ class BlockEstimates:
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
             autograd.
         useful: bool ``[B, H]``, the heads that are compensated; None = all.
+        covariances: bfloat16 ``[B, Hkv, U, D * D]``, of keys with values, where they were computed with the rest; else None.
     """
 
     parts: int
@@ -59,6 +62,7 @@ class BlockEstimates:
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
     useful: Tensor | None = None
+    covariances: Tensor | None = None
 
     def scores(self) -> Tensor:
         """mass x h / tokens, float32 ``[B, H, N, N]``: how far each block's estimate may be off, for each key that computing it costs; -inf
@@ -129,9 +133,12 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
     with_mass = with_mass or linear
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
-        log_count, half_variance, mass, order, k_mean, v_mean, error = _estimate(
-            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+        ahead = linear and _computed_ahead(q, k, num_blocks, parts)
+        log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = _estimate(
+            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
         known = dict(half_variance=half_variance) if linear or with_mass else {}
+        if ahead:
+            known |= dict(covariances=covariances)
         if with_mass:
             known |= dict(mass=mass)
             useful = useful_heads(error) if useful is None else useful
@@ -169,7 +176,8 @@ def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offs
     tail_lse, share, bias, mixture = run(
         out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
         estimates.half_variance if estimates.linear else None, estimates.mass if estimates.linear else None, estimates.useful,
-        estimates.order, estimates.k_mean, estimates.v_mean, num_blocks, longest, estimates.parts, scale, keep)
+        estimates.order, estimates.k_mean, estimates.v_mean, estimates.covariances if estimates.linear else None, num_blocks, longest,
+        estimates.parts, scale, keep)
     return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
 
 
@@ -217,6 +225,26 @@ def hopper_merges(capability: tuple[int, int] | None, dtype: torch.dtype, head_d
     return capability == (9, 0) and dtype == torch.bfloat16 and head_dim in (64, 128)
 
 
+def _hopper_statistics() -> ModuleType:
+    return import_module(".hopper.tail_statistics", __package__)
+
+
+def _hopper_reads(k: Tensor, v: Tensor, parts: int) -> bool:
+    """Whether the Hopper kernel of the statistics takes such keys and values."""
+    return _multiplied_together(k, parts) and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v)
+
+
+def _multiplied_together(k: Tensor, parts: int) -> bool:
+    """Whether the Hopper kernel of the statistics takes such keys, on a Hopper GPU and where TMA can read them."""
+    return k.is_cuda and k.dtype == torch.bfloat16 and k.shape[3] == 128 and parts == 1
+
+
+def _computed_ahead(q: Tensor, k: Tensor, num_blocks: int, parts: int) -> bool:
+    """Whether covariances are computed with the moments."""
+    entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
+    return 0 < 2 * entries <= WAITING_ROOM * q.numel() * q.element_size() and _multiplied_together(k, parts)
+
+
 def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
            tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
     """``combine`` of the portable kernels, by Hopper's own where it can."""
@@ -230,8 +258,8 @@ def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, 
 
 def _new_estimates(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_mass: bool, ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
     kv_heads, units = k.shape[1], num_blocks * parts
@@ -241,16 +269,17 @@ def _new_estimates(
             q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
-            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32))
+            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32),
+            k.new_empty((batch, kv_heads, units, dim * dim) if ahead else (0,), dtype=torch.bfloat16))
 
 
 @operator("estimate_blocks", _new_estimates)
 def _estimate(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    log_count, half_variance, mass, order, k_mean, v_mean, error = new
+    with_mass: bool, ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
+    log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = new
     if not q.numel():
         return tuple(x.zero_() for x in new)  # type: ignore[return-value]
     statistics, rows = _kernels("statistics"), _kernels("rows")
@@ -264,8 +293,17 @@ def _estimate(
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
         for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
-            keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
-                                             None if halves is None else halves[shared], parts, True)
+            if _hopper_reads(k, v, parts):
+                keys = statistics.new_moments(k_mean[shared])
+                _hopper_statistics().hopper_key_statistics(
+                    k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], keys,
+                    covariances[shared] if ahead else None, None, statistics.SLAB)
+            else:
+                keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                                 None if halves is None else halves[shared], parts, True)
+                if ahead:
+                    covariances[shared] = statistics.covariances(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared],
+                                                                 log_count[shared], None, None, parts)
             half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
             del keys
         if with_mass:
@@ -289,7 +327,7 @@ def _scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) 
 def _new_tail(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
     half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-    num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
+    covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none, the last two where they are not to be kept."""
     batch, heads, tokens, _ = q.shape
@@ -308,10 +346,10 @@ def _new_pairs(q: Tensor, heads: int, num_blocks: int, parts: int, mixed: bool) 
 def _add(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
     half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-    num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
+    covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, mass, useful, order, k_mean, v_mean,
-                    num_blocks, longest, parts, scale, keep)
+                    covariances, num_blocks, longest, parts, scale, keep)
     tail_lse, share, kept_bias, kept_mixture = new
     tail_lse.fill_(-torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -330,8 +368,9 @@ def _add(
         assert mass is not None
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         pairs = heads // kv_heads * num_blocks**2 * parts
-        room = MERGE_ROOM - KNOWN_OF_A_PAIR * half_variance.numel() / (q.numel() * q.element_size())
-        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room, MADE_OF_A_PAIR * pairs):
+        held = KNOWN_OF_A_PAIR * half_variance.numel() + (0 if covariances is None else 2 * covariances.numel())
+        matrices = num_blocks * (heads // kv_heads + (parts if covariances is None else 0))
+        for own, shared in _head_groups(q, kv_heads, matrices, MERGE_ROOM - held / (q.numel() * q.element_size()), MADE_OF_A_PAIR * pairs):
             some = q[own]
             if keep:
                 bias, mixture = kept_bias[own], kept_mixture[own]
@@ -340,9 +379,16 @@ def _add(
             lists = rows.block_lists(*(_of_group(x, heads, own, shared) for x in (counts, indices)), some.shape[1], num_blocks)
             rows.unit_bias(log_count[shared], half_variance[own], lists, None if useful is None else useful[own], CAP, bias, left[own],
                            mass[own], mixture)
-            squares = statistics.covariances(
-                k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], None if order is None else order[shared],
-                None if used is None else used[shared], parts)
+            if covariances is not None:
+                squares = covariances[shared]
+            elif _hopper_reads(k, v, parts):
+                squares = statistics.new_covariances(k_mean[shared])
+                _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                                           None, squares, None if used is None else used[shared], statistics.SLAB)
+            else:
+                squares = statistics.covariances(
+                    k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                    None if order is None else order[shared], None if used is None else used[shared], parts)
             matrix = torch.bmm(_by_kv_head(mixture, squares.shape[1]), squares.flatten(0, 1))
             del squares, mixture
             _merge(out[own], lse[own], some, k_mean[shared], v_mean[shared], bias, left[own], matrix, tail_lse[own], offsets, longest,

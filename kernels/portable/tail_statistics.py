@@ -317,7 +317,7 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    moments = _new_matrices(k_mean, units, packed_size(dim)) if with_moments else None
+    moments = new_moments(k_mean) if with_moments else None
     config = _config("keys", k)
     constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
                      **_tile(config, dim))
@@ -357,7 +357,7 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     ``[B, Hkv]``."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    out = _new_matrices(k_mean, units, dim * dim)
+    out = new_covariances(k_mean)
     config = _config("covariances", k)
     tile = _tile(config, dim)
     del tile["FOLD"]
@@ -370,6 +370,16 @@ def packed_size(dim: int) -> int:
     """Entries of a symmetric matrix that are kept."""
     slabs, rest = divmod(dim, SLAB)
     return slabs * SLAB * dim - slabs * (slabs - 1) // 2 * SLAB**2 + rest**2
+
+
+def new_moments(k_mean: Tensor) -> Tensor:
+    """Of units, uninitialised."""
+    return _new_matrices(k_mean, k_mean.shape[2], packed_size(k_mean.shape[3]))
+
+
+def new_covariances(k_mean: Tensor) -> Tensor:
+    """Of units, uninitialised."""
+    return _new_matrices(k_mean, k_mean.shape[2], k_mean.shape[3]**2)
 
 
 def _new_matrices(x: Tensor, number: int, size: int) -> Tensor:
