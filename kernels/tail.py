@@ -229,20 +229,11 @@ def _hopper_statistics() -> ModuleType:
     return import_module(".hopper.tail_statistics", __package__)
 
 
-def _hopper_reads(k: Tensor, v: Tensor, parts: int) -> bool:
-    """Whether the Hopper kernel of the statistics takes such keys and values."""
-    return _multiplied_together(k, parts) and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v)
-
-
-def _multiplied_together(k: Tensor, parts: int) -> bool:
-    """Whether the Hopper kernel of the statistics takes such keys, on a Hopper GPU and where TMA can read them."""
-    return k.is_cuda and k.dtype == torch.bfloat16 and k.shape[3] == 128 and parts == 1
-
-
 def _computed_ahead(q: Tensor, k: Tensor, num_blocks: int, parts: int) -> bool:
-    """Whether covariances are computed with the moments."""
+    """Whether covariances are computed with the moments: where they take little room, and as the Hopper kernel computes them."""
     entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
-    return 0 < 2 * entries <= WAITING_ROOM * q.numel() * q.element_size() and _multiplied_together(k, parts)
+    return (k.is_cuda and k.dtype == torch.bfloat16 and k.shape[3] == 128 and parts == 1
+            and 2 * entries <= WAITING_ROOM * q.numel() * q.element_size())
 
 
 def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
@@ -292,12 +283,13 @@ def _estimate(
         if not linear and not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
-        for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
-            if _hopper_reads(k, v, parts):
+        # Of symmetric matrices half is kept.
+        matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
+        for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
+            if ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
                 keys = statistics.new_moments(k_mean[shared])
-                _hopper_statistics().hopper_key_statistics(
-                    k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], keys,
-                    covariances[shared] if ahead else None, None, statistics.SLAB)
+                _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                                           keys, covariances[shared], statistics.SLAB)
             else:
                 keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
                                                  None if halves is None else halves[shared], parts, True)
@@ -381,10 +373,6 @@ def _add(
                            mass[own], mixture)
             if covariances is not None:
                 squares = covariances[shared]
-            elif _hopper_reads(k, v, parts):
-                squares = statistics.new_covariances(k_mean[shared])
-                _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
-                                                           None, squares, None if used is None else used[shared], statistics.SLAB)
             else:
                 squares = statistics.covariances(
                     k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..device import multiprocessors
 from ..lowering.inputs import strided, tma_ok
+from ..lowering.primitives import LN2
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
@@ -84,7 +85,7 @@ def _store_upper(out, x, row: gl.constexpr, SLAB: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_count, moments, useful, size_of_moments, SLAB: gl.constexpr):
+def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_count, moments, size_of_moments, SLAB: gl.constexpr):
     """A multiplying partition: 64 rows of every block's matrices."""
     ROWS: gl.constexpr = work.result.shape[3]
     STEP: gl.constexpr = work.k.shape[3]
@@ -114,17 +115,10 @@ def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_co
                 ring_wait(work.zeroed, partial, True)
                 partial += 1
             rows = k.slice(group * ROWS, ROWS, dim=1).permute((1, 0))
-            if moments is not None:
-                k_token = warpgroup_mma(rows, k, of_keys, is_async=True)
-            if covariance_desc is not None:
-                v_token = warpgroup_mma(rows, v, of_values, is_async=True)
+            k_token = warpgroup_mma(rows, k, of_keys, is_async=True)
+            v_token = warpgroup_mma(rows, v, of_values, is_async=True)
             total += own.load(by_rows).to(gl.float32)
-            if covariance_desc is None:
-                of_keys = warpgroup_mma_wait(0, deps=[k_token])
-            elif moments is None:
-                of_values = warpgroup_mma_wait(0, deps=[v_token])
-            else:
-                of_keys, of_values = warpgroup_mma_wait(0, deps=[k_token, v_token])
+            of_keys, of_values = warpgroup_mma_wait(0, deps=[k_token, v_token])
             # One thread speaks for all warps.
             barrier()
             ring_arrive(work.done, step, True)
@@ -140,36 +134,31 @@ def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_co
         key_rows = work.means.index(slot).slice(group * ROWS, ROWS).load(of_rows)
         # A NaN stays one, and infinity times zero is one.
         sound = gl.sum(key * 0.0 + value * 0.0, axis=0) == 0.0
-        wanted = sound
+        of_values = gl.where(sound, of_values * inverse - key_rows[:, None] * value[None, :], 0.0)
+        matrix(work.result.index(group)).store(of_values.to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        at_head = item // work.blocks
+        copy_out(covariance_desc, [at_head // work.heads, at_head % work.heads, item % work.blocks * D + group * ROWS, 0],
+                 work.result.index(group))
         at = gl.to_tensor(item).to(gl.int64)
-        if moments is not None:
-            upper = of_keys * inverse - key_rows[:, None] * key[None, :]
-            _store_upper(moments + at * size_of_moments, gl.where(sound, upper, 0.0), group * ROWS, SLAB)
-            if group == 0:
-                gl.store(k_mean + at * D + columns, gl.where(sound, key, 0.0).to(gl.bfloat16), mask=columns < D)
-                gl.store(v_mean + at * D + columns, gl.where(sound, value, 0.0).to(gl.bfloat16), mask=columns < D)
-                count = gl.maximum(size, 1).to(gl.float32) + gl.zeros([32], gl.float32, one_word(4))
-                known = gl.where(sound & (size > 0), gl.log2(count) * 0.6931471805599453, float("-inf"))
-                gl.store(log_count + at + gl.arange(0, 32, layout=one_word(4)), known, mask=gl.arange(0, 32, layout=one_word(4)) < 1)
-        if covariance_desc is not None:
-            if useful is not None:
-                wanted = sound & (gl.load(useful + item // work.blocks) != 0)
-            result = gl.where(wanted, of_values * inverse - key_rows[:, None] * value[None, :], 0.0)
-            matrix(work.result.index(group)).store(result.to(gl.bfloat16))
-            fence_async_shared()
-            barrier()
-            at_head = item // work.blocks
-            copy_out(covariance_desc, [at_head // work.heads, at_head % work.heads, item % work.blocks * D + group * ROWS, 0],
-                     work.result.index(group))
-            tma.store_wait(0)
-            barrier()
+        of_keys = of_keys * inverse - key_rows[:, None] * key[None, :]
+        _store_upper(moments + at * size_of_moments, gl.where(sound, of_keys, 0.0), group * ROWS, SLAB)
+        if group == 0:
+            gl.store(k_mean + at * D + columns, gl.where(sound, key, 0.0).to(gl.bfloat16), mask=columns < D)
+            gl.store(v_mean + at * D + columns, gl.where(sound, value, 0.0).to(gl.bfloat16), mask=columns < D)
+            one = gl.arange(0, 32, layout=one_word(4))
+            count = gl.maximum(size, 1).to(gl.float32) + gl.zeros([32], gl.float32, one_word(4))
+            gl.store(log_count + at + one, gl.where(sound & (size > 0), gl.log2(count) * LN2, float("-inf")), mask=one < 1)
+        tma.store_wait(0)
+        barrier()
 
 
 _NUMBERS = ["heads", "blocks", "items", "programs", "size_of_moments"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_mean, log_count, moments, useful,
+def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_mean, log_count, moments,
                            heads, blocks, items, programs, size_of_moments,
                            ROWS: gl.constexpr, STEP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
                            SLAB: gl.constexpr):
@@ -187,27 +176,25 @@ def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_m
     fence_async_shared()
     work = Work(k, v, result, means, full, zeroed, done, meant, offsets, heads, blocks, items, gl.program_id(0), programs)
     gl.warp_specialize([
-        (_multiply, (work, 0, covariance_desc, k_mean, v_mean, log_count, moments, useful, size_of_moments, SLAB)),
-        (_multiply, (work, 1, covariance_desc, k_mean, v_mean, log_count, moments, useful, size_of_moments, SLAB)),
+        (_multiply, (work, 0, covariance_desc, k_mean, v_mean, log_count, moments, size_of_moments, SLAB)),
+        (_multiply, (work, 1, covariance_desc, k_mean, v_mean, log_count, moments, size_of_moments, SLAB)),
         (_load, (work, k_desc, v_desc)),
     ], [4, 1], [240, 24])
 
 
-def hopper_key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
-                          moments: Tensor | None, covariances: Tensor | None, useful: Tensor | None, slab: int) -> None:
-    """Writes k_mean, v_mean, log_count and ``moments`` as ``key_statistics`` of the portable kernels; without moments none of these. With
-    ``covariances``, bfloat16 ``[B, Hkv, N, D * D]``, these as well, 0 in heads not ``useful``. bfloat16, head_dim 128, k and v
-    ``readable``, a block one unit."""
+def hopper_key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, moments: Tensor,
+                          covariances: Tensor, slab: int) -> None:
+    """Writes k_mean, v_mean, log_count and ``moments`` as ``key_statistics`` of the portable kernels, and what their ``covariances`` gives;
+    of bfloat16, head_dim 128, k and v ``readable``, a block one unit."""
     batch, heads, blocks, dim = k_mean.shape
     items = batch * heads * blocks
     programs = min(items, multiprocessors(k.device))
-    numbers = (heads, blocks, items, programs, 0 if moments is None else moments.shape[3])
+    numbers = (heads, blocks, items, programs, moments.shape[3])
     fixed = constants(dim, slab)
-    key = (k.get_device(), moments is None, covariances is None, useful is None, fit(numbers), *fixed.values())
+    key = (k.get_device(), fit(numbers), *fixed.values())
     _launch(key, (programs, 1, 1),
-            (tma_tiles(k, STEP), tma_tiles(v, STEP),
-             None if covariances is None else tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
-            (offsets, k_mean, v_mean, log_count, moments, useful), numbers, fixed, OPTIONS)
+            (tma_tiles(k, STEP), tma_tiles(v, STEP), tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
+            (offsets, k_mean, v_mean, log_count, moments), numbers, fixed, OPTIONS)
 
 
 def readable(k: Tensor, v: Tensor) -> bool:

@@ -22,7 +22,7 @@ _TABLE = {
     "keys": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 4, 1)),
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3)),
-    "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 8, 1)),
+    "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 4, 1)),
     # 16 heads of 1,080 blocks of 105 tokens: 0.91 ms, with 4 warps 0.94, 64 x 64 0.95, 128 x 128 1.22.
     "mass": (LaunchConfig(128, 64, 8, 2), LaunchConfig(128, 64, 8, 2)),
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from hopper_emulator import module, run
+from hopper_emulator import run
 
 from ssta.kernels import tail
 
@@ -73,14 +73,6 @@ def assert_right(compute, of):
 
 def compute_emulated(late):
     return lambda *arguments: run("tail_merge", *arguments, late=late)
-
-
-@pytest.fixture(params=[1, 7], ids=["one processor", "seven processors"], autouse=True)
-def processors(request, monkeypatch):
-    if INTERPRETED:
-        monkeypatch.setattr(module("tail_merge"), "multiprocessors", lambda device: request.param)
-    elif request.param > 1:
-        pytest.skip("the GPU has as many as it has")
 
 
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -374,8 +374,8 @@ def _loaded():
     return modules
 
 
-def run(name, *arguments, late: bool, **options):
-    """``hopper_<name>`` of the module ``name``; ``late``: everything asynchronous happens as late as it may."""
+def run(name, *arguments, late: bool, function: str | None = None, **options):
+    """``function``, or ``hopper_<name>``, of the module ``name``; ``late``: everything asynchronous happens as late as it may."""
     global _late
     _late = late
-    return getattr(module(name), f"hopper_{name}")(*arguments, **options)
+    return getattr(module(name), function or f"hopper_{name}")(*arguments, **options)
