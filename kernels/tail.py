@@ -28,7 +28,7 @@ ITERATIONS = 10
 ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.88, 0.4
 # Covariances that take no more are computed with the moments, and wait for the merge.
 WAITING_ROOM = 0.42
-# Bytes of a pair: mass and h; bias and the mixture.
+# Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 8, 6
 
 
@@ -78,7 +78,7 @@ class BlockEstimates:
 
 
 def sampled_queries(longest: int) -> int:
-    """How many of a block's queries say what mass it sees in units, where blocks have up to ``longest``.
+    """How many of a block's queries say what mass and what variance it sees in units, where blocks have up to ``longest``.
 
     Of models of a few minutes' training, at tiles of 128, 256 and 384 tokens, errors of the output are the same within 1 % as where all do.
     """
@@ -321,7 +321,7 @@ def _new_tail(
     half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
     covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none, the last two where they are not to be kept."""
+    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none, the last two unless they are to be kept."""
     batch, heads, tokens, _ = q.shape
     return (q.new_empty(batch, heads, tokens, dtype=torch.float32), q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
             *_new_pairs(q, heads if keep else 0, num_blocks, parts, half_variance is not None))

@@ -2,18 +2,18 @@
 
 The formulas, for one head with scale s. Key tiles are estimated as units u: whole tiles, or with ``parts`` = 2 the halves of a tile whose
 tokens are ordered by their projection on the tile's first principal key direction. Unit u has n_u tokens, mean key and value kb_u and vb_u,
-covariances C_u of keys with values and S_u of keys; query tile I has the second moment G_I of its queries. Then
+covariances C_u of keys with values and S_u of keys; G_I is the second moment of some of query tile I's queries, which speak for it. Then
 
     h_Iu = s^2 / 2 <G_I, S_u>                                   half the variance of a unit's scores, as a query tile sees it
     l_qu = s q . kb_u + log n_u + min(h_Iu, 1)                  the log of a unit's estimated mass
-    m_Iu = mean over some of I's queries of the softmax over all units of l_qu, of which "error" selects by m_Iu h_Iu
+    m_Iu = mean over the same queries of the softmax over all units of l_qu, of which "error" selects by m_Iu h_Iu
     w_qu = softmax over the units of unselected tiles,  z_q = logsumexp
     M_I  = sum over u of (m_Iu / their sum over the units of unselected tiles) sqrt(min(1, 1 / h_Iu)) C_u
     out  = sum over u of w_qu vb_u + s q^T M_I
 
 For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
-of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in m are spread over
-it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head whose
+of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in h and m are
+spread over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head whose
 tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the halves count as constants.

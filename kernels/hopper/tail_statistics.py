@@ -3,7 +3,6 @@
 A program goes from block to block. One warp brings tokens in by TMA while two warpgroups multiply them, each into 64 rows of the matrices.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -279,8 +279,8 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) -> None:
     """Writes ``out``, float32 ``[B, H, N, N]``: mass x h of each block's units over its tokens, -inf where nothing is estimated of any."""
     batch, heads, blocks, units = mass.shape
-    _launch_score((blocks, batch * heads, 1), (mass, half_variance, log_count, out), (heads, heads // log_count.shape[1], blocks, units), (),
-                  dict(PARTS=units // blocks, WIDTH=WIDTH), None)
+    _launch_score((blocks, batch * heads, 1), (mass, half_variance, log_count, out),
+                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)
 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,

@@ -192,7 +192,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
 
 @triton.jit
 def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
-    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered ``run``."""
+    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered
+    ``run``."""
     inside = block < blocks
     start = tl.load(offsets + block, mask=inside, other=0)
     size = tl.load(offsets + block + 1, mask=inside, other=0) - start
@@ -203,8 +204,9 @@ def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, factor, SAMPLE: tl.constexpr, SAME: tl.constexpr,
-                    SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, factor,
+                    SAMPLE: tl.constexpr, SAME: tl.constexpr, SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
+                    DIM_PAD: tl.constexpr):
     """``factor`` times the mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
@@ -252,7 +254,8 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 
 @triton.jit
 def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  OTHERS: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                  OTHERS: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr,
+                  DIM_PAD: tl.constexpr):
     """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
     sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
     block = tl.program_id(0)

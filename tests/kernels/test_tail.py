@@ -278,7 +278,8 @@ def test_the_operators_keep_their_contract():
     (out, lse), _ = case.exact(blocks)
     numbers = (case.number, case.longest)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True, False), **checks)
+    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (
+        case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True, False), **checks)
     torch.library.opcheck(torch.ops.ssta.add_tail, (
         out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
         estimates.mass, estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, None, *numbers, 2, 0.25, True), **checks)
