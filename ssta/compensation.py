@@ -12,9 +12,9 @@ covariances C_u of keys with values and S_u of keys; G_I is the second moment of
     out  = sum over u of w_qu vb_u + s q^T M_I
 
 For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
-of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in h and m are
-spread over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head whose
-tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
+of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in h and m are spread
+over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head
+whose tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the halves count as constants.
 """
