@@ -39,7 +39,7 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
         return _WIDE
     config = _TABLE[kernel][head_dim > 64]
     # Before Hopper what is multiplied goes through registers, of which four warps have too few.
-    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel == "keys":
+    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel in ("keys", "order"):
         config = replace(config, num_warps=8)
     # Beside 128 x 128 and two stages of 64 x 128 there is no room for a third in 99 KiB.
     if limits.shared_memory < 160 << 10 and head_dim > 64:

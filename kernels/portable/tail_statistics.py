@@ -214,12 +214,11 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     pointers = head_at(q, batch, head, q_batch, q_head) + row.to(tl.int64)[:, None] * q_row
     left = tl.load(pointers + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
-    sound = (tl.sum(left.to(tl.float32) * 0.0, 1) == 0.0)[:, None]
-    left = tl.where(sound, left, 0.0).to(left.dtype)
+    sound = there & (tl.sum(left.to(tl.float32) * 0.0, 1) == 0.0)
+    left = tl.where(sound[:, None], left, 0.0).to(left.dtype)
     right = left
     if not SAME:
-        right = tl.load(pointers + columns[None, :], mask=there[:, None] & (columns < DIM)[None, :], other=0.0)
-        right = tl.where(sound, right, 0.0).to(left.dtype)
+        right = tl.load(pointers + columns[None, :], mask=sound[:, None] & (columns < DIM)[None, :], other=0.0)
     acc = tl.dot(tl.trans(left), right, input_precision="ieee") * (factor / tl.maximum(tl.sum(there.to(tl.int32), 0), 1))
     at = (batch * heads + head) * blocks + block
     _store_symmetric(moments + at * size_of_moments, acc, column, True, COLS, DIM, DIM_PAD, SLAB)
