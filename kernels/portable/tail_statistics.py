@@ -15,8 +15,8 @@ from .tail_config import launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
 SUMMED = 32
-# Tokens whose projections are looked at at once, and those that they are compared with.
-WIDTH, OTHERS = 512, 16
+# Tokens whose projections are looked at at once.
+WIDTH = 512
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
 
@@ -252,9 +252,19 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 
 
 @triton.jit
+def _numbers_below(x, size, bound, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before ``bound`` in order."""
+    below = tl.full([], 0, tl.int32)
+    for start in range(0, size, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
+        below += tl.sum(((place < size) & (keys < bound)).to(tl.int32), 0)
+    return below
+
+
+@triton.jit
 def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  OTHERS: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr,
-                  DIM_PAD: tl.constexpr):
+                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
     sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
     block = tl.program_id(0)
@@ -281,22 +291,28 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
         tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
+    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit. Of those that equal it
+    # the first fill the lower half.
+    lower_size = size // 2
+    below = _numbers_below(projections, size, 0, WIDTH)
+    middle = tl.where(below <= lower_size, 0, -(1 << 31))
+    wanted = tl.where(below <= lower_size, lower_size - below, lower_size)
+    for bit in range(31):
+        bound = middle + (1 << (30 - bit))
+        below = _numbers_below(projections, size, bound, WIDTH)
+        wanted = tl.where(below <= lower_size, lower_size - below, wanted)
+        middle = tl.where(below <= lower_size, bound, middle)
     lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
         inside = place < size
-        mine = ordered(tl.load(projections + place, mask=inside, other=0.0))
-        rank = tl.zeros([WIDTH], tl.int32)
-        for other in range(0, size, OTHERS):
-            before = other + tl.arange(0, OTHERS)
-            theirs = tl.where(before < size, ordered(tl.load(projections + before, mask=before < size, other=0.0)), (1 << 31) - 1)
-            # Of equal ones the first come first.
-            bound = mine[:, None] + (before[None, :] < place[:, None]).to(tl.int32)
-            rank += tl.sum((theirs[None, :] < bound).to(tl.int32), 1)
-        lower = (inside & (rank < size // 2)).to(tl.int32)
+        keys = ordered(tl.load(projections + place, mask=inside, other=0.0))
+        equal = (inside & (keys == middle)).to(tl.int32)
+        lower = (inside & ((keys < middle) | (equal > 0) & (tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
+        wanted -= tl.sum(equal, 0)
         before = lowers + tl.cumsum(lower, 0) - lower
         lowers += tl.sum(lower, 0)
-        tl.store(order + tl.where(lower > 0, before, size // 2 + place - before), first + place, mask=inside)
+        tl.store(order + tl.where(lower > 0, before, lower_size + place - before), first + place, mask=inside)
 
 
 _launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
@@ -309,7 +325,7 @@ def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int
     batch, heads, tokens, dim = k.shape
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
-    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, OTHERS=OTHERS, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim),
+    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim),
                      **_dims(dim))
     _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 

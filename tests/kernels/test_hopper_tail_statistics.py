@@ -109,7 +109,7 @@ def test_on_a_gpu_the_tail_takes_it(monkeypatch):
     """Where covariances take little room and TMA can read k and v; elsewhere the portable kernels give the same."""
     from ssta.kernels.hopper import tail_statistics
 
-    k, v, offsets = problem([384, 300, 128] * 4, device="cuda")
+    k, v, offsets = problem([384, 384, 320] * 4, device="cuda")
     q, calls, found = torch.randn_like(k), [], []
     monkeypatch.setattr(tail_statistics, "hopper_key_statistics",
                         lambda *args, usual=tail_statistics.hopper_key_statistics: (calls.append(args), usual(*args)))
