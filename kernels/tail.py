@@ -25,7 +25,7 @@ ITERATIONS = 10
 # What one step may take for matrices [D, D] of all units, as a share of q's bytes; more heads than that are done one group after another.
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
 # holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
-ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.85, 0.4
+ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.84, 0.4
 # Covariances that take no more are computed with the moments, and wait for the merge.
 WAITING_ROOM = 0.42
 # Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
