@@ -26,8 +26,10 @@ ITERATIONS = 10
 # Before attention there is room where its result will be. Afterwards q, k, v and that result are there: MERGE_ROOM is of all that the tail
 # holds beside them, numbers of pairs of a block and a unit too, so that a layer is within 1.25 times these four.
 ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.84, 0.4
-# Bytes of a pair: mass, h and bias, and the mixture.
-OF_A_PAIR = 14
+# Covariances that take no more are computed with the moments, and wait for the merge.
+WAITING_ROOM = 0.42
+# Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
+KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 8, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class BlockEstimates:
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
             autograd.
         useful: bool ``[B, H]``, the heads that are compensated; None = all.
+        covariances: bfloat16 ``[B, Hkv, U, D * D]``, of keys with values, where they were computed with the rest; else None.
     """
 
     parts: int
@@ -59,6 +62,7 @@ class BlockEstimates:
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
     useful: Tensor | None = None
+    covariances: Tensor | None = None
 
     def scores(self) -> Tensor:
         """mass x h / tokens, float32 ``[B, H, N, N]``: how far each block's estimate may be off, for each key that computing it costs; -inf
@@ -74,7 +78,7 @@ class BlockEstimates:
 
 
 def sampled_queries(longest: int) -> int:
-    """How many of a block's queries say what mass it sees in units, where blocks have up to ``longest``.
+    """How many of a block's queries say what mass and what variance it sees in units, where blocks have up to ``longest``.
 
     Of models of a few minutes' training, at tiles of 128, 256 and 384 tokens, errors of the output are the same within 1 % as where all do.
     """
@@ -98,7 +102,8 @@ class TailForward:
     Attributes:
         share: float32 ``[B, H, N]``: the share of the softmax that was computed exactly, mean of a query block's rows.
         tail_lse: float32 ``[B, H, P]``, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other blocks.
-        bias: float32 ``[B, H, N, U]``: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated.
+        bias: float32 ``[B, H, N, U]``: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated. Empty
+            where no backward is to come, and so is the mixture.
         mixture: bfloat16 ``[B, H, N, U]``, rows dense but not contiguous: the damped weights of covariances in a query block's matrix;
             None without covariances.
     """
@@ -128,9 +133,12 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
     with_mass = with_mass or linear
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
-        log_count, half_variance, mass, order, k_mean, v_mean, error = _estimate(
-            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
+        ahead = linear and _computed_ahead(q, k, num_blocks, parts)
+        log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = _estimate(
+            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
         known = dict(half_variance=half_variance) if linear or with_mass else {}
+        if ahead:
+            known |= dict(covariances=covariances)
         if with_mass:
             known |= dict(mass=mass)
             useful = useful_heads(error) if useful is None else useful
@@ -155,19 +163,21 @@ def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets:
         out, lse = (out, lse) if owned else (out.clone(), lse.clone())
         # Kernels write rows of unit stride.
         out, lse = out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous()
-        done = tail_forward(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale=scale)
+        done = tail_forward(out, lse, q, k, v, offsets, num_blocks, longest, blocks, estimates, scale=scale, keep=False)
     return out, lse, done.share
 
 
 def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int,
-                 blocks: BlockLists, estimates: BlockEstimates, *, scale: float) -> TailForward:
-    """``add_tail`` in place, with what its backward may want: out's last stride is 1, lse is contiguous, and both are overwritten."""
+                 blocks: BlockLists, estimates: BlockEstimates, *, scale: float, keep: bool = True) -> TailForward:
+    """``add_tail`` in place, with what its backward may want if ``keep``: out's last stride is 1, lse is contiguous, and both are
+    overwritten."""
     assert estimates.k_mean is not None and estimates.v_mean is not None, "kernels made the estimates"
     run = _add_operator if watched(out) else _add
     tail_lse, share, bias, mixture = run(
         out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
         estimates.half_variance if estimates.linear else None, estimates.mass if estimates.linear else None, estimates.useful,
-        estimates.order, estimates.k_mean, estimates.v_mean, num_blocks, longest, estimates.parts, scale)
+        estimates.order, estimates.k_mean, estimates.v_mean, estimates.covariances if estimates.linear else None, num_blocks, longest,
+        estimates.parts, scale, keep)
     return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
 
 
@@ -177,10 +187,11 @@ def _kernels(name: str) -> ModuleType:
     return import_module(f".portable.tail_{name}", __package__)
 
 
-def _head_groups(q: Tensor, kv_heads: int, matrices: int, room: float) -> Iterator[tuple[tuple, tuple]]:
-    """Indices of a group's (query heads, key heads), so that ``matrices`` of a key head's, two bytes an entry, are ``room`` times q."""
+def _head_groups(q: Tensor, kv_heads: int, matrices: int, room: float, more: int = 0) -> Iterator[tuple[tuple, tuple]]:
+    """Indices of a group's (query heads, key heads), so that ``matrices`` of a key head's, two bytes an entry, and ``more`` bytes are
+    ``room`` times q."""
     batch, heads, tokens, dim = q.shape
-    each = max(2 * dim * dim * matrices, 1)
+    each = max(2 * dim * dim * matrices + more, 1)
     held = room * batch * heads * tokens * dim * q.element_size()
     if batch * kv_heads * each <= held:
         yield (slice(None),) * 2, (slice(None),) * 2
@@ -197,16 +208,32 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
-def _half_variance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+def _half_variance(queries: Tensor, keys: Tensor) -> Tensor:
     """float32 ``[B, H, N, U]`` of moments ``[B, H, N, n]`` and ``[B, Hkv, U, n]``."""
     a, b = _by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT
     product = torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
-    return product.mul_(0.5 * scale**2).view(*queries.shape[:3], -1)
+    return product.view(*queries.shape[:3], -1)
+
+
+def _of_group(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:
+    """What lists ``[B or 1, lists, ...]`` for all heads have for a group of ``_head_groups``."""
+    return x[own[0] if x.shape[0] > 1 else slice(None), slice(None) if x.shape[1] == 1 else own[1] if x.shape[1] == heads else shared[1]]
 
 
 def hopper_merges(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the Hopper kernel of the merge takes such queries on such a GPU."""
     return capability == (9, 0) and dtype == torch.bfloat16 and head_dim in (64, 128)
+
+
+def _hopper_statistics() -> ModuleType:
+    return import_module(".hopper.tail_statistics", __package__)
+
+
+def _computed_ahead(q: Tensor, k: Tensor, num_blocks: int, parts: int) -> bool:
+    """Whether covariances are computed with the moments: where they take little room, and as the Hopper kernel computes them."""
+    entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
+    return (k.is_cuda and k.dtype == torch.bfloat16 and k.shape[3] == 128 and parts == 1
+            and 2 * entries <= WAITING_ROOM * q.numel() * q.element_size())
 
 
 def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
@@ -222,8 +249,8 @@ def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, 
 
 def _new_estimates(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_mass: bool, ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
     kv_heads, units = k.shape[1], num_blocks * parts
@@ -233,20 +260,21 @@ def _new_estimates(
             q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
-            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32))
+            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32),
+            k.new_empty((batch, kv_heads, units, dim * dim) if ahead else (0,), dtype=torch.bfloat16))
 
 
 @operator("estimate_blocks", _new_estimates)
 def _estimate(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass)
-    log_count, half_variance, mass, order, k_mean, v_mean, error = new
+    with_mass: bool, ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
+    log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = new
     if not q.numel():
         return tuple(x.zero_() for x in new)  # type: ignore[return-value]
     statistics, rows = _kernels("statistics"), _kernels("rows")
-    units = num_blocks * parts
+    units, sample = num_blocks * parts, sampled_queries(longest)
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = None
         if parts > 1:
@@ -255,15 +283,23 @@ def _estimate(
         if not linear and not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
-        for own, shared in _head_groups(q, k.shape[1], units + num_blocks * (q.shape[1] // k.shape[1]), ESTIMATE_ROOM):
-            keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
-                                             None if halves is None else halves[shared], parts, True)
-            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks), keys, scale)
+        # Of symmetric matrices half is kept.
+        matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
+        for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
+            if ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
+                keys = statistics.new_moments(k_mean[shared])
+                _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                                           keys, covariances[shared], statistics.SLAB)
+            else:
+                keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                                 None if halves is None else halves[shared], parts, True)
+                if ahead:
+                    covariances[shared] = statistics.covariances(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared],
+                                                                 log_count[shared], None, None, parts)
+            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
             del keys
         if with_mass:
-            bias = rows.unit_bias(log_count, half_variance if linear else None, None, None, CAP, torch.empty_like(mass))
-            rows.sampled_mass(q, k_mean, bias, offsets, scale, sampled_queries(longest), mass)
-            rows.errors(mass, half_variance, log_count, None, error)
+            rows.sampled_mass(q, k_mean, log_count, half_variance, offsets, scale, sample, linear, CAP, mass, error)
     return new
 
 
@@ -276,58 +312,76 @@ def _scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) 
     scores = _new_scores(mass)
     if scores.numel():
         with torch.cuda.device_of(mass):
-            _kernels("rows").errors(mass, half_variance, log_count, scores, None)
+            _kernels("rows").scores(mass, half_variance, log_count, scores)
     return scores
 
 
 def _new_tail(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
     half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-    num_blocks: int, longest: int, parts: int, scale: float,
+    covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none."""
+    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none, the last two unless they are to be kept."""
     batch, heads, tokens, _ = q.shape
+    return (q.new_empty(batch, heads, tokens, dtype=torch.float32), q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
+            *_new_pairs(q, heads if keep else 0, num_blocks, parts, half_variance is not None))
+
+
+def _new_pairs(q: Tensor, heads: int, num_blocks: int, parts: int, mixed: bool) -> tuple[Tensor, Tensor]:
+    """bias and mixture of some heads, uninitialised."""
     units = num_blocks * parts
     # Rows of 16 bytes: what torch multiplies fast.
-    width = 0 if half_variance is None else -(-units // 8) * 8
-    mixture = q.new_empty(batch, heads, num_blocks, width, dtype=torch.bfloat16)
-    return (q.new_empty(batch, heads, tokens, dtype=torch.float32), q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
-            q.new_empty(batch, heads, num_blocks, units, dtype=torch.float32), mixture[..., :units])
+    mixture = q.new_empty(q.shape[0], heads, num_blocks, -(-units // 8) * 8 if mixed else 0, dtype=torch.bfloat16)
+    return q.new_empty(q.shape[0], heads, num_blocks, units, dtype=torch.float32), mixture[..., :units]
 
 
 def _add(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
     half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-    num_blocks: int, longest: int, parts: int, scale: float,
+    covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, mass, useful, order, k_mean, v_mean,
-                    num_blocks, longest, parts, scale)
-    tail_lse, share, bias, mixture = new
+                    covariances, num_blocks, longest, parts, scale, keep)
+    tail_lse, share, kept_bias, kept_mixture = new
     tail_lse.fill_(-torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
     if not q.numel():
-        for x in (share, bias, mixture):
+        for x in new[1:]:
             x.zero_()
         return new
     statistics, rows = _kernels("statistics"), _kernels("rows")
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
-        lists = rows.block_lists(counts, indices, heads, num_blocks)
         left = torch.empty(share.shape, dtype=torch.int32, device=q.device)
-        rows.unit_bias(log_count, half_variance, lists, useful, CAP, bias, left, mass, None if mass is None else mixture)
         if half_variance is None:
+            bias = kept_bias if keep else _new_pairs(q, heads, num_blocks, parts, False)[0]
+            rows.unit_bias(log_count, None, rows.block_lists(counts, indices, heads, num_blocks), useful, CAP, bias, left)
             _merge(out, lse, q, k_mean, v_mean, bias, left, None, tail_lse, offsets, longest, scale, share)
             return new
+        assert mass is not None
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
-        room = MERGE_ROOM - OF_A_PAIR * bias.numel() / (q.numel() * q.element_size())
-        for own, shared in _head_groups(q, kv_heads, num_blocks * (parts + heads // kv_heads), room):
-            squares = statistics.covariances(
-                k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], None if order is None else order[shared],
-                None if used is None else used[shared], parts)
-            matrix = torch.bmm(_by_kv_head(mixture[own], squares.shape[1]), squares.flatten(0, 1))
-            del squares
-            _merge(out[own], lse[own], q[own], k_mean[shared], v_mean[shared], bias[own], left[own], matrix, tail_lse[own], offsets,
-                   longest, scale, share[own])
-            del matrix
+        pairs = heads // kv_heads * num_blocks**2 * parts
+        held = KNOWN_OF_A_PAIR * half_variance.numel() + (0 if covariances is None else 2 * covariances.numel())
+        matrices = num_blocks * (heads // kv_heads + (parts if covariances is None else 0))
+        for own, shared in _head_groups(q, kv_heads, matrices, MERGE_ROOM - held / (q.numel() * q.element_size()), MADE_OF_A_PAIR * pairs):
+            some = q[own]
+            if keep:
+                bias, mixture = kept_bias[own], kept_mixture[own]
+            else:
+                bias, mixture = _new_pairs(some, some.shape[1], num_blocks, parts, True)
+            lists = rows.block_lists(*(_of_group(x, heads, own, shared) for x in (counts, indices)), some.shape[1], num_blocks)
+            rows.unit_bias(log_count[shared], half_variance[own], lists, None if useful is None else useful[own], CAP, bias, left[own],
+                           mass[own], mixture)
+            if covariances is not None:
+                squares = covariances[shared]
+            else:
+                squares = statistics.covariances(
+                    k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                    None if order is None else order[shared], None if used is None else used[shared], parts)
+            matrix = torch.bmm(_by_kv_head(mixture, squares.shape[1]), squares.flatten(0, 1))
+            del squares, mixture
+            _merge(out[own], lse[own], some, k_mean[shared], v_mean[shared], bias, left[own], matrix, tail_lse[own], offsets, longest,
+                   scale, share[own])
+            del matrix, bias
     return new
 
 

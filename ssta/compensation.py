@@ -2,19 +2,19 @@
 
 The formulas, for one head with scale s. Key tiles are estimated as units u: whole tiles, or with ``parts`` = 2 the halves of a tile whose
 tokens are ordered by their projection on the tile's first principal key direction. Unit u has n_u tokens, mean key and value kb_u and vb_u,
-covariances C_u of keys with values and S_u of keys; query tile I has the second moment G_I of its queries. Then
+covariances C_u of keys with values and S_u of keys; G_I is the second moment of some of query tile I's queries, which speak for it. Then
 
     h_Iu = s^2 / 2 <G_I, S_u>                                   half the variance of a unit's scores, as a query tile sees it
     l_qu = s q . kb_u + log n_u + min(h_Iu, 1)                  the log of a unit's estimated mass
-    m_Iu = mean over some of I's queries of the softmax over all units of l_qu, of which "error" selects by m_Iu h_Iu
+    m_Iu = mean over the same queries of the softmax over all units of l_qu, of which "error" selects by m_Iu h_Iu
     w_qu = softmax over the units of unselected tiles,  z_q = logsumexp
     M_I  = sum over u of (m_Iu / their sum over the units of unselected tiles) sqrt(min(1, 1 / h_Iu)) C_u
     out  = sum over u of w_qu vb_u + s q^T M_I
 
 For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
-of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in m are spread over
-it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head whose
-tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
+of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in h and m are spread
+over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head
+whose tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the halves count as constants.
 """
@@ -182,18 +182,16 @@ def _estimate_in_torch(
         return BlockEstimates(parts, linear, log_count, order=order, useful=useful)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
-    # A query that is not finite is no part of what its tile has in common.
-    sound = q_tiles.isfinite().all(-1, keepdim=True)
-    queries = q_tiles.masked_fill(~sound, 0)
-    moment = queries.mT @ queries / tiles.lengths.clamp(min=1)[:, None, None]
-    half_variance = 0.5 * scale**2 * (moment.flatten(3) @ variance.flatten(3).mT)
     sampled, counted = tiles.sample()
-    queries = queries.gather(3, sampled[..., None].expand(*queries.shape[:2], -1, -1, queries.shape[-1]))
-    sound = (sound.expand(*q_tiles.shape[:4], 1).gather(3, sampled[..., None].expand(*q_tiles.shape[:2], -1, -1, -1)) & counted[..., None])
+    queries = q_tiles.gather(3, sampled[..., None].expand(*q_tiles.shape[:2], -1, -1, q_tiles.shape[-1]))
+    # A query that is not finite is no part of what its tile has in common.
+    sound = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
+    queries, number = queries.masked_fill(~sound, 0), counted.sum(1).clamp(min=1)[:, None]
+    half_variance = 0.5 * scale**2 * ((queries.mT @ queries / number[..., None]).flatten(3) @ variance.flatten(3).mT)
     logits = scale * queries.flatten(2, 3) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
     bias = _bias(log_count, half_variance if linear else None, q.shape[1])
     mass = (logits.unflatten(2, sampled.shape) + bias.expand(-1, -1, tiles.number, -1)[..., None, :]).softmax(-1).nan_to_num(0)
-    mass = (mass * sound).sum(3) / counted.sum(1).clamp(min=1)[:, None]
+    mass = (mass * sound).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
     return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -13,18 +13,29 @@ from ..device import DeviceLimits
 from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
 
+
+@dataclass(frozen=True)
+class TailConfig(LaunchConfig):
+    """``registers``: at most so many a thread, so that more programs fit on a multiprocessor; None: what the compiler takes."""
+
+    registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        return super().options() | ({} if self.registers is None else dict(maxnreg=self.registers))
+
+
 # For head_dims up to 64 and up to 128, float16 and bfloat16. Keys, moments: block_m columns of the result, block_n tokens at once.
 # The products of masses and merge have block_m queries and block_n units.
 _TABLE = {
     # At head_dim 128 measured on an H200 at 360 blocks of up to 384 tokens; few warps with much to do each, and room for several programs.
     # One stage in "keys" and "order": with loads in flight Triton 3.6 overwrites what a wgmma still reads, of keys that are summed in
-    # registers too; sums then differ from run to run. No slower: 0.52 ms, and 0.50 to 0.52 in two to four stages.
+    # registers too; sums then differ from run to run. "keys": 0.35 ms, 32 tokens 0.38, 8 warps 0.50, of 128 registers 0.38.
     "keys": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 4, 1)),
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3)),
-    "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 8, 1)),
-    # 16 heads of 1,080 blocks of 105 tokens: 0.91 ms, with 4 warps 0.94, 64 x 64 0.95, 128 x 128 1.22.
-    "mass": (LaunchConfig(128, 64, 8, 2), LaunchConfig(128, 64, 8, 2)),
+    "order": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 4, 1)),
+    # 16 heads of 960 blocks of 116 tokens: 0.77 ms, with more registers 1.20, with 4 warps 0.79; of 360 of 310 0.27, 0.41 and 0.26.
+    "mass": (TailConfig(128, 64, 8, 2, 128), TailConfig(128, 64, 8, 2, 128)),
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.
     "combine": (LaunchConfig(128, 32, 8, 2), LaunchConfig(128, 32, 8, 2)),
 }
@@ -39,8 +50,11 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
         return _WIDE
     config = _TABLE[kernel][head_dim > 64]
     # Before Hopper what is multiplied goes through registers, of which four warps have too few.
-    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel == "keys":
+    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel in ("keys", "order"):
         config = replace(config, num_warps=8)
+    # And of fewer registers they spill.
+    if limits.shared_memory < 200 << 10 and isinstance(config, TailConfig):
+        config = replace(config, registers=None)
     # Beside 128 x 128 and two stages of 64 x 128 there is no room for a third in 99 KiB.
     if limits.shared_memory < 160 << 10 and head_dim > 64:
         config = replace(config, num_stages=min(config.num_stages, 2))

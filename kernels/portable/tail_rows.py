@@ -14,7 +14,7 @@ from ..lowering.inputs import strided
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
-from .tail_statistics import head_at
+from .tail_statistics import head_at, sampled_rows
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
@@ -79,14 +79,12 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
 
 
 @triton.jit
-def _error_kernel(mass, half_variance, log_count, scores, error, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of a block's units for each of its tokens, -inf where nothing is estimated of any, into scores; and the sum of mass x h over
-    blocks into error."""
+def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """mass x h of a block's units for each of its tokens, -inf where nothing is estimated of any."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
     log_count += (batch * (heads // group) + head // group) * units
-    total = tl.zeros([WIDTH], tl.float32)
     for start in range(0, blocks, WIDTH):
         item = start + tl.arange(0, WIDTH)
         inside = item < blocks
@@ -97,11 +95,7 @@ def _error_kernel(mass, half_variance, log_count, scores, error, heads, group, b
             score += tl.load(mass + row * units + unit, mask=inside, other=0.0) * tl.load(half_variance + row * units + unit, mask=inside,
                                                                                         other=0.0)
             tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
-        total += score
-        if scores is not None:
-            tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
-    if error is not None:
-        tl.store(error + row, tl.sum(total, 0))
+        tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
 
 
 @triton.jit
@@ -118,55 +112,65 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
-def _mass_kernel(q, k_mean, bias, offsets, mass, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
-                 SAMPLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
+                 SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
-    that has no more."""
+    that has no more; and the sum of mass x h."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
     lines, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), tl.arange(0, N)
-    mine, run = first + lines // SAMPLE, lines % SAMPLE
-    start = tl.load(offsets + mine, mask=mine < blocks, other=0)
-    size = tl.load(offsets + mine + 1, mask=mine < blocks, other=0) - start
-    low = run * size // SAMPLE
-    length = (run + 1) * size // SAMPLE - low
-    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
-    row = start + low + ((run * 40503 % 65536) * length >> 16)
+    row, there = sampled_rows(offsets, first + lines // SAMPLE, blocks, lines % SAMPLE, SAMPLE)
     pointers = head_at(q, batch, head, q_batch, q_head) + (row.to(tl.int64)[:, None] * q_row + dims[None, :])
-    queries = tl.load(pointers, mask=(length > 0)[:, None] & (dims < DIM)[None, :], other=0.0)
+    queries = tl.load(pointers, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
     # Neither a query that is not finite nor one that is not there has weights.
-    counts = (length > 0) & (tl.sum(queries.to(tl.float32) * 0.0, 1) == 0.0)
+    counts = there & (tl.sum(queries.to(tl.float32) * 0.0, 1) == 0.0)
     queries = tl.where(counts[:, None], queries, 0.0).to(q.dtype.element_ty)
 
-    k_mean += (batch * (heads // group) + head // group) * units * DIM
+    kv_head = batch * (heads // group) + head // group
+    k_mean += kv_head * units * DIM
+    log_count += kv_head * units
     block = first + tl.arange(0, BLOCKS)
-    bias += (at * blocks + block) * units
-    row_max = tl.full([BLOCKS, SAMPLE], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCKS, SAMPLE], tl.float32)
+    half_variance += (at * blocks + block) * units
+    # Each of four lanes that share a row of a product follows what it sees itself.
+    row_max = tl.full([BLOCKS, SAMPLE, 4], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCKS, SAMPLE, 4], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
-        mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-        more = tl.load(bias[:, None] + (unit + columns)[None, :], mask=mask, other=float("-inf"))
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2 + more[:, None, :]
-        higher = tl.maximum(row_max, tl.max(scores, 2))
+        bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
+        if LINEAR:
+            mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
+            bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
+        scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
+        higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
         origin = tl.where(higher == float("-inf"), 0.0, higher)
-        row_sum = row_sum * tl.exp2(row_max - origin) + tl.sum(tl.exp2(scores - origin[:, :, None]), 2)
+        weights = tl.exp2(scores - origin[:, :, None, :, None])
+        row_sum = row_sum * tl.exp2(row_max - origin) + tl.sum(tl.sum(weights, 4), 2)
         row_max = higher
+    origin = tl.max(row_max, 2)
+    row_sum = tl.sum(row_sum * tl.exp2(row_max - tl.where(origin == float("-inf"), 0.0, origin)[:, :, None]), 2)
     # Minus infinity where nothing is estimated; there every logit is.
-    row_lse = tl.where(row_sum > 0.0, row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0)), 0.0)
+    row_lse = tl.where(row_sum > 0.0, origin + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0)), 0.0)
     # As weights, so that a row that does not count adds nothing.
     row_lse = tl.where(counts.reshape(BLOCKS, SAMPLE), row_lse, float("inf"))
     sizes = tl.load(offsets + block + 1, mask=block < blocks, other=0) - tl.load(offsets + block, mask=block < blocks, other=0)
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
     mass += (at * blocks + block) * units
+    errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
-        more = tl.load(bias[None, :] + (unit + columns)[:, None], mask=mask, other=float("-inf"))
-        scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2 + more[:, :, None]
-        total = tl.sum(tl.exp2(scores - row_lse[None, :, :]), 2)
-        tl.store(mass[None, :] + (unit + columns)[:, None], total * share[None, :], mask=mask)
+        bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
+        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
+        if LINEAR:
+            bias += tl.minimum(h, CAP)
+        scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
+        total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
+        errors += total * h
+        tl.store(mass[None, :] + (unit + columns)[:, None], total, mask=mask)
+    tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
 @triton.jit
@@ -239,7 +243,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
 
 
-_launch_bias, _launch_error, _launch_mass, _launch_combine = map(launcher, (_bias_kernel, _error_kernel, _mass_kernel, _combine_kernel))
+_launch_bias, _launch_score, _launch_mass, _launch_combine = map(launcher, (_bias_kernel, _score_kernel, _mass_kernel, _combine_kernel))
 
 
 def _of_lists(lists: Lists | None) -> tuple[Tensor | None, Tensor | None]:
@@ -272,23 +276,25 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
     return bias
 
 
-def errors(mass: Tensor, half_variance: Tensor, log_count: Tensor, scores: Tensor | None, error: Tensor | None) -> None:
-    """Writes ``scores``, float32 ``[B, H, N, N]``: mass x h of each block's units over its tokens, -inf where nothing is estimated of any;
-    and ``error``, float32 ``[B, H, N]``, the sum of mass x h over the blocks that are estimated."""
+def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) -> None:
+    """Writes ``out``, float32 ``[B, H, N, N]``: mass x h of each block's units over its tokens, -inf where nothing is estimated of any."""
     batch, heads, blocks, units = mass.shape
-    _launch_error((blocks, batch * heads, 1), (mass, half_variance, log_count, scores, error),
+    _launch_score((blocks, batch * heads, 1), (mass, half_variance, log_count, out),
                   (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)
 
 
-def sampled_mass(q: Tensor, k_mean: Tensor, bias: Tensor, offsets: Tensor, scale: float, sample: int, mass: Tensor) -> None:
-    """Writes ``mass``, float32 ``[B, H, N, U]``: the softmax of scale q . k_mean + bias, mean of ``sample`` of a block's queries; 0 for
-    those that are not finite."""
+def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
+                 linear: bool, cap: float, mass: Tensor, error: Tensor) -> None:
+    """Writes ``mass``, float32 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
+    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h."""
     q = strided(q)
-    batch, heads, blocks, units = bias.shape
+    batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
-    _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1), (q, k_mean, bias, offsets, mass),
-                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,), dict(SAMPLE=sample, **sizes), config)
+    _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1),
+                 (q, k_mean, log_count, half_variance, offsets, mass, error),
+                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
+                 dict(SAMPLE=sample, LINEAR=linear, CAP=cap, **sizes), config)
 
 
 def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,

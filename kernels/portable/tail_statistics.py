@@ -51,26 +51,8 @@ def _load_tokens(x, order, place, stride, size, column, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def _centred(x, mean, size, ROWS: tl.constexpr):
-    """x less its mean, 0 from row ``size`` on; without a mean, 0 in rows that are not finite."""
-    if mean is None:
-        return tl.where((tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0)[:, None], x, 0.0).to(x.dtype)
-    else:
-        return tl.where((tl.arange(0, ROWS) < size)[:, None], x.to(tl.float32) - mean[None, :], 0.0).to(x.dtype)
-
-
-@triton.jit
-def _product(x, y, order, first, x_row, y_row, size, x_mean, y_mean, column, SAME: tl.constexpr,
-             ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """float32 [DIM_PAD, COLS]: the sum over tokens of x y^T, both centred; with SAME y is x."""
-    acc = tl.zeros([DIM_PAD, COLS], tl.float32)
-    for row in range(0, size, ROWS):
-        left = _centred(_load_tokens(x, order, first + row, x_row, size - row, 0, ROWS, DIM_PAD, DIM), x_mean, size - row, ROWS)
-        if SAME:
-            acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
-        else:
-            right = _load_tokens(y, order, first + row, y_row, size - row, column, ROWS, COLS, DIM)
-            acc = tl.dot(tl.trans(left), _centred(right, y_mean, size - row, ROWS), acc, input_precision="ieee")
-    return acc
+    """x less its mean, 0 from row ``size`` on."""
+    return tl.where((tl.arange(0, ROWS) < size)[:, None], x.to(tl.float32) - mean[None, :], 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -120,46 +102,56 @@ def _less(x, origin, size, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _moments(k, order, first, size, row_stride, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
-             ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(mean, COLS columns of the covariance) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with SHIFTED of keys less
-    the first."""
-    key = tl.zeros([DIM_PAD], tl.float32)
+def _folded(x, FOLD: tl.constexpr):
+    """Sums of every FOLD-th row in float32, [FOLD, columns]: as many rows as threads stand side by side need no exchange."""
+    return tl.sum(x.to(tl.float32).reshape(x.shape[0] // FOLD, FOLD, x.shape[1]), 0)
+
+
+@triton.jit
+def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+             ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """(mean key, COLS columns of the keys' covariance, mean value) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with
+    SHIFTED of keys less the first. Without v its mean is 0."""
+    key = tl.zeros([FOLD, DIM_PAD], tl.float32)
+    value = tl.zeros([FOLD, DIM_PAD], tl.float32)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
-    another = tl.zeros([COLS], tl.float32)
+    another = tl.zeros([FOLD, COLS], tl.float32)
     if SHIFTED:
-        origin = _first_token(k, order, first, size, row_stride, 0, DIM_PAD, DIM)
-        other_origin = _first_token(k, order, first, size, row_stride, column, COLS, DIM)
+        origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
+        other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
     for row in range(0, size, ROWS):
-        left = _load_tokens(k, order, first + row, row_stride, size - row, 0, ROWS, DIM_PAD, DIM)
+        left = _load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM)
+        if v is not None:
+            values = _load_tokens(v, order, first + row, v_row, size - row, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
             left = _less(left, origin, size - row, ROWS)
-        key += tl.sum(left.to(tl.float32), 0)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            right = _load_tokens(k, order, first + row, row_stride, size - row, column, ROWS, COLS, DIM)
+            right = _load_tokens(k, order, first + row, k_row, size - row, column, ROWS, COLS, DIM)
             if SHIFTED:
                 right = _less(right, other_origin, size - row, ROWS)
-            another += tl.sum(right.to(tl.float32), 0)
+            another += _folded(right, FOLD)
             acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
+        key += _folded(left, FOLD)
+        if v is not None:
+            value += _folded(values, FOLD)
     count = tl.maximum(size, 1).to(tl.float32)
-    key /= count
+    mean = tl.sum(key, 0) / count
     if SAME:
-        another = key
+        of_columns = mean
     else:
-        another /= count
-    acc = acc / count - key[:, None] * another[None, :]
+        of_columns = tl.sum(another, 0) / count
+    acc = acc / count - mean[:, None] * of_columns[None, :]
     if SHIFTED:
-        key += origin
-    return key, acc
+        mean += origin
+    return mean, acc, tl.sum(value, 0) / count
 
 
 @triton.jit
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
-                 SLAB: tl.constexpr,
-                 ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                 SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
@@ -173,14 +165,14 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
         first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
-        value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
-        tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
         if moments is None:
             key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
+            value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
         else:
-            key, covariance = _moments(k, order, first, size, k_row, column, SHIFTED, SAME, ROWS, COLS, DIM, DIM_PAD)
+            key, covariance, value = _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME, ROWS, FOLD, COLS, DIM, DIM_PAD)
             _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
+        tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
         unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
     if unsound != 0.0:
         # Other threads wrote what is written over.
@@ -199,16 +191,37 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
 
 
 @triton.jit
-def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, SAME: tl.constexpr, SLAB: tl.constexpr,
-                    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's mean of q q^T, queries that are not finite counted as zero."""
+def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
+    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered
+    ``run``."""
+    inside = block < blocks
+    start = tl.load(offsets + block, mask=inside, other=0)
+    size = tl.load(offsets + block + 1, mask=inside, other=0) - start
+    low = run * size // SAMPLE
+    length = (run + 1) * size // SAMPLE - low
+    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+    return start + low + ((run * 40503 % 65536) * length >> 16), length > 0
+
+
+@triton.jit
+def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, size_of_moments, factor,
+                    SAMPLE: tl.constexpr, SAME: tl.constexpr, SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
+                    DIM_PAD: tl.constexpr):
+    """``factor`` times the mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
     block, column = tl.program_id(0), tl.program_id(2) * COLS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    first, size = _unit_rows(offsets, block, 1)
-    q = head_at(q, batch, head, q_batch, q_head)
-    acc = _product(q, q, None, first, q_row, q_row, size, None, None, column, SAME, ROWS, COLS, DIM, DIM_PAD)
+    row, there = sampled_rows(offsets, block, blocks, tl.arange(0, SAMPLE), SAMPLE)
+    dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
+    pointers = head_at(q, batch, head, q_batch, q_head) + row.to(tl.int64)[:, None] * q_row
+    left = tl.load(pointers + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    sound = there & (tl.sum(left.to(tl.float32) * 0.0, 1) == 0.0)
+    left = tl.where(sound[:, None], left, 0.0).to(left.dtype)
+    right = left
+    if not SAME:
+        right = tl.load(pointers + columns[None, :], mask=sound[:, None] & (columns < DIM)[None, :], other=0.0)
+    acc = tl.dot(tl.trans(left), right, input_precision="ieee") * (factor / tl.maximum(tl.sum(there.to(tl.int32), 0), 1))
     at = (batch * heads + head) * blocks + block
-    _store_symmetric(moments + at * size_of_moments, acc / tl.maximum(size, 1), column, True, COLS, DIM, DIM_PAD, SLAB)
+    _store_symmetric(moments + at * size_of_moments, acc, column, True, COLS, DIM, DIM_PAD, SLAB)
 
 
 @triton.jit
@@ -229,25 +242,29 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     key = tl.load(k_mean + at * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-    acc = _product(head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head), order, first, k_row, v_row, size,
-                   key, value, column, False, ROWS, COLS, DIM, DIM_PAD)
+    k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
+    acc = tl.zeros([DIM_PAD, COLS], tl.float32)
+    for row in range(0, size, ROWS):
+        left = _centred(_load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM), key, size - row, ROWS)
+        right = _centred(_load_tokens(v, order, first + row, v_row, size - row, column, ROWS, COLS, DIM), value, size - row, ROWS)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
     _store_columns(out + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _numbers_below(x, size, bounds, WIDTH: tl.constexpr):
-    """How many of ``size`` numbers come before each of ``bounds`` in order."""
-    below = tl.zeros(bounds.shape, tl.int32)
+def _numbers_below(x, size, bound, WIDTH: tl.constexpr):
+    """How many of ``size`` numbers come before ``bound`` in order."""
+    below = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
         keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
-        below += tl.sum(((place < size)[:, None] & (keys[:, None] < bounds[None, :])).to(tl.int32), 0)
+        below += tl.sum(((place < size) & (keys < bound)).to(tl.int32), 0)
     return below
 
 
 @triton.jit
 def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
     sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
     block = tl.program_id(0)
@@ -255,7 +272,7 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
     at = batch * heads + head
     first, size = _unit_rows(offsets, block, 1)
     k = head_at(k, batch, head, k_batch, k_head)
-    _, acc = _moments(k, None, first, size, k_row, 0, SHIFTED, True, ROWS, DIM_PAD, DIM, DIM_PAD)
+    _, acc, _ = _moments(k, None, None, first, size, k_row, 0, 0, SHIFTED, True, ROWS, FOLD, DIM_PAD, DIM, DIM_PAD)
     # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The matrix is its transpose, so that every
     # second product may be over the other axis, on which the direction lies then. Of norm 1 it lengthens nothing, and shortens the first
     # principal direction by no more than the root of DIM a time.
@@ -274,17 +291,17 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
         tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found four bits at a time.
+    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit. Of those that equal it
+    # the first fill the lower half.
     lower_size = size // 2
-    middle = tl.full([], -(1 << 31), tl.int32)
-    for step in tl.static_range(8):
-        digits = tl.arange(0, 16)
-        below = _numbers_below(projections, size, middle + (digits << (28 - 4 * step)), WIDTH)
-        # The first bound is the middle itself.
-        digit = tl.sum((below <= lower_size).to(tl.int32), 0) - 1
-        middle += digit << (28 - 4 * step)
-        # Of those that equal it the first fill the lower half.
-        wanted = lower_size - tl.sum(tl.where(digits == digit, below, 0), 0)
+    below = _numbers_below(projections, size, 0, WIDTH)
+    middle = tl.where(below <= lower_size, 0, -(1 << 31))
+    wanted = tl.where(below <= lower_size, lower_size - below, lower_size)
+    for bit in range(31):
+        bound = middle + (1 << (30 - bit))
+        below = _numbers_below(projections, size, bound, WIDTH)
+        wanted = tl.where(below <= lower_size, lower_size - below, wanted)
+        middle = tl.where(below <= lower_size, bound, middle)
     lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
@@ -308,7 +325,8 @@ def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int
     batch, heads, tokens, dim = k.shape
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
-    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, **_dims(dim))
+    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim),
+                     **_dims(dim))
     _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 
 
@@ -317,9 +335,10 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    moments = _new_matrices(k_mean, units, packed_size(dim)) if with_moments else None
+    moments = new_moments(k_mean) if with_moments else None
     config = _config("keys", k)
-    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB, **_tile(config, dim))
+    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
+                     **_tile(config, dim))
     _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
@@ -335,16 +354,18 @@ def _shifted(k: Tensor) -> bool:
     return k.dtype != torch.bfloat16
 
 
-def query_moments(q: Tensor, offsets: Tensor, num_blocks: int) -> Tensor:
-    """bfloat16 ``[B, H, N, packed_size(D)]``: the mean of q q^T of each block, what is not kept added to what is: so that products with
-    keys' covariances are those of whole matrices."""
+def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float) -> Tensor:
+    """bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries, what is not kept
+    added to what is: so that products with keys' covariances are those of whole matrices."""
     q = strided(q)
     batch, heads, _, dim = q.shape
     moments = _new_matrices(q, num_blocks, packed_size(dim))
     config = _config("moments", q)
+    tile = _tile(config, dim)
+    del tile["ROWS"], tile["FOLD"]
     _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
-                    (*strides(q), heads, num_blocks, packed_size(dim)), (),
-                    dict(SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim)), config)
+                    (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
+                    dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
     return moments
 
 
@@ -354,10 +375,12 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     ``[B, Hkv]``."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    out = _new_matrices(k_mean, units, dim * dim)
+    out = new_covariances(k_mean)
     config = _config("covariances", k)
+    tile = _tile(config, dim)
+    del tile["FOLD"]
     _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
-                        (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **_tile(config, dim)), config)
+                        (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **tile), config)
     return out
 
 
@@ -365,6 +388,16 @@ def packed_size(dim: int) -> int:
     """Entries of a symmetric matrix that are kept."""
     slabs, rest = divmod(dim, SLAB)
     return slabs * SLAB * dim - slabs * (slabs - 1) // 2 * SLAB**2 + rest**2
+
+
+def new_moments(k_mean: Tensor) -> Tensor:
+    """Of units, uninitialised."""
+    return _new_matrices(k_mean, k_mean.shape[2], packed_size(k_mean.shape[3]))
+
+
+def new_covariances(k_mean: Tensor) -> Tensor:
+    """Of units, uninitialised."""
+    return _new_matrices(k_mean, k_mean.shape[2], k_mean.shape[3]**2)
 
 
 def _new_matrices(x: Tensor, number: int, size: int) -> Tensor:
@@ -382,7 +415,12 @@ def _dims(dim: int) -> dict[str, int]:
 
 def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
     dims = _dims(dim)
-    return dict(ROWS=config.block_n, COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+    return dict(ROWS=config.block_n, FOLD=_fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+
+
+def _fold(config: LaunchConfig, dim: int) -> int:
+    """Rows of 16-bit numbers that the threads of a program load at once."""
+    return min(config.block_n, config.num_warps * 32 * 8 // _dims(dim)["DIM_PAD"])
 
 
 def _same(config: LaunchConfig, dim: int) -> bool:

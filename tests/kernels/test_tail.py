@@ -76,18 +76,23 @@ def test_batch_and_grouped_heads(listed_heads, parts, monkeypatch):
 
 
 def test_heads_done_in_groups_are_the_heads(monkeypatch):
+    """With lists of key/value heads, and of query heads for all batch elements."""
     case = tail_case([20, 9, 12], 2, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
-    blocks = case.some_blocks()
-    (out, lse), _ = case.exact(blocks)
+    calls = []
+    for batch, heads in ((2, 2), (1, 4)):
+        mask = torch.rand(batch, heads, 3, 3, device=DEVICE) < 0.4
+        mask[..., 2:] = True
+        blocks = case.lists(mask)
+        calls.append((*case.exact(blocks)[0], blocks))
     whole = case.estimate()
-    added = case.add(out, lse, blocks, whole)
+    added = [case.add(*call, whole) for call in calls]
     monkeypatch.setattr(tail, "ESTIMATE_ROOM", 0.0)
     monkeypatch.setattr(tail, "MERGE_ROOM", 0.0)
     grouped = case.estimate()
     torch.testing.assert_close(grouped.half_variance, whole.half_variance)
     torch.testing.assert_close(grouped.mass, whole.mass)
-    for a, b in zip(case.add(out, lse, blocks, grouped), added):
-        torch.testing.assert_close(a, b)
+    for call, wanted in zip(calls, added):
+        torch.testing.assert_close(case.add(*call, grouped), wanted)
 
 
 @both_parts
@@ -278,10 +283,11 @@ def test_the_operators_keep_their_contract():
     (out, lse), _ = case.exact(blocks)
     numbers = (case.number, case.longest)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True), **checks)
+    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (
+        case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True, False), **checks)
     torch.library.opcheck(torch.ops.ssta.add_tail, (
         out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
-        estimates.mass, estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, *numbers, 2, 0.25), **checks)
+        estimates.mass, estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, None, *numbers, 2, 0.25, True), **checks)
     torch.library.opcheck(torch.ops.ssta.block_scores, (estimates.mass, estimates.half_variance, estimates.log_count, 2), **checks)
 
 

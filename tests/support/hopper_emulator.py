@@ -363,7 +363,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_merge"):
+                     "backward_partitions", "backward", "tail_merge", "tail_statistics"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -374,8 +374,8 @@ def _loaded():
     return modules
 
 
-def run(name, *arguments, late: bool, **options):
-    """``hopper_<name>`` of the module ``name``; ``late``: everything asynchronous happens as late as it may."""
+def run(name, *arguments, late: bool, function: str | None = None, **options):
+    """``function``, or ``hopper_<name>``, of the module ``name``; ``late``: everything asynchronous happens as late as it may."""
     global _late
     _late = late
-    return getattr(module(name), f"hopper_{name}")(*arguments, **options)
+    return getattr(module(name), function or f"hopper_{name}")(*arguments, **options)

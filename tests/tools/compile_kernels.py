@@ -112,7 +112,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
     from ssta.kernels import BlockLists, tail, tail_op
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    tail.ESTIMATE_ROOM = tail.MERGE_ROOM = tail_op.TAIL_ROOM = float("inf")
+    tail.ESTIMATE_ROOM = tail.MERGE_ROOM = tail.WAITING_ROOM = tail_op.TAIL_ROOM = float("inf")
     blocks = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     offsets = torch.arange(0, 512, 128, dtype=torch.int32)
