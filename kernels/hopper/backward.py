@@ -145,14 +145,12 @@ def hopper_backward(
     dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    programs = multiprocessors(q.device) if deterministic else 0
+    programs = multiprocessors(q.device)
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None,
-                    dim)
-    number = len(plan.tiles) - programs
-    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
-    # For each slot, how many tiles have added to it. Never read where additions have no order.
-    dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
+                    kv_len - q_len if causal else None, dim)
+    number = len(plan.tiles) - programs * deterministic
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
                plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
@@ -160,11 +158,11 @@ def hopper_backward(
     fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
                  CAUSAL=causal) | shape
     # Programs that wait for one another must all be there.
-    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs or number, 1, 1),
+    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if deterministic else number, 1, 1),
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-            (dk, dv, dq_semaphore, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
+            (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
              plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
              accum.dq_accum),
             (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))

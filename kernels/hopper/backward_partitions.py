@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import add_words, multiply_pairs, release_fence, rematerialise, round_pairs
+from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
 from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
@@ -283,7 +283,12 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
                     ring_arrive(work.ds_empty, i)
                 if DETERMINISTIC and piece == 0:
                     ring_wait(work.turn, i)
-                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS)), by_thread(part))
+                pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS))
+                if DETERMINISTIC:
+                    # Nothing stands there before the first.
+                    put_words(pointer, by_thread(part), _read_number(work.lock_values, i, 4))
+                else:
+                    add_words(pointer, by_thread(part))
                 if piece < PIECES - 1:
                     # Else the compiler wants the next product's registers beside this one's.
                     barrier()
@@ -309,7 +314,8 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
             added = gl.load(dq_semaphore + slot, volatile=True)
-            while (added < lock_value) & (spins_left > 0):
+            # For the first, which stores, all wait, however long.
+            while (added < lock_value) & ((spins_left > 0) | (added == 0)):
                 added = gl.load(dq_semaphore + slot, volatile=True)
                 spins_left -= 1
             spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)

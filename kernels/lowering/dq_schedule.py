@@ -39,6 +39,7 @@ ROTATION_UNITS = tl.constexpr(4096)
 # 1.1, and 1.3 at 138,240.
 STAGGER = 5
 SEGMENT = 128
+TAIL_ROUNDS = 3
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
 
@@ -48,7 +49,7 @@ _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
     "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
-    "shift"]
+    "shift", "tail"]
 
 
 class Schedule(NamedTuple):
@@ -113,9 +114,44 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
     tl.store(to + ROTATION, 0, mask=here)
 
 
+@triton.jit
+def _longest_first(tiles, number, tail, TAIL: tl.constexpr, OTHERS: tl.constexpr):
+    """(the last ``tail`` of so many tiles, at most TAIL; how many of them have more iterations, or as many and stand before)."""
+    entry = tl.arange(0, TAIL)
+    tile = number - tail + entry
+    length = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=entry < tail, other=-1)
+    rank = tl.zeros([TAIL], tl.int32)
+    for first in range(0, tail, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        others = tl.load(tiles + (number - tail + other) * FIELDS + ITERATIONS, mask=other < tail, other=-1)
+        before = (others[None, :] > length[:, None]) | ((others[None, :] == length[:, None]) & (other[None, :] < entry[:, None]))
+        rank += tl.sum((before & (other[None, :] < tail)).to(tl.int32), 1)
+    return tile, rank, entry < tail
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
-    """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins."""
+def _sort_kernel(tiles, number, tail, TAIL: tl.constexpr, OTHERS: tl.constexpr, FIELDS_UP: tl.constexpr):
+    """Puts the last ``tail`` tiles into order, the longest first."""
+    tile, rank, mask = _longest_first(tiles, number, tail, TAIL, OTHERS)
+    field = tl.arange(0, FIELDS_UP)
+    mask = mask[:, None] & (field < FIELDS)[None, :]
+    rows = tl.load(tiles + (tile * FIELDS)[:, None] + field[None, :], mask=mask, other=0)
+    # Other threads have read what these write.
+    tl.debug_barrier()
+    tl.store(tiles + ((number - tail + rank) * FIELDS)[:, None] + field[None, :], rows, mask=mask)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _assign_kernel(tiles, times, scratch, number, programs, group, stagger, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+                   TAIL: tl.constexpr, OTHERS: tl.constexpr):
+    """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
+
+    The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
+    """
+    ending, standing, mask = _longest_first(tiles, number, tail, TAIL, OTHERS)
+    tl.store(scratch + standing, ending, mask=mask)
+    # Of programs, how much they have to do.
+    loads = scratch + TAIL
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -133,9 +169,27 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, PROGRAMS: tl.
     taken = 0
     while taken < number:
         free = work < tl.min(work, 0) + step
-        tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
-        taken += tl.sum(free.to(tl.int32), 0)
-        free = free & (tile < number)
+        if taken < number - tail:
+            tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
+            taken += tl.sum(free.to(tl.int32), 0)
+            # What is left over goes the other way.
+            free = free & (tile < number - tail)
+            taken = tl.minimum(taken, number - tail)
+        else:
+            # Others read what these write, and the other way round.
+            tl.debug_barrier()
+            tl.store(loads + program, work)
+            tl.debug_barrier()
+            rank = tl.zeros([PROGRAMS], tl.int32)
+            for start in range(0, PROGRAMS, OTHERS):
+                other = start + tl.arange(0, OTHERS)
+                others = tl.load(loads + other, mask=other < PROGRAMS, other=1 << 30)
+                before = (others[None, :] < work[:, None]) | ((others[None, :] == work[:, None]) & (other[None, :] < program[:, None]))
+                rank += tl.sum(before.to(tl.int32), 1)
+            tile = taken + rank
+            taken += tl.sum(free.to(tl.int32), 0)
+            free = free & (tile < number)
+            tile = tl.load(scratch + tile - (number - tail), mask=free, other=0)
         # A part beyond the end of its block is nobody's.
         free = free & (tl.load(tiles + tile * FIELDS + ROWS, mask=free, other=0) > 0)
         tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
@@ -243,7 +297,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, shift: int | None = None, dim: int = 128) -> Schedule:
+             programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
@@ -254,9 +308,10 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
-    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if programs else 1
-    tiles = torch.empty(number + programs, FIELDS.value, dtype=torch.int32, device=counts.device)
+    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if ordered else 1
+    tiles = torch.empty(number + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
+    tail = min(number, TAIL_ROUNDS * programs)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
@@ -265,12 +320,16 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
-    if not programs:
+    sizes = dict(TAIL=power_of_2(TAIL_ROUNDS * programs), OTHERS=32)
+    if not ordered:
+        constants = dict(**sizes, FIELDS_UP=16)
+        _launch_sort((device, fit((number, tail)), *constants.values()), (1, 1, 1), (), (tiles,), (number, tail), constants, {})
         return Schedule(tiles, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER)
-    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
+    numbers = (number, programs, group, STAGGER, tail)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, **sizes)
+    scratch = torch.empty(constants["TAIL"] + constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, scratch), numbers, constants, {})
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
@@ -284,4 +343,5 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     return Schedule(tiles, lock_values, skipped, width)
 
 
-_launch_tiles, _launch_assign, _launch_lock_values = map(QuickLaunch, (_tiles_kernel, _assign_kernel, _lock_value_kernel))
+_launch_tiles, _launch_sort, _launch_assign, _launch_lock_values = map(
+    QuickLaunch, (_tiles_kernel, _sort_kernel, _assign_kernel, _lock_value_kernel))
