@@ -78,6 +78,8 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
+    dq = gl.allocate_shared_memory(gl.float32, [8 if DETERMINISTIC and D == 128 else 1, 128, 4],
+                                   gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
@@ -101,7 +103,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
+    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, dq, k_full, k_empty, v_full, v_empty, q_full,
                 do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)

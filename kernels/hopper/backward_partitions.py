@@ -267,6 +267,7 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
+    kept = work.dq.permute((1, 0, 2))
     tile = work.first
     done = gl.to_tensor(0)
     while tile >= 0:
@@ -276,25 +277,31 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
             ring_wait(work.ds_full, i)
             slot = _read_number(work.slots, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
+            pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + place
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[token])
+                part = by_thread(warpgroup_mma_wait(0, deps=[token]))
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
-                if DETERMINISTIC and piece == 0:
-                    ring_wait(work.turn, i)
-                pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS))
-                if DETERMINISTIC:
-                    # Nothing stands there before the first.
-                    put_words(pointer, by_thread(part), _read_number(work.lock_values, i, 4))
+                    if DETERMINISTIC:
+                        ring_wait(work.turn, i)
+                        # Nothing stands there before the first.
+                        lock_value = _read_number(work.lock_values, i, 4)
+                        put_words(pointer + piece * (QUERIES * COLUMNS), part, lock_value)
+                        if PIECES == 2:
+                            put_words(pointer, kept.load(words), lock_value)
+                        barrier()
+                        ring_arrive(work.dq_full, i)
+                    else:
+                        add_words(pointer + piece * (QUERIES * COLUMNS), part)
+                elif DETERMINISTIC:
+                    # The turn must not be held while another product is computed.
+                    kept.store(part)
+                    barrier()
                 else:
-                    add_words(pointer, by_thread(part))
-                if piece < PIECES - 1:
+                    add_words(pointer + piece * (QUERIES * COLUMNS), part)
                     # Else the compiler wants the next product's registers beside this one's.
                     barrier()
-            if DETERMINISTIC:
-                barrier()
-                ring_arrive(work.dq_full, i)
         done += iterations
         tile = tile_field(work, tile, NEXT)
 
