@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
+from .inline_asm import add_words, load_fresh, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
 from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
@@ -320,10 +320,10 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
         for i in range(done, done + iterations):
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
-            added = gl.load(dq_semaphore + slot, volatile=True)
+            added = load_fresh(dq_semaphore + slot)
             # For the first, which stores, all wait, however long.
             while (added < lock_value) & ((spins_left > 0) | (added == 0)):
-                added = gl.load(dq_semaphore + slot, volatile=True)
+                added = load_fresh(dq_semaphore + slot)
                 spins_left -= 1
             spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
             # Not more than a round ahead of those who wait for it.
