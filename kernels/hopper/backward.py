@@ -65,7 +65,9 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
+    # Of the next tile too.
+    K_STAGES: gl.constexpr = 2 if DETERMINISTIC else 1
+    k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
@@ -80,7 +82,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
     dq = gl.allocate_shared_memory(gl.float32, [8 if DETERMINISTIC and D == 128 else 1, 128, 4],
                                    gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
+    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(K_STAGES), barrier_ring(K_STAGES), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
     told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
@@ -90,12 +92,12 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(q_full, 1)
     ring_init(do_full, 1)
     ring_init(ds_empty, 1)
+    ring_init(k_empty, 1)
     ring_init(told, 1)
     ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
     # What both multiplying warpgroups do.
-    ring_init(k_empty, WARPGROUPS)
     ring_init(v_empty, WARPGROUPS)
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)

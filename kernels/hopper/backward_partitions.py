@@ -34,8 +34,8 @@ class Gradient:
 
 @gluon.jit
 def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk, and the
-    numbers that go with it."""
+    """The loading partition: q, dO and lse_dpsum of every chunk, and the numbers that go with it; before a tile's first q its K, where
+    there is memory for two while the tile before is being computed, and behind that q its V, which waits for that tile's dK and dV."""
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
@@ -44,12 +44,12 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
         iterations = tile_field(work, tile, ITERATIONS)
         # Read before the tile before is done with, for one number leads to the next.
         at = next_iteration(lists, before_first_iteration(lists, work, tile), QUERIES)
-        ring_free(work.v_empty, number)
-        mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
-        copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
         ring_free(work.k_empty, number)
-        mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
-        copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
+        k_full = ring_at(work.k_full, number)
+        mbarrier.expect(k_full, k_desc.block_type.nbytes)
+        copy_in(k_desc, [batch, kv_head, row, 0], k_full, ring_at(work.k, number))
+        if iterations == 0:
+            _load_v(work, v_desc, number, batch, kv_head, row)
         for i in range(done, done + iterations):
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
@@ -69,12 +69,21 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
             mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
             copy_in(lse_dpsum_desc, [at.slot + at.chunk, 0, 0], q_full, ring_at(work.lse_dpsum, i))
+            if i == done:
+                _load_v(work, v_desc, number, batch, kv_head, row)
             mbarrier.expect(ring_at(work.do_full, i), do_desc.block_type.nbytes)
             copy_in(do_desc, [batch, head, start, 0], ring_at(work.do_full, i), ring_at(work.do, i))
             at = next_iteration(lists, at, QUERIES)
         done += iterations
         number += 1
         tile = tile_field(work, tile, NEXT)
+
+
+@gluon.jit
+def _load_v(work, v_desc, number, batch, kv_head, row):
+    ring_free(work.v_empty, number)
+    mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
+    copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
 
 
 @gluon.jit
@@ -192,12 +201,11 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     """A multiplying partition: dK and dV of 64 keys of every tile; ``dk`` and ``dv``: where to, each a ``Gradient``."""
     QUERIES: gl.constexpr = work.q.shape[3]
     WARPGROUPS: gl.constexpr = 2
-    KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
+    KEYS: gl.constexpr = work.v.shape[2] // WARPGROUPS
     s_layout: gl.constexpr = product_layout(QUERIES)
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
-    k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     tile = work.first
@@ -209,12 +217,13 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             rows = tile_field(work, tile, ROWS) - group * KEYS
         dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
+        k = matrix(ring_at(work.k, number)).slice(group * KEYS, KEYS)
         ring_wait(work.k_full, number)
-        ring_wait(work.v_full, number)
         if PARTIAL_KEYS:
             if rows < KEYS:
                 # Keys of other blocks must not reach dQ.
                 zero_rows(k, rows, 0, 1, False)
+                ring_wait(work.v_full, number)
                 zero_rows(v, rows, 0, 1, False)
                 fence_async_shared()
                 barrier()
@@ -222,6 +231,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
             scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            ring_wait(work.v_full, number)
             for i in range(first, last):
                 dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
                 dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
@@ -236,20 +246,19 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             _store_ds(work, group, last, ds)
             dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
             ring_arrive(work.q_empty, last)
-            # dK leaves through K's memory, which is free once the last dQ is computed.
-            ring_wait(work.ds_empty, last)
+        else:
+            ring_wait(work.v_full, number)
 
-        # dV through V's: this warpgroup alone reads its part of it, so that is free when all its warps are here.
+        # Both leave through V's memory: this warpgroup alone reads its part of it, so that is free when all its warps are here.
         barrier()
         row = tile_field(work, tile, ROW) + group * KEYS
         batch, head = tile_field(work, tile, BATCH), tile_field(work, tile, HEAD)
         _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows, PARTIAL_KEYS)
-        # TMA has read what the warpgroup stored, so the next V may come.
+        # TMA has read what the warpgroup stored.
+        barrier()
+        _store(dk, work.v, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
         barrier()
         ring_arrive(work.v_empty, number)
-        _store(dk, work.k, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
-        barrier()
-        ring_arrive(work.k_empty, number)
         number += 1
         tile = tile_field(work, tile, NEXT)
 
@@ -263,17 +272,17 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     PIECES: gl.constexpr = D // COLUMNS
     words: gl.constexpr = by_thread_layout(COLUMNS)
     zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
-    k = matrix(work.k)
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
     kept = work.dq.permute((1, 0, 2))
     tile = work.first
-    done = gl.to_tensor(0)
+    number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
+        k = matrix(ring_at(work.k, number))
+        ring_wait(work.k_full, number)
         for i in range(done, done + iterations):
-            # K is there too: dS was made from it.
             ring_wait(work.ds_full, i)
             slot = _read_number(work.slots, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
@@ -302,7 +311,10 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
                     add_words(pointer + piece * (QUERIES * COLUMNS), part)
                     # Else the compiler wants the next product's registers beside this one's.
                     barrier()
+        # Of the last scores dS was made, so none but this warpgroup was still reading K.
+        ring_arrive(work.k_empty, number)
         done += iterations
+        number += 1
         tile = tile_field(work, tile, NEXT)
 
 

@@ -12,8 +12,8 @@ class Work:
     Barriers stand in rings, one a stage: ``_full`` of those who fill it, ``_empty`` of those who read it.
     """
 
-    k: gl.shared_memory_descriptor          # [1, 1, KEYS * WARPGROUPS, D]
-    v: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor          # [K_STAGES, 1, 1, KEYS * WARPGROUPS, D]
+    v: gl.shared_memory_descriptor          # [1, 1, KEYS * WARPGROUPS, D]
     q: gl.shared_memory_descriptor          # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
     lse_dpsum: gl.shared_memory_descriptor  # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum
@@ -25,9 +25,9 @@ class Work:
     ds: gl.shared_memory_descriptor         # [2, KEYS * WARPGROUPS, QUERIES]
     dq: gl.shared_memory_descriptor         # [8, 128, 4], float32, deterministic: the first columns of dQ, from when the turn is waited for
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dK, which leaves through K's memory
+    k_empty: gl.shared_memory_descriptor    # the dQ warpgroup has read it, and so have the others
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dV and dK, which leave through V's memory
     q_full: gl.shared_memory_descriptor     # TMA has written q and lse_dpsum
     do_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have read q, dO and lse_dpsum
