@@ -39,34 +39,35 @@ OPTIONS = dict(num_warps=4, maxnreg=128)
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
 _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "list_batch", "list_head", "list_group", "q_batch", "q_head",
-            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number"]
+            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number", "tail"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
                      spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, scale_log2, scale,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, PERSISTENT: gl.constexpr, K_STAGES: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
-    ANNOUNCED: gl.constexpr = 4
+    PIECES: gl.constexpr = D // 64
+    ANNOUNCED: gl.constexpr = 4 * PIECES
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first = gl.program_id(0)
-    if DETERMINISTIC:
-        first = gl.load(tiles + (number + first) * FIELDS + NEXT)
-    elif PARTIAL_KEYS:
+    if PERSISTENT:
+        first = gl.load(tiles + (number + tail + first) * FIELDS + NEXT)
+    elif first >= number - tail:
+        first = gl.load(tiles + (tail + first) * FIELDS + NEXT)
+    if PARTIAL_KEYS and not PERSISTENT:
         if gl.load(tiles + first * FIELDS + ROWS) <= 0:
             return
 
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Of the next tile too.
-    K_STAGES: gl.constexpr = 2 if DETERMINISTIC else 1
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
@@ -80,8 +81,6 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
-    dq = gl.allocate_shared_memory(gl.float32, [8 if DETERMINISTIC and D == 128 else 1, 128, 4],
-                                   gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(K_STAGES), barrier_ring(K_STAGES), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
@@ -92,20 +91,20 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(q_full, 1)
     ring_init(do_full, 1)
     ring_init(ds_empty, 1)
-    ring_init(k_empty, 1)
     ring_init(told, 1)
     ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
-    # What both multiplying warpgroups do.
+    # What both multiplying warpgroups do; with K the dQ warpgroup, too, is done.
     ring_init(v_empty, WARPGROUPS)
+    ring_init(k_empty, WARPGROUPS + 1)
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)
     ring_init(zeroed, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, dq, k_full, k_empty, v_full, v_empty, q_full,
+    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
                 do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
@@ -117,9 +116,9 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dq, (work, dq_accum, D, True)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
-            (wait_turn, (work, dq_semaphore, spin_timeouts)),
-            (announce_dq, (work, dq_semaphore, 0)),
-            (announce_dq, (work, dq_semaphore, 1)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES)),
+            (announce_dq, (work, dq_semaphore, 0, PIECES)),
+            (announce_dq, (work, dq_semaphore, 1, PIECES)),
         ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
@@ -151,18 +150,17 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device)
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, shape["PERSISTENT"], deterministic,
                     kv_len - q_len if causal else None, dim)
-    number = len(plan.tiles) - programs * deterministic
     accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
                plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
-               kv_len - q_len, number)
+               kv_len - q_len, plan.number, plan.tail)
     fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
                  CAUSAL=causal) | shape
     # Programs that wait for one another must all be there.
-    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if deterministic else number, 1, 1),
+    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if shape["PERSISTENT"] else plan.number, 1, 1),
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
@@ -187,7 +185,7 @@ def constants(dim: int, deterministic: bool) -> dict:
     taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, PERSISTENT=deterministic, K_STAGES=1,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import add_words, load_fresh, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
+from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
 from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
@@ -251,6 +251,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
         # Both leave through V's memory: this warpgroup alone reads its part of it, so that is free when all its warps are here.
         barrier()
+        ring_arrive(work.k_empty, number)
         row = tile_field(work, tile, ROW) + group * KEYS
         batch, head = tile_field(work, tile, BATCH), tile_field(work, tile, HEAD)
         _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows, PARTIAL_KEYS)
@@ -275,7 +276,6 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
-    kept = work.dq.permute((1, 0, 2))
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
@@ -289,29 +289,20 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
             pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + place
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
-                part = by_thread(warpgroup_mma_wait(0, deps=[token]))
+                part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
-                    if DETERMINISTIC:
-                        ring_wait(work.turn, i)
-                        # Nothing stands there before the first.
-                        lock_value = _read_number(work.lock_values, i, 4)
-                        put_words(pointer + piece * (QUERIES * COLUMNS), part, lock_value)
-                        if PIECES == 2:
-                            put_words(pointer, kept.load(words), lock_value)
-                        barrier()
-                        ring_arrive(work.dq_full, i)
-                    else:
-                        add_words(pointer + piece * (QUERIES * COLUMNS), part)
-                elif DETERMINISTIC:
-                    # The turn must not be held while another product is computed.
-                    kept.store(part)
+                if DETERMINISTIC:
+                    ring_wait(work.turn, i * PIECES + piece)
+                    # Nothing stands there before the first.
+                    put_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part), _read_number(work.lock_values, i, 4))
                     barrier()
+                    ring_arrive(work.dq_full, i * PIECES + piece)
                 else:
-                    add_words(pointer + piece * (QUERIES * COLUMNS), part)
-                    # Else the compiler wants the next product's registers beside this one's.
-                    barrier()
-        # Of the last scores dS was made, so none but this warpgroup was still reading K.
+                    add_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part))
+                    if piece < PIECES - 1:
+                        # Else the compiler wants the next product's registers beside this one's.
+                        barrier()
         ring_arrive(work.k_empty, number)
         done += iterations
         number += 1
@@ -319,7 +310,7 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
 
 
 @gluon.jit
-def wait_turn(work, dq_semaphore, spin_timeouts):
+def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
     """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
 
     ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
@@ -332,15 +323,17 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
         for i in range(done, done + iterations):
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
-            added = load_fresh(dq_semaphore + slot)
-            # For the first, which stores, all wait, however long.
-            while (added < lock_value) & ((spins_left > 0) | (added == 0)):
-                added = load_fresh(dq_semaphore + slot)
-                spins_left -= 1
-            spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
-            # Not more than a round ahead of those who wait for it.
-            ring_free(work.dq_empty, i)
-            ring_arrive(work.turn, i)
+            for piece in gl.static_range(PIECES):
+                semaphore = dq_semaphore + slot * PIECES + piece
+                added = gl.load(semaphore, volatile=True)
+                # For the first, which stores, all wait, however long.
+                while (added < lock_value) & ((spins_left > 0) | (added == 0)):
+                    added = gl.load(semaphore, volatile=True)
+                    spins_left -= 1
+                spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                # Not more than a round ahead of those who wait for it.
+                ring_free(work.dq_empty, i * PIECES + piece)
+                ring_arrive(work.turn, i * PIECES + piece)
         done += iterations
         tile = tile_field(work, tile, NEXT)
     if spins_left <= 0:
@@ -348,7 +341,7 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
 
 
 @gluon.jit
-def announce_dq(work, dq_semaphore, share: gl.constexpr):
+def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr):
     """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
 
     Two, because that at times takes longer than an iteration.
@@ -357,13 +350,13 @@ def announce_dq(work, dq_semaphore, share: gl.constexpr):
     tile = work.first
     done = gl.to_tensor(0)
     while tile >= 0:
-        iterations = tile_field(work, tile, ITERATIONS)
-        for i in range(done + ((done + share) & 1), done + iterations, SHARES):
-            ring_wait(work.dq_full, i)
-            slot = _read_number(work.slots, i, 1)
+        iterations = tile_field(work, tile, ITERATIONS) * PIECES
+        for j in range(done + ((done + share) & 1), done + iterations, SHARES):
+            ring_wait(work.dq_full, j)
+            slot = _read_number(work.slots, j // PIECES, 1)
             release_fence()
             barrier()
-            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
-            ring_arrive(work.dq_empty, i)
+            gl.atomic_add(dq_semaphore + slot * PIECES + j % PIECES, 1, sem="relaxed")
+            ring_arrive(work.dq_empty, j)
         done += iterations
         tile = tile_field(work, tile, NEXT)

@@ -23,9 +23,8 @@ class Work:
     limits: gl.shared_memory_descriptor     # [STAGES, 1], int32: query i of the chunk sees the tile's keys up to i + limit
     selector: gl.shared_memory_descriptor   # [2, KEYS, 16], ones where lse_dpsum has lse, and where it has dPsum
     ds: gl.shared_memory_descriptor         # [2, KEYS * WARPGROUPS, QUERIES]
-    dq: gl.shared_memory_descriptor         # [8, 128, 4], float32, deterministic: the first columns of dQ, from when the turn is waited for
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor    # the dQ warpgroup has read it, and so have the others
+    k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups and the dQ warpgroup have read it
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dV and dK, which leave through V's memory
     q_full: gl.shared_memory_descriptor     # TMA has written q and lse_dpsum

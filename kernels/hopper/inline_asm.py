@@ -106,12 +106,6 @@ def put_words(pointer, x, stored):
 
 
 @gluon.jit
-def load_fresh(pointer):
-    """The int32 at ``pointer`` as others on the GPU may have changed it."""
-    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], gl.int32, False, 1)
-
-
-@gluon.jit
 def release_fence():
     """Whoever on the GPU sees what is written afterwards sees what was written before, also by those that this partition waited for."""
     # A fence that also acquires would empty the first cache, in which the lists are.

@@ -31,7 +31,7 @@ class Accum(NamedTuple):
     #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
     dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], in the order in which the threads that add hold a product of 64 rows
     #                     and 64 columns: [D / 64, 8 of 8 columns, 4 of 16 rows, 8 rows, 4 of 2 columns, 2 of 8 rows, 2 columns]
-    dq_semaphore: Tensor | None     # int32 [B, H, slots], zeros: how many tiles have added to dq_accum. Where it is given, the first of
+    dq_semaphore: Tensor | None     # int32 [B, H, slots, D / 64], zeros: how many tiles have added to so many columns. Where it is given, the first of
     #                     them stores and dq_accum is undefined before; else dq_accum is zeros.
 
     @property
@@ -81,7 +81,7 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, dq_semaphore, 
     tl.store(lse_dpsum + at * (M * 16) + lines[:, None] * 16 + columns,
              tl.where(term == 0, high, tl.where(term == 1, middle, tl.where(term == 2, low, zero))))
     if ORDERED:
-        tl.store(dq_semaphore + at, 0)
+        tl.store(dq_semaphore + at * (DIM // 64) + tl.arange(0, DIM // 64), tl.zeros([DIM // 64], tl.int32))
     else:
         tl.store(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), tl.zeros([M * DIM], tl.float32))
 
@@ -102,7 +102,7 @@ def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch,
     mask = tl.full([M * DIM], True, tl.int1)
     if ORDERED:
         # To rows that attend to nothing nobody has added.
-        mask = mask & (tl.load(dq_semaphore + at) > 0)
+        mask = mask & (tl.load(dq_semaphore + at * (DIM // 64)) > 0)
     x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), mask=mask, other=0.0)
     x = tl.reshape(tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)), [M, DIM])
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
@@ -115,7 +115,7 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
     dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
-    dq_semaphore = torch.empty(batch, heads, slots, dtype=torch.int32, device=out.device) if ordered else None
+    dq_semaphore = torch.empty(batch, heads, slots, dim // 64, dtype=torch.int32, device=out.device) if ordered else None
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.

@@ -40,6 +40,8 @@ ROTATION_UNITS = tl.constexpr(4096)
 STAGGER = 5
 SEGMENT = 128
 TAIL_ROUNDS = 3
+SPREAD = 2000
+ASSIGN_WARPS = 4
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
 
@@ -49,14 +51,16 @@ _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
     "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
-    "shift", "tail"]
+    "shift", "spread", "tail"]
 
 
 class Schedule(NamedTuple):
     """The work of the backward kernel's programs."""
 
-    tiles: Tensor               # int32 [B * Hkv * parts * key blocks + programs, FIELDS]: tiles in the order in which they are taken, see
-    #                             _place, then for each program a row of which NEXT, its first tile, is set
+    tiles: Tensor               # int32 [number + tail + programs, FIELDS]: tiles as _place has them; then rows of which NEXT is set: to
+    #                             the last tiles, the longest first, and, persistent, to the first tile of each program
+    number: int                 # of tiles
+    tail: int                   # of them at the end, taken the longest first
     lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int                  # of a list
@@ -114,44 +118,29 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
     tl.store(to + ROTATION, 0, mask=here)
 
 
-@triton.jit
-def _longest_first(tiles, number, tail, TAIL: tl.constexpr, OTHERS: tl.constexpr):
-    """(the last ``tail`` of so many tiles, at most TAIL; how many of them have more iterations, or as many and stand before)."""
-    entry = tl.arange(0, TAIL)
+@triton.jit(do_not_specialize=_NUMBERS)
+def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """The last ``tail`` tiles, the longest first: NEXT of the rows behind all tiles."""
+    entry = tl.program_id(0) * OWN + tl.arange(0, OWN)
     tile = number - tail + entry
     length = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=entry < tail, other=-1)
-    rank = tl.zeros([TAIL], tl.int32)
+    rank = tl.zeros([OWN], tl.int32)
     for first in range(0, tail, OTHERS):
         other = first + tl.arange(0, OTHERS)
         others = tl.load(tiles + (number - tail + other) * FIELDS + ITERATIONS, mask=other < tail, other=-1)
         before = (others[None, :] > length[:, None]) | ((others[None, :] == length[:, None]) & (other[None, :] < entry[:, None]))
-        rank += tl.sum((before & (other[None, :] < tail)).to(tl.int32), 1)
-    return tile, rank, entry < tail
+        rank += tl.sum(before.to(tl.int32), 1)
+    tl.store(tiles + (number + rank) * FIELDS + NEXT, tile, mask=entry < tail)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _sort_kernel(tiles, number, tail, TAIL: tl.constexpr, OTHERS: tl.constexpr, FIELDS_UP: tl.constexpr):
-    """Puts the last ``tail`` tiles into order, the longest first."""
-    tile, rank, mask = _longest_first(tiles, number, tail, TAIL, OTHERS)
-    field = tl.arange(0, FIELDS_UP)
-    mask = mask[:, None] & (field < FIELDS)[None, :]
-    rows = tl.load(tiles + (tile * FIELDS)[:, None] + field[None, :], mask=mask, other=0)
-    # Other threads have read what these write.
-    tl.debug_barrier()
-    tl.store(tiles + ((number - tail + rank) * FIELDS)[:, None] + field[None, :], rows, mask=mask)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, scratch, number, programs, group, stagger, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   TAIL: tl.constexpr, OTHERS: tl.constexpr):
+def _assign_kernel(tiles, times, loads, number, programs, group, stagger, spread, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+                   OTHERS: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
-    The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
+    The last ``tail`` the longest first, and of several programs who has least to do takes the longest. ``loads``: room for a number a
+    program.
     """
-    ending, standing, mask = _longest_first(tiles, number, tail, TAIL, OTHERS)
-    tl.store(scratch + standing, ending, mask=mask)
-    # Of programs, how much they have to do.
-    loads = scratch + TAIL
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -163,9 +152,9 @@ def _assign_kernel(tiles, times, scratch, number, programs, group, stagger, tail
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % period * ROTATION_UNITS // period
+    place = program * stagger % tl.maximum(period * spread // ROTATION_UNITS, 1) * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
-    last = number + program
+    last = number + tail + program
     taken = 0
     while taken < number:
         free = work < tl.min(work, 0) + step
@@ -189,7 +178,7 @@ def _assign_kernel(tiles, times, scratch, number, programs, group, stagger, tail
             tile = taken + rank
             taken += tl.sum(free.to(tl.int32), 0)
             free = free & (tile < number)
-            tile = tl.load(scratch + tile - (number - tail), mask=free, other=0)
+            tile = tl.load(tiles + (tail + tile) * FIELDS + NEXT, mask=free, other=0)
         # A part beyond the end of its block is nobody's.
         free = free & (tl.load(tiles + tile * FIELDS + ROWS, mask=free, other=0) > 0)
         tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
@@ -297,7 +286,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
+             programs: int, persistent: bool, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
@@ -308,10 +297,10 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
-    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if ordered else 1
-    tiles = torch.empty(number + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
-    strides = shared_strides(counts, heads)
+    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if persistent else 1
     tail = min(number, TAIL_ROUNDS * programs)
+    tiles = torch.empty(number + tail + programs * persistent, FIELDS.value, dtype=torch.int32, device=counts.device)
+    strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
@@ -320,16 +309,17 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
-    sizes = dict(TAIL=power_of_2(TAIL_ROUNDS * programs), OTHERS=32)
-    if not ordered:
-        constants = dict(**sizes, FIELDS_UP=16)
-        _launch_sort((device, fit((number, tail)), *constants.values()), (1, 1, 1), (), (tiles,), (number, tail), constants, {})
-        return Schedule(tiles, None, skipped, width)
+    constants = dict(OWN=16, OTHERS=128)
+    _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // 16), 1, 1), (), (tiles,), (number, tail), constants, {})
+    if not persistent:
+        return Schedule(tiles, number, tail, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER, tail)
-    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, **sizes)
-    scratch = torch.empty(constants["TAIL"] + constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, scratch), numbers, constants, {})
+    numbers = (number, programs, group, STAGGER, int(min(SPREAD * programs * QUERIES / max(together * queries.tokens * group, 1), 1) * ROTATION_UNITS.value), tail)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32)
+    loads = torch.empty(constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, loads), numbers, constants, dict(num_warps=ASSIGN_WARPS))
+    if not ordered:
+        return Schedule(tiles, number, tail, None, skipped, width)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
@@ -340,8 +330,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
     _launch_lock_values((device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
                         (own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values), numbers, constants, {})
-    return Schedule(tiles, lock_values, skipped, width)
+    return Schedule(tiles, number, tail, lock_values, skipped, width)
 
 
-_launch_tiles, _launch_sort, _launch_assign, _launch_lock_values = map(
-    QuickLaunch, (_tiles_kernel, _sort_kernel, _assign_kernel, _lock_value_kernel))
+_launch_tiles, _launch_order, _launch_assign, _launch_lock_values = map(
+    QuickLaunch, (_tiles_kernel, _order_kernel, _assign_kernel, _lock_value_kernel))

@@ -245,19 +245,16 @@ def put_words(pointer, x, stored):
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    add_words=add_words, put_words=put_words, load_fresh=lambda pointer: load_fresh(pointer), release_fence=lambda: None)
+    add_words=add_words, put_words=put_words, release_fence=lambda: None)
 
 
-def load(pointer, mask=None, other=None):
+def load(pointer, mask=None, other=None, volatile=False):
     if mask is not None:
         return torch.where(mask, pointer.data[torch.where(mask, pointer.offset, 0)], other)
+    if volatile:
+        # Someone waits for a change: let those run who may bring it.
+        time.sleep(1e-4)
     return pointer.data[int(pointer.offset)].clone()
-
-
-def load_fresh(pointer):
-    # Someone waits for a change: let those run who may bring it.
-    time.sleep(1e-4)
-    return load(pointer)
 
 
 def store(pointer, x, mask):
