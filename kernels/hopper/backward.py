@@ -48,12 +48,13 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, PERSISTENT: gl.constexpr, K_STAGES: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, PERSISTENT: gl.constexpr, K_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
-    PIECES: gl.constexpr = D // 64
+    PIECES: gl.constexpr = D // DQ_COLUMNS
+    LOCKS: gl.constexpr = D // 64
     ANNOUNCED: gl.constexpr = 4 * PIECES
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
@@ -114,17 +115,17 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, D, True)),
+            (compute_dq, (work, dq_accum, D, DQ_COLUMNS, True)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
-            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES)),
-            (announce_dq, (work, dq_semaphore, 0, PIECES)),
-            (announce_dq, (work, dq_semaphore, 1, PIECES)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES, LOCKS)),
+            (announce_dq, (work, dq_semaphore, 0, PIECES, LOCKS)),
+            (announce_dq, (work, dq_semaphore, 1, PIECES, LOCKS)),
         ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, D, False)),
+            (compute_dq, (work, dq_accum, D, DQ_COLUMNS, False)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
@@ -185,7 +186,7 @@ def constants(dim: int, deterministic: bool) -> dict:
     taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, PERSISTENT=deterministic, K_STAGES=1,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, PERSISTENT=deterministic, K_STAGES=1, DQ_COLUMNS=64,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

@@ -265,11 +265,10 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
 
 @gluon.jit
-def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def compute_dq(work, dq_accum, D: gl.constexpr, COLUMNS: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
     dq_accum.Accum has it. Deterministic, when it is the tile's turn."""
     QUERIES: gl.constexpr = work.q.shape[3]
-    COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
     words: gl.constexpr = by_thread_layout(COLUMNS)
     zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
@@ -310,7 +309,7 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
 
 
 @gluon.jit
-def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
+def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr, LOCKS: gl.constexpr):
     """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
 
     ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
@@ -324,7 +323,7 @@ def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
             for piece in gl.static_range(PIECES):
-                semaphore = dq_semaphore + slot * PIECES + piece
+                semaphore = dq_semaphore + slot * LOCKS + piece
                 added = gl.load(semaphore, volatile=True)
                 # For the first, which stores, all wait, however long.
                 while (added < lock_value) & ((spins_left > 0) | (added == 0)):
@@ -341,7 +340,7 @@ def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr):
+def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr, LOCKS: gl.constexpr):
     """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
 
     Two, because that at times takes longer than an iteration.
@@ -356,7 +355,7 @@ def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr):
             slot = _read_number(work.slots, j // PIECES, 1)
             release_fence()
             barrier()
-            gl.atomic_add(dq_semaphore + slot * PIECES + j % PIECES, 1, sem="relaxed")
+            gl.atomic_add(dq_semaphore + slot * LOCKS + j % PIECES, 1, sem="relaxed")
             ring_arrive(work.dq_empty, j)
         done += iterations
         tile = tile_field(work, tile, NEXT)

@@ -42,6 +42,7 @@ SEGMENT = 128
 TAIL_ROUNDS = 3
 SPREAD = 2000
 ASSIGN_WARPS = 4
+TILE_CHANGE = 1
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
 
@@ -113,7 +114,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
     tl.store(to + HEAD, kv_head, mask=here)
     tl.store(to + BLOCK, block, mask=here)
     tl.store(to + PART, part, mask=here)
-    tl.store(to + ITERATIONS, tl.where(left > 0, tl.sum(iterations, 0), 0), mask=here)
+    tl.store(to + ITERATIONS, tl.where(left > 0, tl.sum(iterations, 0), -1), mask=here)
     tl.store(to + NEXT, -1, mask=here)
     tl.store(to + ROTATION, 0, mask=here)
 
@@ -134,30 +135,30 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, loads, number, programs, group, stagger, spread, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   OTHERS: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, spread, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+                   BUCKETS: tl.constexpr, CHANGE: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
-    The last ``tail`` the longest first, and of several programs who has least to do takes the longest. ``loads``: room for a number a
-    program.
+    The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
     """
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
         iterations = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=tile < number, other=0)
-        total += iterations
+        total += tl.maximum(iterations, 0)
         busy += (iterations > 0).to(tl.int32)
     # Programs that come within an average tile of one another take theirs together: one at a time would be fairer by a hundredth, and slow.
     step = tl.maximum(tl.sum(total, 0) // tl.maximum(tl.sum(busy, 0), 1), 1).to(tl.int32)
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
-    period = (step + 1 + group - 1) // group
+    period = (step + CHANGE + group - 1) // group
     program = tl.arange(0, PROGRAMS)
     place = program * stagger % tl.maximum(period * spread // ROTATION_UNITS, 1) * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + tail + program
     taken = 0
     while taken < number:
-        free = work < tl.min(work, 0) + step
+        least = tl.min(work, 0)
+        free = work < least + step
         if taken < number - tail:
             tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
             taken += tl.sum(free.to(tl.int32), 0)
@@ -165,27 +166,23 @@ def _assign_kernel(tiles, times, loads, number, programs, group, stagger, spread
             free = free & (tile < number - tail)
             taken = tl.minimum(taken, number - tail)
         else:
-            # Others read what these write, and the other way round.
-            tl.debug_barrier()
-            tl.store(loads + program, work)
-            tl.debug_barrier()
-            rank = tl.zeros([PROGRAMS], tl.int32)
-            for start in range(0, PROGRAMS, OTHERS):
-                other = start + tl.arange(0, OTHERS)
-                others = tl.load(loads + other, mask=other < PROGRAMS, other=1 << 30)
-                before = (others[None, :] < work[:, None]) | ((others[None, :] == work[:, None]) & (other[None, :] < program[:, None]))
-                rank += tl.sum(before.to(tl.int32), 1)
+            # By how far they are, in BUCKETS steps, which is exact enough.
+            bucket = (work - least) * BUCKETS // step
+            here = ((bucket[:, None] == tl.arange(0, BUCKETS)[None, :]) & free[:, None]).to(tl.int32)
+            size = tl.sum(here, 0)
+            rank = tl.sum(here * (tl.cumsum(here, 0) - 1 + (tl.cumsum(size, 0) - size)[None, :]), 1)
             tile = taken + rank
             taken += tl.sum(free.to(tl.int32), 0)
             free = free & (tile < number)
             tile = tl.load(tiles + (tail + tile) * FIELDS + NEXT, mask=free, other=0)
         # A part beyond the end of its block is nobody's.
-        free = free & (tl.load(tiles + tile * FIELDS + ROWS, mask=free, other=0) > 0)
+        iterations = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=free, other=-1)
+        free = iterations >= 0
         tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
         tl.store(times + tile, work, mask=free)
         tl.store(tiles + tile * FIELDS + ROTATION, (work % period * ROTATION_UNITS // period + place) % ROTATION_UNITS, mask=free)
         last = tl.where(free, tile, last)
-        work += tl.where(free, tl.load(tiles + tile * FIELDS + ITERATIONS, mask=free, other=0) + 1, 0)
+        work += tl.where(free, iterations + CHANGE, 0)
     tl.store(tiles + last * FIELDS + NEXT, -1, mask=program < programs)
 
 
@@ -315,9 +312,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
         return Schedule(tiles, number, tail, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
     numbers = (number, programs, group, STAGGER, int(min(SPREAD * programs * QUERIES / max(together * queries.tokens * group, 1), 1) * ROTATION_UNITS.value), tail)
-    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32)
-    loads = torch.empty(constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, loads), numbers, constants, dict(num_warps=ASSIGN_WARPS))
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, BUCKETS=32, CHANGE=TILE_CHANGE)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, dict(num_warps=ASSIGN_WARPS))
     if not ordered:
         return Schedule(tiles, number, tail, None, skipped, width)
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()

@@ -76,7 +76,7 @@ def test_every_tile_is_listed_once(device, name, causal):
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
         chunks = sum(iteration[2] for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for iteration in member)
-        assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[ROTATION] == 0
+        assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else -1) and tile[NEXT] == -1 and tile[ROTATION] == 0
     assert not first and lock_values is None
 
 
