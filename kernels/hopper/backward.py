@@ -48,7 +48,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, PERSISTENT: gl.constexpr, K_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, DQ_COLUMNS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
@@ -59,17 +59,17 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first = gl.program_id(0)
-    if PERSISTENT:
+    if DETERMINISTIC:
         first = gl.load(tiles + (number + tail + first) * FIELDS + NEXT)
     elif first >= number - tail:
         first = gl.load(tiles + (tail + first) * FIELDS + NEXT)
-    if PARTIAL_KEYS and not PERSISTENT:
+    if PARTIAL_KEYS and not DETERMINISTIC:
         if gl.load(tiles + first * FIELDS + ROWS) <= 0:
             return
 
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, KEYS, D], k_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
@@ -82,7 +82,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
-    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(K_STAGES), barrier_ring(K_STAGES), barrier_ring(1), barrier_ring(1), barrier_ring(1)
+    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
     told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
@@ -151,7 +151,7 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device)
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, shape["PERSISTENT"], deterministic,
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
                     kv_len - q_len if causal else None, dim)
     accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
@@ -161,7 +161,7 @@ def hopper_backward(
     fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
                  CAUSAL=causal) | shape
     # Programs that wait for one another must all be there.
-    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if shape["PERSISTENT"] else plan.number, 1, 1),
+    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if deterministic else plan.number, 1, 1),
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
@@ -186,7 +186,7 @@ def constants(dim: int, deterministic: bool) -> dict:
     taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, PERSISTENT=deterministic, K_STAGES=1, DQ_COLUMNS=64,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, DQ_COLUMNS=64,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

@@ -45,9 +45,8 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
         # Read before the tile before is done with, for one number leads to the next.
         at = next_iteration(lists, before_first_iteration(lists, work, tile), QUERIES)
         ring_free(work.k_empty, number)
-        k_full = ring_at(work.k_full, number)
-        mbarrier.expect(k_full, k_desc.block_type.nbytes)
-        copy_in(k_desc, [batch, kv_head, row, 0], k_full, ring_at(work.k, number))
+        mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
+        copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
         if iterations == 0:
             _load_v(work, v_desc, number, batch, kv_head, row)
         for i in range(done, done + iterations):
@@ -206,6 +205,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = work.q.dtype
+    k = matrix(work.k).slice(group * KEYS, KEYS)
     v = matrix(work.v).slice(group * KEYS, KEYS)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     tile = work.first
@@ -217,7 +217,6 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             rows = tile_field(work, tile, ROWS) - group * KEYS
         dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
-        k = matrix(ring_at(work.k, number)).slice(group * KEYS, KEYS)
         ring_wait(work.k_full, number)
         if PARTIAL_KEYS:
             if rows < KEYS:
@@ -275,11 +274,11 @@ def compute_dq(work, dq_accum, D: gl.constexpr, COLUMNS: gl.constexpr, DETERMINI
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
+    k = matrix(work.k)
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
-        k = matrix(ring_at(work.k, number))
         ring_wait(work.k_full, number)
         for i in range(done, done + iterations):
             ring_wait(work.ds_full, i)

@@ -12,8 +12,8 @@ class Work:
     Barriers stand in rings, one a stage: ``_full`` of those who fill it, ``_empty`` of those who read it.
     """
 
-    k: gl.shared_memory_descriptor          # [K_STAGES, 1, 1, KEYS * WARPGROUPS, D]
-    v: gl.shared_memory_descriptor          # [1, 1, KEYS * WARPGROUPS, D]
+    k: gl.shared_memory_descriptor          # [1, 1, KEYS * WARPGROUPS, D]
+    v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor          # [STAGES, 1, 1, QUERIES, D]
     do: gl.shared_memory_descriptor
     lse_dpsum: gl.shared_memory_descriptor  # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum

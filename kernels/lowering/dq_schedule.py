@@ -40,8 +40,6 @@ ROTATION_UNITS = tl.constexpr(4096)
 STAGGER = 5
 SEGMENT = 128
 TAIL_ROUNDS = 3
-SPREAD = 2000
-ASSIGN_WARPS = 4
 TILE_CHANGE = 1
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
@@ -52,7 +50,7 @@ _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
     "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
-    "shift", "spread", "tail"]
+    "shift", "tail"]
 
 
 class Schedule(NamedTuple):
@@ -135,7 +133,7 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, spread, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+def _assign_kernel(tiles, times, number, programs, group, stagger, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
                    BUCKETS: tl.constexpr, CHANGE: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
@@ -152,7 +150,7 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, spread, tail,
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + CHANGE + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % tl.maximum(period * spread // ROTATION_UNITS, 1) * ROTATION_UNITS // period
+    place = program * stagger % period * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + tail + program
     taken = 0
@@ -283,7 +281,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, persistent: bool, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
+             programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; with ``programs`` > 0 assigned to so many, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
@@ -294,9 +292,9 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
-    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if persistent else 1
+    together = heads_together(batch * kv_heads, queries.tokens * group, dim) if ordered else 1
     tail = min(number, TAIL_ROUNDS * programs)
-    tiles = torch.empty(number + tail + programs * persistent, FIELDS.value, dtype=torch.int32, device=counts.device)
+    tiles = torch.empty(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
@@ -308,14 +306,12 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
     constants = dict(OWN=16, OTHERS=128)
     _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // 16), 1, 1), (), (tiles,), (number, tail), constants, {})
-    if not persistent:
-        return Schedule(tiles, number, tail, None, skipped, width)
-    times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER, int(min(SPREAD * programs * QUERIES / max(together * queries.tokens * group, 1), 1) * ROTATION_UNITS.value), tail)
-    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, BUCKETS=32, CHANGE=TILE_CHANGE)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, dict(num_warps=ASSIGN_WARPS))
     if not ordered:
         return Schedule(tiles, number, tail, None, skipped, width)
+    times = torch.empty(number, dtype=torch.int32, device=counts.device)
+    numbers = (number, programs, group, STAGGER, tail)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, BUCKETS=32, CHANGE=TILE_CHANGE)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.

@@ -33,7 +33,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5, programs > 0, programs > 0,
+    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5, programs > 0,
                     kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
     return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], made.lock_values
@@ -85,7 +85,10 @@ def test_every_tile_is_listed_once(device, name, causal):
 @pytest.mark.slow
 def test_every_lock_opens(device, name, programs, causal):
     """Programs do their tiles at random paces, each waiting for its lock value at every query block: all come to their end."""
-    blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
+    assert_every_lock_opens(*dq_patterns(device)[name], programs, causal)
+
+
+def assert_every_lock_opens(blocks, heads, kv_heads, q_len, kv_len, programs, causal):
     tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
     lock_values = lock_values.tolist()
     paths, assigned = [], []
@@ -113,6 +116,25 @@ def test_every_lock_opens(device, name, programs, causal):
         done[program] += 1
     for block, number in semaphores.items():
         assert number == sum(block == iteration[0] for path in paths for iteration in path)
+
+
+def adversarial(device):
+    """name -> mask of 12 query blocks and key blocks over which programs might come to wait for one another in a circle"""
+    whole = torch.ones(12, 12, dtype=torch.bool, device=device)
+    nothing = ~whole
+    arrow, checked = torch.eye(12, dtype=torch.bool, device=device), torch.arange(12, device=device)[:, None] + torch.arange(12, device=device)
+    arrow[0] = arrow[:, -1] = True
+    return {"all": whole, "antidiagonal": whole.triu().flip(1), "arrow": arrow, "every other": checked % 2 == 0,
+            "one row": nothing.index_fill(0, torch.tensor([7], device=device), True),
+            "one column": nothing.index_fill(1, torch.tensor([3], device=device), True)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, programs", spread(adversarial("cpu"), (2, 5, 16)))
+def test_every_lock_opens_over_adversarial_lists(device, name, programs):
+    """Whatever the programs' paces."""
+    blocks = BlockLists.from_mask(adversarial(device)[name].expand(1, 3, -1, -1), 128, 128)
+    assert_every_lock_opens(blocks, 3, 3, 12 * 128, 12 * 128, programs, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
