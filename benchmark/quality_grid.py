@@ -52,7 +52,7 @@ class Tiles:
     others: tuple[Triple, ...]
 
 
-FULL_TILES = Tiles((4, 8, 8), ((4, 4, 8), (2, 8, 8), (6, 8, 8)))
+FULL_TILES = Tiles((4, 8, 8), ((4, 4, 8), (2, 8, 8), (6, 8, 8), (4, 6, 8)))
 TOY_TILES = Tiles((2, 4, 4), ((1, 4, 4),))
 
 

@@ -136,7 +136,13 @@ KERNELS = {
     Problem(46_080, head_dim=64): (partial(kept, number=0.4),),
     Problem(138_240): (partial(kept, number=56),),
     # What 16 heads over 8 GPUs leave to one.
-    Problem(138_240, heads=2): (partial(kept, number=56),)}
+    Problem(138_240, heads=2): (partial(kept, number=56),),
+    Problem(23_040, heads=24): (partial(kept, number=18),),
+    Problem(11_520): (partial(kept, number=12),),
+    Problem(11_520, heads=2): (partial(kept, number=12),),
+    # Tiles of 4 x 4 x 8 tokens, and of 4 x 4 x 4.
+    Problem(30_720, block=128): (partial(kept, number=24),),
+    Problem(30_720, block=64): (partial(kept, number=48),)}
 EVERY_PATTERN = (full, window, *(partial(kept, number=share) for share in SHARES))
 KERNELS_FULL = {Problem(tokens, heads): EVERY_PATTERN for heads in (16, 1) for tokens in (11_520, 23_040, 46_080, 92_160, 138_240)}
 KERNELS_FULL |= {Problem(46_080, head_dim=64): EVERY_PATTERN, Problem(138_240): (*EVERY_PATTERN, partial(kept, number=56)),

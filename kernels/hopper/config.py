@@ -28,6 +28,7 @@ _ROUNDS_MATTER = 1.05
 @lru_cache
 def hopper_forward_config(
     head_dim: int, q_block: int, kv_block: int, causal: bool, optimistic: bool = False, blocks: int = 0, processors: int = 1,
+    ragged: bool = False,
 ) -> HopperForwardConfig:
     """The one of the Hopper forward. ``q_block`` and ``kv_block`` are the longest blocks in tokens. ``optimistic``: a loop
     without maxima, as in bfloat16. ``blocks``: query blocks of all heads and batch elements, on so many multiprocessors.
@@ -38,18 +39,34 @@ def hopper_forward_config(
     128 keys 7.6. Optimistic, three with 128 keys 5.5 and without overlap 5.8, with 64 keys 5.9; two with 128 keys 6.1. Three have 160
     registers a thread, too few for 128 keys at head_dim 128. They were not measured under a causal mask, where they spill some.
 
-    Where programs are few, the last round of multiprocessors, partly idle, weighs more than that: at 11,520 tokens of one head three
-    warpgroups made 60 programs for 132 multiprocessors and took 0.18 ms, flash-attn-4, with 90, 0.13; of 16 heads 1.45 and 1.42. Then two
-    are taken where counting rounds says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where
-    programs are many.
+    ``ragged``: key blocks differ in length, so that many chunks would hold less than 128 keys: tiles of 4 x 4 x 8 tokens at 720p, 0.15 of
+    them kept, took 28.3 ms with 128 keys and 27.5 with 64.
+
+    Where programs are few, the last round of multiprocessors, partly idle, weighs more than that. Then two are taken where counting rounds
+    says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where programs are many. Lists are
+    split in the last round (see ``split``), so that this is rare: at 11,520 tokens, 12 of 30 blocks kept, three took 0.0563 ms of one head
+    and two 0.0579; of 16 heads, 18 of 30 kept, 0.820 and 0.834.
     """
-    def rounds(rows: int) -> int:
-        """Rows that a multiprocessor takes, one program after another."""
-        return -(-blocks * -(-q_block // rows) // processors) * rows
+    def rounds(rows: int) -> float:
+        """Rows that a multiprocessor takes, one tile after another, the last ones of which may be split."""
+        whole, rest = divmod(blocks * -(-q_block // rows), processors)
+        return (whole + (1 / (processors // rest) if rest else 0)) * rows
 
     three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
     three = three and rounds(192) <= _ROUNDS_MATTER * _TWO_OVER_THREE[head_dim, optimistic] * rounds(128)
-    chunk = 64 if kv_block <= 64 or (three and head_dim == 128) else 128
+    chunk = 64 if kv_block <= (128 if ragged and head_dim == 128 else 64) or (three and head_dim == 128) else 128
     overlap = optimistic or (three if head_dim == 64 else not three)
     # 128 KiB of K and V.
     return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+
+
+# Chunks that a part of a list has at least, and rounds after which a last one that is partly idle is no loss.
+_SHORTEST_PART, _MANY_ROUNDS = 6, 40
+
+
+def split(tiles: int, chunks: int, processors: int, causal: bool) -> tuple[int, int]:
+    """(how many tiles, the last of a launch, are split; into how many parts of their lists), so that no multiprocessor is idle while others
+    take the last ones. ``chunks``: of the longest list. (0, 1) where nothing is gained; causal ones are not split."""
+    rest = tiles % processors
+    parts = min(processors // rest, chunks // _SHORTEST_PART) if rest and not causal and tiles < _MANY_ROUNDS * processors else 1
+    return (rest, parts) if parts > 1 else (0, 1)

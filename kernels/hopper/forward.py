@@ -1,10 +1,12 @@
 """Hopper forward kernel: one warp brings tiles in by TMA, warpgroups of 64 query rows each multiply and take softmax.
 
-A program owns the query rows of two or three warpgroups, all of one block, the blocks with the longest lists first, and iterates over the
-chunks of keys that the block attends to: first the partial ones, which a ragged tail or the causal diagonal cuts, one at a time, then the
-full ones, where the scores of the next chunk are computed while the values of this one are added up.
+As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
+longest lists first. What a tile begins with is brought in while the one before ends. A tile iterates over the chunks of keys that its
+block attends to: first the full ones, then the partial ones, which a ragged tail cuts; the scores of the next chunk are computed while the
+values of this one are added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,104 +18,83 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..blocks import BlockLists
 from ..device import multiprocessors
 from ..kept import Kept
-from ..lowering.chunks import ENTRY, HEADER, ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
+from ..lowering.chunks import ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
-from ..lowering.tma import descriptor_of, tma_ready
-from .config import HopperForwardConfig, hopper_forward_config
-from .forward_load import Work, load
+from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
+from .config import HopperForwardConfig, hopper_forward_config, split
+from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend
-from .primitives import barrier_ring, one_word, ring_init
+from .forward_merge import merge_parts, partial_results
+from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 # Registers at entry: the file holds 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1, as warps are counted in fours. Then
-# warp_specialize gives the loading warp 24, and the multiplying ones 240 or 160.
+# warp_specialize gives the loading warp 40 or 32, and the multiplying ones 232 or 160.
 REGISTERS = {2: 168, 3: 128}
-
-
-@gluon.jit
-def _tile_scheduler(place, number, heads):
-    """(batch * heads + head, rank) of the ``place``-th block of the launch, of ``number`` in each of ``heads``.
-
-    The sixteenth of every head's blocks with the longest lists goes first, for all heads, because a long list that starts late ends late.
-    Then head follows head, so that the keys in use fit in L2.
-    """
-    early = number // 16
-    late = place - early * heads
-    rest = number - early
-    return gl.where(late < 0, place % heads, late // rest), gl.where(late < 0, place // heads, early + late % rest)
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
-_NUMBERS = ["out_batch", "out_head", "out_row", "width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group",
-            "q_len", "shift"]
+_NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "heads", "group", "q_len", "shift", "whole", "splits",
+            "q_batch", "k_batch", "v_batch", "out_batch"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _forward_kernel(q_desc, k_desc, v_desc, out_desc, out, lse, queue, out_batch, out_head, out_row,
-                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, scale_log2,
+def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
+                    width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, q_batch, k_batch,
+                    v_batch, out_batch, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
-    # The parts of a block are neighbours: they read the same keys.
-    at_head, rank = _tile_scheduler(gl.program_id(0) // PARTS, number, batches * heads)
-    head, batch = at_head % heads, at_head // heads
-    part = gl.program_id(0) % PARTS
-    first_row = (batch.to(gl.int64) * list_batch + head // list_group) * number
-    entry = queue + HEADER + (first_row + rank) * ENTRY
-    row, rows = gl.load(entry) + part * ROWS * WARPGROUPS, gl.load(entry + 1) - part * ROWS * WARPGROUPS
-    if rows <= 0:
-        return
-    starts = queue + HEADER + lists.to(gl.int64) * number * ENTRY
-    starts += (first_row + gl.load(entry + 4)) * width
-    partial_starts = starts + width
-    out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
-    lse += at_head.to(gl.int64) * q_len + row
-
     dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], v_desc.layout)
-    again = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.zeros([1], gl.int32, one_word(4)))
-    q_full, v_zeroed, walked = barrier_ring(WARPGROUPS), barrier_ring(1), barrier_ring(1)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(dtype, [2 * WARPGROUPS, 1, 1, 1, ROWS, D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], word)
+    again = gl.allocate_shared_memory(gl.int32, [2, 1], word)
+    tile_full, tile_free, walked, q_full, v_zeroed = (
+        barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(2 * WARPGROUPS), barrier_ring(1))
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    # What TMA announces, and what all warpgroups do.
+    # What the loading warp or TMA announces, and what all warpgroups do.
+    ring_init(tile_full, 1)
     ring_init(q_full, 1)
     ring_init(k_full, 1)
     ring_init(v_full, 1)
+    ring_init(tile_free, WARPGROUPS)
     ring_init(done, WARPGROUPS)
     ring_init(v_zeroed, WARPGROUPS)
     ring_init(walked, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(q, k, v, q_full, k_full, v_full, done, v_zeroed,
-                starts, partial_starts, partial_starts + lists.to(gl.int64) * number * width,
-                gl.load(entry + 2), gl.load(entry + 3), batch, head, head // group, row, rows, walked, again)
+    work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
+                queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
+                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (load, (work, q_desc, k_desc, v_desc)),
-        ], [4, 1], [240, 24])
+            (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (attend, (work, 1, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+        ], [4, 1], [232, 40])
     else:
         gl.warp_specialize([
-            (attend, (work, 0, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (attend, (work, 1, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (attend, (work, 2, out, lse, out_desc, out_row, shift, scale_log2, D, CAUSAL, OVERLAP)),
-            (load, (work, q_desc, k_desc, v_desc)),
-        ], [4, 4, 1], [160, 160, 24])
+            (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (attend, (work, 1, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (attend, (work, 2, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+        ], [4, 4, 1], [160, 160, 32])
 
 
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, in_place: bool = False,
                    config: HopperForwardConfig | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128. benchmark/tune.py tries other configs.
 
-    ``in_place``: out may take q's memory. A warpgroup has its 64 rows in shared memory before it multiplies, and writes at its end the
-    ones that belong to the block; rows of the next block that it loads with them, perhaps overwritten, only reach results that it drops.
+    ``in_place``: out may take q's memory. A warpgroup has its rows in shared memory before it multiplies, and writes the same ones at its
+    end, or, of a list in parts, when all of them are done.
     """
-    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
+    q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
     rows, items = q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2])
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
@@ -122,12 +103,18 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     # Kept, because it depends on nothing else and takes longer to work out than the launches.
     settled = _settled.get(key)
     if settled is None:
-        settled = _settled[key] = _settle(q, k, rows, items, blocks, causal, in_place, config)
+        settled = _settled[key] = _settle(q, k, v, rows, items, blocks, causal, in_place, config)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
     queue = work_queue(settled.queue, blocks, rows, items)
     out, lse = empty_outputs(q, rows, in_place)
-    _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (out, lse, queue),
+    # Where no list is split anything else stands for them.
+    parts = (queue, lse, lse)
+    if settled.split_tiles:
+        parts = partial_results(settled.split_tiles * settled.splits, settled.rows, q.shape[3], q.device)
+    _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (lse, queue, *parts),
             (*settled.numbers, scale * LOG2E), settled.constants, settled.options)
+    if settled.split_tiles:
+        merge_parts(parts, settled.splits, out, lse)
     return out, lse
 
 
@@ -144,30 +131,35 @@ class _Settled(NamedTuple):
     numbers: tuple[int, ...]
     constants: dict
     options: dict
+    rows: int          # of a tile
+    split_tiles: int   # the last ones, into
+    splits: int        # parts
 
 
 _settled: dict[tuple, _Settled] = Kept(1024)
 
 
-def _settle(q: Tensor, k: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool, in_place: bool,
+def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool, in_place: bool,
             config: HopperForwardConfig | None) -> _Settled:
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
+    processors = multiprocessors(q.device)
     config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
-                                             batch * heads * rows.number, multiprocessors(q.device))
+                                             batch * heads * rows.number, processors, not items.uniform)
     queue = queue_plan(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     list_batch, list_heads, width = queue.extent
-    # One program a tile. As many programs as multiprocessors, which take tile after tile (persistent ones), measured 1 % slower on an H200
-    # at 72 chunks a tile and 3 % slower at 144.
     parts = -(-rows.length // (ROWS * config.warpgroups))
-    out_strides = q.stride() if in_place else torch.empty_like(q, device="meta").stride()
-    numbers = (*out_strides[:3], width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads,
-               batch, heads, heads // kv_heads, q_len, kv_len - q_len)
+    tiles = batch * heads * rows.number * parts
+    split_tiles, splits = split(tiles, width, processors, causal)
+    numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
+               heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
+               *[batch_tokens(x) or 0 for x in (q, k, v, q if in_place else torch.empty_like(q, device="meta"))])
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
+    grid = min(tiles + split_tiles * (splits - 1), processors), 1, 1
     # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.
-    tiles = tuple([(object(), descriptor_of(size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
-    return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), (batch * heads * rows.number * parts, 1, 1), tiles,
-                    numbers, fixed, options(config))
+    kinds = tuple([(object(), partial(tma_chunks, rows=size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
+    return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), grid, kinds, numbers, fixed, options(config),
+                    ROWS * config.warpgroups, split_tiles, splits)
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
@@ -176,4 +168,5 @@ def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:
-    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups])
+    # Programs may begin before the kernel before them, which writes the queue, has ended.
+    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups], launch_pdl=True)

@@ -1,79 +1,257 @@
-"""What a program of the Hopper forward works on, and its loading partition: one warp that brings tiles in by TMA."""
+"""What a program of the Hopper forward works on, and its loading partition: a warp that takes tiles and brings in what they need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gluon_compat import aggregate, copy_in
-from .primitives import one_word, ring_at, ring_free
+from ..lowering.chunks import ENTRY, HEADER
+from ..lowering.tma import FAR
+from .gluon_compat import aggregate, barrier, copy_in
+from .inline_asm import wait_for_previous_kernel
+from .primitives import one_word, ring_arrive, ring_at, ring_free, ring_wait
+
+# Numbers of a tile in shared memory.
+FIELDS = gl.constexpr(9)
 
 
 @aggregate
 class Work:
-    """What one program does, and the shared memory and barriers through which its partitions do it."""
+    """What the programs work on, and the shared memory and barriers through which the partitions of one do it."""
 
-    q: gl.shared_memory_descriptor         # [WARPGROUPS, 1, 1, ROWS, D]
-    k: gl.shared_memory_descriptor         # [STAGES, 1, 1, CHUNK, D]
+    q: gl.shared_memory_descriptor         # [2 * WARPGROUPS, 1, 1, 1, ROWS, D]: of two tiles
+    k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
     v: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor    # one barrier a warpgroup
+    tiles: gl.shared_memory_descriptor     # [2 * FIELDS, 1]: two tiles
+    again: gl.shared_memory_descriptor     # [2, 1], of two tiles: not 0 if in a warpgroup a row overflowed
+    tile_full: gl.shared_memory_descriptor  # one a tile: its numbers can be read
+    tile_free: gl.shared_memory_descriptor  # one a tile: all warpgroups are through with it, and with its q
+    q_full: gl.shared_memory_descriptor    # one a warpgroup and tile
     k_full: gl.shared_memory_descriptor    # one a stage: TMA has written it
     v_full: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor      # one a stage: all warpgroups are through with the step that multiplied by its K
-    v_zeroed: gl.shared_memory_descriptor  # all warpgroups are done with a step of zeroing what a partial chunk does not hold
-    starts: gl.tensor                      # pointer to the first tokens of the row's full chunks, which stand at the front
-    partial_starts: gl.tensor              # pointer behind those of the partial ones, which stand at the back
-    partial_sizes: gl.tensor               # pointer behind their numbers of tokens
-    full: gl.tensor                        # number of full chunks
-    partial: gl.tensor                     # number of partial chunks
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    row: gl.tensor                         # first query row of the program
-    rows: gl.tensor                        # rows from there to the end of the block
-    walked: gl.shared_memory_descriptor    # one barrier: all warpgroups are through with their first walk over the list
-    again: gl.shared_memory_descriptor     # a word: not 0 if in one of them a row overflowed
+    v_zeroed: gl.shared_memory_descriptor  # causal: all warpgroups are done with a step of zeroing what is not finite
+    walked: gl.shared_memory_descriptor    # all warpgroups are through with their first walk over a tile's list
+    queue: gl.tensor                       # pointer, see lowering.chunks.Queue
+    width: gl.tensor                       # of a list
+    number: gl.tensor                      # rows of the lists of a head
+    lists: gl.tensor                       # heads of all batch elements that have lists of their own
+    list_batch: gl.tensor                  # strides of these, see shared_strides
+    list_group: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor                       # query heads of a key/value head
+    programs: gl.tensor                    # of the launch
+    whole: gl.tensor                       # tiles that are not split; those after them are
+    splits: gl.tensor                      # in so many parts of their lists
+    q_batch: gl.tensor                     # tokens from a batch element to the next, see tma_chunks
+    k_batch: gl.tensor
+    v_batch: gl.tensor
+    out_batch: gl.tensor
+    partial_rows: gl.tensor                # pointers, of each part: [at_head, row, rows, -],
+    partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
+    partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
+    parts: gl.constexpr                    # tiles of a block
+
+
+@aggregate
+class Tile:
+    """Rows of one block and head, as many as all warpgroups have or fewer, and the list of what they attend to."""
+
+    at_head: gl.tensor         # batch * heads + head
+    row: gl.tensor             # first query row
+    rows: gl.tensor            # rows from there to the end of the block; 0: there is no further tile
+    full: gl.tensor            # number of full chunks
+    partial: gl.tensor         # number of partial chunks
+    list_row: gl.tensor        # which row of the lists is its own
+    full_before: gl.tensor     # full chunks that other parts of the list have
+    partial_before: gl.tensor
+    part: gl.tensor            # of all that are split; -1: it is whole
 
 
 @gluon.jit
-def _load_chunk(work, i, start, k_desc, v_desc):
-    """K and V of the ``i``-th chunk of the mainloop, as soon as its stage is free."""
-    at = [work.batch, work.kv_head, start, 0]
+def starts_of(work, tile):
+    """(pointer to the first tokens of a tile's full chunks, which stand at the front; pointers behind those of the partial ones, which
+    stand at the back, and behind the partial ones' numbers of tokens)"""
+    all_rows = work.lists.to(gl.int64) * work.number
+    starts = work.queue + HEADER + all_rows * ENTRY + tile.list_row.to(gl.int64) * work.width
+    ends = starts + work.width - tile.partial_before
+    return starts + tile.full_before, ends, ends + all_rows * work.width
+
+
+@gluon.jit
+def read_tile(work, n):
+    """The program's ``n``-th tile, for a warpgroup."""
+    ring_wait(work.tile_full, n, True)
+    first = (n & 1) * FIELDS
+    return Tile(_word(work.tiles.index(first), 4), _word(work.tiles.index(first + 1), 4), _word(work.tiles.index(first + 2), 4),
+                _word(work.tiles.index(first + 3), 4), _word(work.tiles.index(first + 4), 4), _word(work.tiles.index(first + 5), 4),
+                _word(work.tiles.index(first + 6), 4), _word(work.tiles.index(first + 7), 4), _word(work.tiles.index(first + 8), 4))
+
+
+@gluon.jit
+def _word(memory, WARPS: gl.constexpr):
+    return gl.max(memory.load(one_word(WARPS)), axis=0)
+
+
+@gluon.jit
+def _scheduled(place, number, heads):
+    """(batch * heads + head, rank) of the ``place``-th block of the launch, of ``number`` in each of ``heads``.
+
+    The sixteenth of every head's blocks with the longest lists goes first, for all heads, because a long list that starts late ends late.
+    Then head follows head, so that the keys in use fit in L2.
+    """
+    early = number // 16
+    late = place - early * heads
+    rest = number - early
+    return gl.where(late < 0, place % heads, late // rest), gl.where(late < 0, place // heads, early + late % rest)
+
+
+@gluon.jit
+def _take_tile(work, place):
+    """The first tile from ``place`` on that has rows, for the loading warp; without rows where there is none."""
+    ROWS: gl.constexpr = work.q.shape[0] // 2 * work.q.shape[4]
+    tiles = work.batches * work.heads * work.number * work.parts
+    places = work.whole + (tiles - work.whole) * work.splits
+    tile = Tile(place, place, place * 0, place, place, place, place, place, place)
+    while (place < places) & (tile.rows <= 0):
+        late = place - work.whole
+        number = gl.where(late < 0, place, work.whole + late // work.splits)
+        # The tiles of a block are neighbours: they read the same keys.
+        at_head, rank = _scheduled(number // work.parts, work.number, work.batches * work.heads)
+        head, batch = at_head % work.heads, at_head // work.heads
+        first_row = (batch * work.list_batch + head // work.list_group) * work.number
+        entry = work.queue + HEADER + (first_row + rank).to(gl.int64) * ENTRY
+        before = number % work.parts * ROWS
+        row, rows, full, partial = gl.load(entry) + before, gl.load(entry + 1) - before, gl.load(entry + 2), gl.load(entry + 3)
+        list_row = first_row + gl.load(entry + 4)
+        if late < 0:
+            tile = Tile(at_head, row, rows, full, partial, list_row, late * 0, late * 0, late * 0 - 1)
+        else:
+            gl.store(work.partial_rows + late * 4, at_head)
+            gl.store(work.partial_rows + late * 4 + 1, row)
+            gl.store(work.partial_rows + late * 4 + 2, rows)
+            share = late % work.splits
+            first, last = (full + partial) * share // work.splits, (full + partial) * (share + 1) // work.splits
+            full_first, partial_first = gl.minimum(first, full), gl.maximum(first - full, 0)
+            tile = Tile(at_head, row, rows, gl.minimum(last, full) - full_first, gl.maximum(last - full, 0) - partial_first, list_row,
+                        full_first, partial_first, late)
+        if tile.rows <= 0:
+            place = next_place(work)
+    return tile
+
+
+@gluon.jit
+def next_place(work):
+    """Of what is not taken yet the first."""
+    return gl.atomic_add(work.queue, 1, sem="relaxed") + work.programs
+
+
+@gluon.jit
+def _put(memory, x):
+    memory.store(gl.zeros([1], gl.int32, one_word(1)) + x)
+
+
+@gluon.jit
+def _give_tile(work, n, tile, q_desc):
+    """Tells the warpgroups of the program's ``n``-th tile, and brings in its q."""
+    WARPGROUPS: gl.constexpr = work.q.shape[0] // 2
+    ROWS: gl.constexpr = work.q.shape[4]
+    ring_free(work.tile_free, n, True)
+    first = (n & 1) * FIELDS
+    _put(work.tiles.index(first), tile.at_head)
+    _put(work.tiles.index(first + 1), tile.row)
+    _put(work.tiles.index(first + 2), gl.maximum(tile.rows, 0))
+    _put(work.tiles.index(first + 3), tile.full)
+    _put(work.tiles.index(first + 4), tile.partial)
+    _put(work.tiles.index(first + 5), tile.list_row)
+    _put(work.tiles.index(first + 6), tile.full_before)
+    _put(work.tiles.index(first + 7), tile.partial_before)
+    _put(work.tiles.index(first + 8), tile.part)
+    _put(work.again.index(n & 1), 0)
+    barrier()
+    ring_arrive(work.tile_full, n, True)
+    if tile.rows > 0:
+        for group in gl.static_range(WARPGROUPS):
+            at = (n & 1) * WARPGROUPS + group
+            size = gl.minimum(gl.maximum(tile.rows - group * ROWS, 0), ROWS)
+            mbarrier.expect(work.q_full.index(at), q_desc.block_type.nbytes)
+            end = tile.at_head // work.heads * work.q_batch + tile.row + group * ROWS + size
+            copy_in(q_desc, [FAR, tile.at_head % work.heads, end, FAR - size, 0],
+                    work.q_full.index(at), work.q.index(at))
+
+
+@gluon.jit
+def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
+    """K and V of the ``i``-th chunk of the mainloop, ``size`` tokens and then zeros, as soon as its stage is free."""
+    end = start + size
     ring_free(work.done, i, True)
     mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
-    copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
+    copy_in(k_desc, [FAR, head, batch * work.k_batch + end, FAR - size, 0], ring_at(work.k_full, i, True), ring_at(work.k, i, True))
     # The step that multiplied by the stage's last K multiplied by the V before it.
     ring_free(work.done, i + 1, True)
     mbarrier.expect(ring_at(work.v_full, i, True), v_desc.block_type.nbytes)
-    copy_in(v_desc, at, ring_at(work.v_full, i, True), ring_at(work.v, i, True))
+    copy_in(v_desc, [FAR, head, batch * work.v_batch + end, FAR - size, 0], ring_at(work.v_full, i, True), ring_at(work.v, i, True))
 
 
 @gluon.jit
-def walk_again(work, WARPS: gl.constexpr):
-    """Whether the program walks over its list a second time, once all warpgroups know; for a partition of WARPS warps."""
-    mbarrier.wait(work.walked.index(0), 0)
-    return gl.max(work.again.load(one_word(WARPS)), axis=0) != 0
+def _load_list(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """K and V of the chunks ``begin`` to ``end`` of a tile, the first chunk of which is the ``first`` use of their rings.
+
+    Partial ones come last, but first under a causal mask.
+    """
+    CHUNK: gl.constexpr = work.k.shape[4]
+    batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
+    starts, partial_starts, partial_sizes = starts_of(work, tile)
+    for i in range(begin, end):
+        full, partial = i, i - tile.full
+        if CAUSAL:
+            full, partial = i - tile.partial, i
+        size = gl.to_tensor(CHUNK)
+        if (full >= 0) & (full < tile.full):
+            start = gl.load(starts + full)
+        else:
+            start, size = gl.load(partial_starts - 1 - partial), gl.load(partial_sizes - 1 - partial)
+        _load_chunk(work, first + i, batch, head, start, size, k_desc, v_desc)
 
 
 @gluon.jit
-def _load_list(work, k_desc, v_desc, WALK: gl.constexpr):
-    """K and V of every chunk for the WALK-th time, partial ones first."""
-    first = WALK * (work.partial + work.full)
-    for i in range(work.partial):
-        _load_chunk(work, first + i, gl.load(work.partial_starts - 1 - i), k_desc, v_desc)
-    for i in range(work.full):
-        _load_chunk(work, first + work.partial + i, gl.load(work.starts + i), k_desc, v_desc)
+def loaded_ahead(work, tile):
+    """Of how many chunks of the next tile the loading warp brings in K and V before it knows whether this one's list is walked again: as
+    many as there are stages for while nothing of them is used."""
+    STAGES: gl.constexpr = work.k.shape[0]
+    return gl.where(tile.rows > 0, gl.minimum(tile.full + tile.partial, STAGES - 1), 0)
 
 
 @gluon.jit
-def load(work, q_desc, k_desc, v_desc):
-    """The loading partition: q once, then the list, and again if that is needed."""
-    WARPGROUPS: gl.constexpr = work.q.shape[0]
-    ROWS: gl.constexpr = work.q.shape[3]
+def walk_again(work, n, WARPS: gl.constexpr):
+    """Whether the program walks over its ``n``-th tile's list a second time, once all warpgroups know; for a partition of WARPS warps."""
+    ring_wait(work.walked, n, True)
+    return _word(work.again.index(n & 1), WARPS) != 0
+
+
+@gluon.jit
+def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """The loading partition: tile after tile its q and its list, and the list again if that is needed."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
-    for group in gl.static_range(WARPGROUPS):
-        mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
-        copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-    _load_list(work, k_desc, v_desc, 0)
-    if OPTIMISTIC:
-        if walk_again(work, 1):
-            _load_list(work, k_desc, v_desc, 1)
+    # The queue is written by the kernel before, which may still run.
+    wait_for_previous_kernel()
+    tile = _take_tile(work, program)
+    n, uses = gl.to_tensor(0), gl.to_tensor(0)
+    _give_tile(work, n, tile, q_desc)
+    ahead = gl.to_tensor(0)
+    while tile.rows > 0:
+        chunks = tile.full + tile.partial
+        _load_list(work, tile, uses, ahead, chunks, k_desc, v_desc, CAUSAL)
+        following = _take_tile(work, next_place(work))
+        _give_tile(work, n + 1, following, q_desc)
+        uses = uses + chunks
+        if OPTIMISTIC:
+            ahead = loaded_ahead(work, following)
+            _load_list(work, following, uses, 0, ahead, k_desc, v_desc, CAUSAL)
+            if walk_again(work, n, 1):
+                # The warpgroups drop what came too early.
+                _load_list(work, tile, uses + ahead, 0, chunks, k_desc, v_desc, CAUSAL)
+                uses = uses + ahead + chunks
+                ahead = gl.to_tensor(0)
+        tile = following
+        n += 1

@@ -106,6 +106,12 @@ def put_words(pointer, x, stored):
 
 
 @gluon.jit
+def wait_for_previous_kernel():
+    """In a kernel launched with ``launch_pdl``, which may begin before the one before it ends: waits for all that it writes."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+
+
+@gluon.jit
 def release_fence():
     """Whoever on the GPU sees what is written afterwards sees what was written before, also by those that this partition waited for."""
     # A fence that also acquires would empty the first cache, in which the lists are.

@@ -113,6 +113,19 @@ def to_lanes(x, N: gl.constexpr):
 
 
 @gluon.jit
+def hide_columns(x, size):
+    """A product [64, N] with minus infinity in the columns from ``size`` on."""
+    N: gl.constexpr = x.shape[1]
+    registers: gl.constexpr = lanes(N)
+    # A thread's columns are numbers of the compiler beside one of its lane: they take no registers.
+    eighth = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, registers))))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, registers))))
+    bit = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, registers))))
+    column = 8 * eighth[None, :, None, None] + bit[None, None, None, :]
+    return by_row(gl.where(column < (size - 2 * lane)[None, None, :, None], by_lane(x), float("-inf")))
+
+
+@gluon.jit
 def rescale(x, alpha):
     """A product [64, N] times the factors of its rows, [64, 4] in ``row_lanes``; a warp all of whose factors are 1 skips it."""
     return by_row(rescale_lanes(by_lane(x), to_lanes(alpha, x.shape[1])))
@@ -126,8 +139,8 @@ def one_word(warps):
 
 @gluon.jit
 def matrix(buffer):
-    """A [1, 1, rows, D] tile as the matrix it is."""
-    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+    """A [1, ..., rows, D] tile as the matrix it is."""
+    return buffer.reshape([buffer.shape[len(buffer.shape) - 2], buffer.shape[len(buffer.shape) - 1]])
 
 
 @gluon.jit

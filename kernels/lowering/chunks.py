@@ -166,8 +166,11 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
 def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr):
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr):
     """The same as ``work_queue`` says."""
+    if EARLY:
+        # A kernel that waits by itself for what this one writes may come onto the GPU.
+        tl.extra.cuda.gdc_launch_dependents()
     lists = Lists(counts, indices, list_batch, list_head, list_group, capacity, items)
     bounds = Bounds(row_starts, row_sizes, row_batch, row_head, row_group, row_length, row_tokens)
     item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
@@ -224,7 +227,7 @@ def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: in
 
 def queue_plan(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> ChunkPlan:
     """How ``work_queue`` is to be called for all lists with these ``facts``; arguments as for ``chunk_lists``."""
-    return _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None)
+    return _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None, blocks.counts.is_cuda)
 
 
 def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition) -> Tensor:
@@ -253,8 +256,8 @@ class ChunkPlan(NamedTuple):
 # Kept, because it depends on shapes alone and takes longer to work out than the launch.
 @lru_cache(maxsize=256)
 def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
-          rows_are_queries: bool | None) -> ChunkPlan:
-    """``rows_are_queries``: None for a queue."""
+          rows_are_queries: bool | None, early: bool = False) -> ChunkPlan:
+    """``rows_are_queries``: None for a queue. ``early``: what is launched after a queue may begin before it is written."""
     batch, heads = counts[:2]
     for axis in (rows, items):
         if axis.shape is not None:
@@ -268,6 +271,8 @@ def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, ch
     constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
     if rows_are_queries is not None:
         constants["ROWS_ARE_QUERIES"] = rows_are_queries
+    else:
+        constants["EARLY"] = early
     return ChunkPlan((batch, heads, width), size, numbers, constants,
                  (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
 

@@ -26,18 +26,54 @@ def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     Raises:
         TypeError: another dtype.
     """
-    if x.dtype not in DTYPES:
-        raise TypeError(f"a TMA descriptor is of a float16 or bfloat16 tensor here, got {x.dtype}")
-    block = [1, 1, rows, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), *_tile(x.dtype, rows, x.shape[3]))
 
 
 def tma_tiles(x: Tensor, rows: int) -> Tiles:
     """``tma_descriptor`` for a QuickLaunch, which makes it where it knows none."""
-    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), descriptor_of(rows))
+    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), _descriptor_of(rows))
 
 
 @lru_cache
-def descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
-    """``tma_descriptor`` with so many rows."""
+def _descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
     return partial(tma_descriptor, rows=rows)
+
+
+def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """(shape of a tile, its layout in shared memory)"""
+    if dtype not in DTYPES:
+        raise TypeError(f"a TMA descriptor is of a float16 or bfloat16 tensor here, got {dtype}")
+    block = [*[1] * (axes - 2), rows, dim]
+    return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+
+
+# A coordinate that no tensor reaches, by which chunks end: see tma_chunks.
+FAR = gl.constexpr(2**30)
+
+
+def batch_tokens(x: Tensor) -> int | None:
+    """How many tokens lie from one batch element of x [B, H, tokens, D] to the next, as tma_chunks counts them; None where that is no
+    whole number."""
+    batch, row = x.stride(0), x.stride(2)
+    if x.shape[0] == 1:
+        return 0
+    return batch // row if batch % row == 0 else None
+
+
+def chunks_ready(x: Tensor) -> Tensor:
+    """``tma_ready(x)``, or a copy where ``tma_chunks`` cannot count its tokens."""
+    x = tma_ready(x)
+    return x if batch_tokens(x) is not None else x.clone(memory_format=torch.contiguous_format)
+
+
+def tma_chunks(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [B, H, tokens, D] in chunks of up to ``rows`` tokens, each a [1, 1, 1, rows, D] tile; x must be ``chunks_ready``.
+
+    Coordinates of ``size`` tokens from ``start`` on are (FAR, head, batch * batch_tokens(x) + start + size, FAR - size, 0). The tile's
+    further rows are zeros when loaded and are not stored, whatever follows in x: tokens are counted along two axes of the same stride, of
+    which the second ends at FAR. The first axis takes FAR tokens away again, as addresses are 64-bit numbers that wrap around: so Triton's
+    own ragged descriptors do it (triton/tools/ragged_tma.py).
+    """
+    token = x.stride(2)
+    shape, strides = [2**31 - 2**16, x.shape[1], 2**31 - 2**16, FAR.value, x.shape[3]], [2**34 - token, x.stride(1), token, token, 1]
+    return TensorDescriptor(x, shape, strides, *_tile(x.dtype, rows, x.shape[3], 5))

@@ -8,13 +8,13 @@ import torch
 
 from ssta.kernels import device
 from ssta.kernels.device import DeviceLimits
-from ssta.kernels.hopper.config import hopper_forward_config
+from ssta.kernels.hopper.config import hopper_forward_config, split
 from ssta.kernels.portable import measured
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 
 
 @pytest.mark.parametrize("tokens, heads, head_dim, warpgroups", [
-    (11_520, 1, 128, 2), (11_520, 1, 64, 2), (11_520, 16, 128, 2), (11_520, 16, 64, 3), (23_040, 1, 128, 3), (46_080, 16, 128, 3)])
+    (15_360, 1, 128, 2), (15_360, 1, 64, 2), (11_520, 1, 128, 3), (11_520, 16, 128, 3), (23_040, 1, 128, 3), (46_080, 16, 128, 3)])
 def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_multiprocessors_idle(tokens, heads, head_dim, warpgroups):
     """Blocks of 384 tokens on the 132 multiprocessors of an H200; without a number of blocks the larger programs."""
     block = 384
@@ -34,6 +34,21 @@ def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, t
     assert limits == DeviceLimits(shared << 10, tma, products=products) and limits.asynchronous == (products != "mma")
     config = forward_config(128, 384, 384, limits)
     assert (config.block_m, config.num_warps) == (128, 4 if limits.asynchronous else 8)
+
+
+@pytest.mark.parametrize("tiles, chunks, expected", [
+    (60, 72, (60, 2)), (90, 36, (0, 1)), (132, 72, (0, 1)), (144, 24, (12, 4)), (3840, 24, (12, 4)), (60, 11, (0, 1)),
+    (132 * 40 + 60, 72, (0, 1))])
+def test_the_last_tiles_are_split_where_multiprocessors_would_idle(tiles, chunks, expected):
+    """Into as many parts as there are multiprocessors for, none of them too short to pay, and not after many rounds."""
+    assert split(tiles, chunks, 132, False) == expected and split(tiles, chunks, 132, True) == (0, 1)
+
+
+def test_the_hopper_forward_has_smaller_steps_over_short_ragged_blocks():
+    """Where a chunk of 128 keys would often be half empty."""
+    sizes = [hopper_forward_config(128, 128, kv_block, False, True, ragged=ragged).chunk
+             for kv_block in (64, 128, 256) for ragged in (False, True)]
+    assert sizes == [64, 64, 128, 64, 128, 128]
 
 
 GPU = "NVIDIA GeForce RTX 4090"

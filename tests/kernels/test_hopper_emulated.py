@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.slow,
 def walks(monkeypatch):
     """Of each warpgroup that walked over its list, whether it was for the second time."""
     mainloop, found = module("forward_mainloop"), []
-    # Its fifth argument but one.
-    monkeypatch.setattr(mainloop, "_walk", lambda *args, walk=mainloop._walk: (found.append(args[5]), walk(*args))[1])
+    # FOLLOW, which in bfloat16 the second walk has, and float16's only one.
+    monkeypatch.setattr(mainloop, "_walk", lambda *args, walk=mainloop._walk: (
+        found.append(int(args[8] and args[3].dtype == torch.bfloat16)), walk(*args))[1])
     return found
 
 
@@ -72,10 +73,40 @@ def test_long_blocks(dim, causal, speed, every_row_fails, walks):
     assert set(walks) == ({0, 1} if late else {0})
 
 
+@pytest.fixture
+def split_lists(monkeypatch):
+    """All tiles but two are split into three parts."""
+    forward = module("forward")
+    monkeypatch.setattr(forward, "split", lambda tiles, *others: (tiles - 2, 3))
+    forward._settled.clear()
+    yield
+    forward._settled.clear()
+
+
+@pytest.mark.parametrize("programs, speed", spread((1, 5), SPEEDS))
+def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
+    """Parts without chunks, tiles without rows, rows without keys; as many programs as tiles or fewer."""
+    late, dtype = speed
+    monkeypatch.setattr(module("forward"), "multiprocessors", lambda device: programs)
+    mask = torch.rand(2, 5, 5) < 0.6
+    mask[:, 2] = False
+    blocks = BlockLists.from_mask(mask, ragged([384, 200, 70, 331, 0], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
+    q, k, v = inputs(1, 2, 1, 985, 1002, 128, dtype=dtype)
+    assert_right(q, k, v, blocks, False, late)
+    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_parts_that_overflow_are_walked_again(name, walks, split_lists):
+    assert_right(*levels(*LEVELS[name]), False, True)
+
+
 def test_every_block_has_its_place():
     """The longest lists of all heads first, then head after head, each block once."""
     number, heads = torch.tensor(37), torch.tensor(3)
-    places = [tuple(map(int, module("forward")._tile_scheduler(torch.tensor(place), number, heads))) for place in range(37 * 3)]
+    places = [tuple(map(int, module("forward_load")._scheduled(torch.tensor(place), number, heads))) for place in range(37 * 3)]
     assert sorted(places) == [(head, rank) for head in range(3) for rank in range(37)]
     assert places[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)] and places[6:] == sorted(places[6:])
 
@@ -103,8 +134,7 @@ def test_scores_far_above_those_of_the_first_chunk(name, walks):
     """Only where weights overflow is a list walked twice, and nothing is lost then; nor in rows of low scores, which are measured from
     their own."""
     assert_right(*levels(*LEVELS[name]), False, False)
-    # Partial chunks come first.
-    assert (1 in walks) == (name in OVERFLOW and name != "three at the end")
+    assert (1 in walks) == (name in OVERFLOW)
 
 
 def test_large_values_overflow_before_their_weights_do(walks):

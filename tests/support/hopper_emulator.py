@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,7 +25,9 @@ import ssta.kernels
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
 from ssta.kernels.lowering import quick_launch
+from ssta.kernels.lowering import tma as real_tma
 
+FAR = real_tma.FAR.value
 TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False
 _state = threading.Condition()
@@ -107,6 +109,22 @@ class Tiles:
 
     def window(self, at):
         return self.x[tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block))]
+
+
+class Chunks(Tiles):
+    """A descriptor of chunks of x, as tma_chunks makes it."""
+
+    def __init__(self, x, rows):
+        super().__init__(x, None, None, [1, 1, 1, rows, x.shape[3]], None)
+
+    def window(self, at):
+        far, head, end, before, _ = map(int, at)
+        size, batch_tokens = FAR - before, real_tma.batch_tokens(self.x)
+        assert far == FAR and 0 <= size <= self.block[3]
+        batch = (end - 1) // batch_tokens if batch_tokens and size else 0
+        end -= batch * batch_tokens
+        assert 0 <= end - size and (size == 0 or end <= self.x.shape[2])
+        return self.x[batch:batch + 1, head:head + 1, None, end - size:end]
 
 
 def tma_descriptor(x, rows):
@@ -245,7 +263,7 @@ def put_words(pointer, x, stored):
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    add_words=add_words, put_words=put_words, release_fence=lambda: None)
+    add_words=add_words, put_words=put_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
 
 def load(pointer, mask=None, other=None, volatile=False):
@@ -257,14 +275,19 @@ def load(pointer, mask=None, other=None, volatile=False):
     return pointer.data[int(pointer.offset)].clone()
 
 
-def store(pointer, x, mask):
-    mask = mask.expand(x.shape)
+def store(pointer, x, mask=None):
+    if x.dim() == 0:
+        pointer.data[int(pointer.offset)] = x
+        return
+    mask = torch.ones(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
     pointer.data[pointer.offset[mask]] = x[mask]
 
 
 def atomic_add(pointer, x, sem):
     with _state:
+        before = pointer.data[int(pointer.offset)].clone()
         pointer.data[int(pointer.offset)] += x
+    return before
 
 
 class Kernel:
@@ -275,12 +298,12 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, **constants):
+        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, launch_pdl=False, **constants):
             device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()) if
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
 
             def run(program):
-                _local.program = torch.tensor(program)
+                _local.program, _local.programs = torch.tensor(program), torch.tensor(grid[0])
                 self.function(*device, **constants)
 
             if launch_cooperative_grid:
@@ -298,7 +321,7 @@ def _modules():
         float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int1=torch.bool, int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=anything, DistributedLinearLayout=anything, BlockedLayout=anything, SliceLayout=anything,
         DotOperandLayout=anything, SwizzledSharedLayout=anything, NVMMASharedLayout=SharedLayout, static_range=range,
-        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program,
+        cast=lambda x, dtype, bitcast: x.view(dtype), program_id=lambda axis: _local.program, num_programs=lambda axis: _local.programs,
         multiple_of=lambda x, factor: x, atomic_add=atomic_add, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -317,8 +340,8 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_ready=lambda x: x,
-                                                 descriptor_of=lambda rows: partial(tma_descriptor, rows=rows))}
+             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, tma_ready=lambda x: x, chunks_ready=lambda x: x,
+                                                batch_tokens=real_tma.batch_tokens, FAR=FAR)}
     modules = {}
     for name, members in fakes.items():
         modules[name] = ModuleType(name)

@@ -33,8 +33,8 @@ RELOADS = 18
 # A forward of three warpgroups, in the second walk's loops. From Triton 3.8 on one of them reloads more in the loop over partial chunks,
 # and up to six words in the one over full chunks.
 RELOADS_OF_THREE = 60 if VERSION >= (3, 8) else 4
-# One under a causal mask, in the loop over partial chunks, of which there are few.
-RELOADS_OF_CAUSAL_FORWARD = 8
+# One under a causal mask, in the loop of some 2,200 instructions over partial chunks, of which there are few.
+RELOADS_OF_CAUSAL_FORWARD = 16
 RELOADS_OF_FP16 = 60 if VERSION >= (3, 9) else RELOADS
 # Under a causal mask they also keep the places of a chunk's queries through the loop, which only the few partial iterations need.
 RELOADS_OF_CAUSAL = {64: 1, 128: 48} if VERSION in ((3, 7), (3, 9)) else {64: 0, 128: RELOADS}

@@ -48,7 +48,7 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
 # Functions that store words which an mbarrier hands to other warps: (file, name).
-HANDED_OVER = (("hopper/backward_partitions.py", "store_number"),)
+HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"))
 # Where a program's own shared memory begins: CUDA keeps what is before.
 RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)

@@ -1,0 +1,66 @@
+"""What the Hopper forward leaves of tiles whose lists were split: partial results, which a small kernel merges by their log-sum-exps."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..lowering.primitives import merged_lse, part_weights, store_rows
+from ..lowering.quick_launch import QuickLaunch, fit
+
+# Rows that a program merges.
+ROWS = 16
+# Numbers of a part in ``partial_rows``.
+FIELDS = tl.constexpr(4)
+
+
+def partial_results(parts: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4] with batch * heads + head, first row and rows of each; out, float32
+    [parts, rows, dim]; lse, float32 [parts, rows])."""
+    return (torch.empty(parts, FIELDS.value, dtype=torch.int32, device=device),
+            torch.empty(parts, rows, dim, dtype=torch.float32, device=device),
+            torch.empty(parts, rows, dtype=torch.float32, device=device))
+
+
+_NUMBERS = ["out_batch", "out_head", "out_row", "heads", "tokens", "splits", "tile_rows"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, out_head, out_row, heads, tokens, splits, tile_rows,
+                  ROWS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        # Launched before the forward ends.
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * splits
+    before = tl.program_id(1) * ROWS
+    at_head = tl.load(partial_rows + first * FIELDS)
+    row = tl.load(partial_rows + first * FIELDS + 1) + before
+    size = tl.load(partial_rows + first * FIELDS + 2) - before
+    if size <= 0:
+        return
+    at = first.to(tl.int64) * tile_rows + before + tl.arange(0, ROWS)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in range(splits):
+        row_max = tl.maximum(row_max, tl.load(partial_lse + at + part * tile_rows), propagate_nan=tl.PropagateNan.ALL)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    for part in range(splits):
+        weights = part_weights(tl.load(partial_lse + at + part * tile_rows), row_max)
+        acc += tl.load(partial_out + (at + part * tile_rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]) * weights[:, None]
+        row_sum += weights
+    divisor, row_lse = merged_lse(row_max, row_sum)
+    head, batch = (at_head % heads).to(tl.int64), (at_head // heads).to(tl.int64)
+    store_rows(out + batch * out_batch + head * out_head, row, out_row, size, acc / divisor[:, None], ROWS, DIM, DIM)
+    offsets = tl.arange(0, ROWS)
+    tl.store(lse + at_head.to(tl.int64) * tokens + row + offsets, row_lse, mask=offsets < size)
+
+
+_launch = QuickLaunch(_merge_kernel)
+
+
+def merge_parts(partial: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor, lse: Tensor) -> None:
+    """Writes the rows of tiles that were split, ``splits`` parts of each standing behind one another, to out and lse."""
+    parts, rows, dim = partial[1].shape
+    numbers = (*out.stride()[:3], out.shape[1], out.shape[2], splits, rows)
+    _launch((out.get_device(), out.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), (), (*partial, out, lse), numbers,
+            dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})
