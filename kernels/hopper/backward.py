@@ -3,8 +3,8 @@
 A program takes tiles of 128 keys of one block and iterates over the chunks of 64 queries that attend to each. One warp brings q and dO in
 by TMA. Two warpgroups of 64 keys each recompute P, transposed, and sum dK and dV in registers; what they leave in shared memory of dS a
 third warpgroup multiplies by K, while they go on with the next chunk, and adds from registers to dQ in global memory, float32. Where dQ
-must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for each chunk of dQ: one more warp waits for the
-turns to come, and two move the semaphores on when additions are written.
+must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for every 64 columns of a chunk of dQ: one more
+warp waits for the turns to come, and two move the semaphores on when additions are written. The first stores what others add to.
 """
 
 import torch
@@ -48,13 +48,12 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
                      width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, DQ_COLUMNS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
-    PIECES: gl.constexpr = D // DQ_COLUMNS
-    LOCKS: gl.constexpr = D // 64
+    PIECES: gl.constexpr = D // 64
     ANNOUNCED: gl.constexpr = 4 * PIECES
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
@@ -115,17 +114,17 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, D, DQ_COLUMNS, True)),
+            (compute_dq, (work, dq_accum, D, True)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
-            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES, LOCKS)),
-            (announce_dq, (work, dq_semaphore, 0, PIECES, LOCKS)),
-            (announce_dq, (work, dq_semaphore, 1, PIECES, LOCKS)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES)),
+            (announce_dq, (work, dq_semaphore, 0, PIECES)),
+            (announce_dq, (work, dq_semaphore, 1, PIECES)),
         ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
             (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dq, (work, dq_accum, D, DQ_COLUMNS, False)),
+            (compute_dq, (work, dq_accum, D, False)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
@@ -183,10 +182,12 @@ def constants(dim: int, deterministic: bool) -> dict:
     without an order, 30.2 deterministic; left in shared memory and added from there by TMA, 29.8 and 30.5; at 11,520 tokens, 12 of 30
     kept, 1.71 and 1.84 against 1.76 and 1.97. Three stages of q and dO are no faster, nor are four of dS. lse and dPsum subtracted in
     registers, not by the matrix unit, 1.24 times as long. dK begun only when dS is in shared memory, so that the next exponentials are
-    taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens.
+    taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens. K of the next tile
+    loaded while one is computed 1.01 to 1.03; the first columns of dQ left in shared memory, so that the turn is taken when both products
+    are there, 1.06 to 1.2: the dQ warpgroup has no time to spare. One program a multiprocessor without an order 1.01 to 1.05.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
-    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic, DQ_COLUMNS=64,
+    return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
 
 

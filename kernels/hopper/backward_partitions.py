@@ -34,8 +34,8 @@ class Gradient:
 
 @gluon.jit
 def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
-    """The loading partition: q, dO and lse_dpsum of every chunk, and the numbers that go with it; before a tile's first q its K, where
-    there is memory for two while the tile before is being computed, and behind that q its V, which waits for that tile's dK and dV."""
+    """The loading partition: q, dO and lse_dpsum of every chunk, and the numbers that go with it; before a tile's first q its K, and behind
+    that q its V, which comes when the dK and dV of the tile before have left its memory."""
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
@@ -264,10 +264,12 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 
 
 @gluon.jit
-def compute_dq(work, dq_accum, D: gl.constexpr, COLUMNS: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
-    dq_accum.Accum has it. Deterministic, when it is the tile's turn."""
+    dq_accum.Accum has it. Deterministic, when it is the tile's turn, which these columns have for themselves: so the next tile need not
+    wait until the others are computed too."""
     QUERIES: gl.constexpr = work.q.shape[3]
+    COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
     words: gl.constexpr = by_thread_layout(COLUMNS)
     zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
@@ -279,6 +281,7 @@ def compute_dq(work, dq_accum, D: gl.constexpr, COLUMNS: gl.constexpr, DETERMINI
     number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
+        # dS says that K is there, but a tile may have no iterations, and must not be done with before it has begun.
         ring_wait(work.k_full, number)
         for i in range(done, done + iterations):
             ring_wait(work.ds_full, i)
@@ -308,8 +311,8 @@ def compute_dq(work, dq_accum, D: gl.constexpr, COLUMNS: gl.constexpr, DETERMINI
 
 
 @gluon.jit
-def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr, LOCKS: gl.constexpr):
-    """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
+def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
+    """The waiting partition: tells the dQ partition when a semaphore of an iteration's slot has the tile's lock value, ahead of need.
 
     ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
     """
@@ -322,9 +325,9 @@ def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr, LOCKS: gl
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
             for piece in gl.static_range(PIECES):
-                semaphore = dq_semaphore + slot * LOCKS + piece
+                semaphore = dq_semaphore + slot * PIECES + piece
                 added = gl.load(semaphore, volatile=True)
-                # For the first, which stores, all wait, however long.
+                # For the first, which stores, all wait, however long: it waits for nobody.
                 while (added < lock_value) & ((spins_left > 0) | (added == 0)):
                     added = gl.load(semaphore, volatile=True)
                     spins_left -= 1
@@ -339,8 +342,8 @@ def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr, LOCKS: gl
 
 
 @gluon.jit
-def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr, LOCKS: gl.constexpr):
-    """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
+def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr):
+    """One of two announcing partitions: moves every other semaphore on when what was added under it is written.
 
     Two, because that at times takes longer than an iteration.
     """
@@ -354,7 +357,7 @@ def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr, L
             slot = _read_number(work.slots, j // PIECES, 1)
             release_fence()
             barrier()
-            gl.atomic_add(dq_semaphore + slot * LOCKS + j % PIECES, 1, sem="relaxed")
+            gl.atomic_add(dq_semaphore + slot * PIECES + j % PIECES, 1, sem="relaxed")
             ring_arrive(work.dq_empty, j)
         done += iterations
         tile = tile_field(work, tile, NEXT)

@@ -33,9 +33,9 @@ class Work:
     ds_full: gl.shared_memory_descriptor    # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor   # the dQ warpgroup has read it
     told: gl.shared_memory_descriptor       # the loading partition has stored slots and lock_values
-    turn: gl.shared_memory_descriptor       # the tiles that come before have added to the slot
-    dq_full: gl.shared_memory_descriptor    # where it is announced: the dQ warpgroup has begun to add it
-    dq_empty: gl.shared_memory_descriptor   # it is announced
+    turn: gl.shared_memory_descriptor       # for every 64 columns: the tiles that come before have added to the slot
+    dq_full: gl.shared_memory_descriptor    # for every 64 columns: the dQ warpgroup has begun to add them
+    dq_empty: gl.shared_memory_descriptor   # that is announced
     zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
     tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
     first: gl.tensor                        # number of the program's first tile, or -1

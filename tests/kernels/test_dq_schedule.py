@@ -18,6 +18,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     BLOCK,
     HEAD,
     ITERATIONS,
+    LAST_TILES,
     NEXT,
     PART,
     ROTATION,
@@ -154,6 +155,29 @@ def test_work_is_shared_fairly(device):
             at = tiles[at][NEXT]
     lengths = [tile[ITERATIONS] for tile in tiles]
     assert sum(work) == sum(lengths) and max(work) <= sum(work) / programs + max(lengths) + sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_last_tiles_are_taken_the_longest_first(device, ordered):
+    """Lists of very different lengths, and yet all programs end at about the same time."""
+    length, programs = 128 * 40, 6
+    share = torch.arange(1, 41, device=device) / 41
+    blocks = BlockLists.from_mask(torch.rand(2, 2, 40, 40, device=device) < share[torch.randperm(40, device=device)], 128, 128)
+    made = schedule(blocks, blocks.transpose(), q_partition(blocks, length), kv_partition(blocks, length), 2, 2, 2, programs, ordered)
+    iterations = made.tiles[:made.number, ITERATIONS.value].tolist()
+    last = made.tiles[made.number:made.number + made.tail, NEXT.value].tolist()
+    assert sorted(last) == list(range(made.number - made.tail, made.number)) and len(last) == LAST_TILES * programs
+    assert [iterations[tile] for tile in last] == sorted((iterations[tile] for tile in last), reverse=True)
+    following = made.tiles[:, NEXT.value].tolist()
+    work = []
+    for tile in following[made.number + made.tail:]:
+        work.append(0)
+        while tile >= 0:
+            work[-1] += iterations[tile] + 1
+            tile = following[tile]
+    assert len(work) == programs * ordered
+    assert not ordered or max(work) <= 1.05 * sum(work) / programs
 
 
 @pytest.mark.parametrize("device", DEVICES)
