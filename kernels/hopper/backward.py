@@ -164,9 +164,9 @@ def hopper_backward(
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-            (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
-             plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
-             accum.dq_accum),
+            (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles,
+             plan.tiles, counts, indices, plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles,
+             queries.starts, queries.sizes, accum.dq_accum),
             (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     backward_postprocess(accum, dq, scale, queries)
     return dq, dk, dv

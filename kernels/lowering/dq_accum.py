@@ -31,8 +31,8 @@ class Accum(NamedTuple):
     #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
     dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], in the order in which the threads that add hold a product of 64 rows
     #                     and 64 columns: [D / 64, 8 of 8 columns, 4 of 16 rows, 8 rows, 4 of 2 columns, 2 of 8 rows, 2 columns]
-    dq_semaphore: Tensor | None     # int32 [B, H, slots, D / 64], zeros: how many tiles have added to so many columns. Where it is given, the first of
-    #                     them stores and dq_accum is undefined before; else dq_accum is zeros.
+    dq_semaphore: Tensor | None     # int32 [B, H, slots, D / 64], zeros: how many tiles have added to each 64 columns. Where it is given,
+    #                     the first of them stores and dq_accum is undefined before; else dq_accum is zeros.
 
     @property
     def number(self) -> int:
@@ -123,7 +123,8 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
     _launch_preprocess((out.get_device(), out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
                        (queries.number * parts, batch * heads, 1), (),
-                       (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, queries.starts, queries.sizes), (*numbers, scale), constants, {})
+                       (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, queries.starts, queries.sizes), (*numbers, scale),
+                       constants, {})
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 

@@ -317,7 +317,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
     constants = dict(OWN=16, OTHERS=128)
-    _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // 16), 1, 1), (), (tiles,), (number, tail), constants, {})
+    _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,), (number, tail),
+                  constants, {})
     if not ordered:
         return Schedule(tiles, number, tail, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)

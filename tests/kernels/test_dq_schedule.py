@@ -34,8 +34,8 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5, programs > 0,
-                    kv_len - q_len if causal else None)
+    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5,
+                    programs > 0, kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
     return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], made.lock_values
 
@@ -122,10 +122,9 @@ def assert_every_lock_opens(blocks, heads, kv_heads, q_len, kv_len, programs, ca
 def adversarial(device):
     """name -> mask of 12 query blocks and key blocks over which programs might come to wait for one another in a circle"""
     whole = torch.ones(12, 12, dtype=torch.bool, device=device)
-    nothing = ~whole
-    arrow, checked = torch.eye(12, dtype=torch.bool, device=device), torch.arange(12, device=device)[:, None] + torch.arange(12, device=device)
+    nothing, arrow, number = ~whole, torch.eye(12, dtype=torch.bool, device=device), torch.arange(12, device=device)
     arrow[0] = arrow[:, -1] = True
-    return {"all": whole, "antidiagonal": whole.triu().flip(1), "arrow": arrow, "every other": checked % 2 == 0,
+    return {"all": whole, "antidiagonal": whole.triu().flip(1), "arrow": arrow, "every other": (number[:, None] + number) % 2 == 0,
             "one row": nothing.index_fill(0, torch.tensor([7], device=device), True),
             "one column": nothing.index_fill(1, torch.tensor([3], device=device), True)}
 
