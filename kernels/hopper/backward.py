@@ -3,8 +3,8 @@
 A program takes tiles of 128 keys of one block and iterates over the chunks of 64 queries that attend to each. One warp brings q and dO in
 by TMA. Two warpgroups of 64 keys each recompute P, transposed, and sum dK and dV in registers; what they leave in shared memory of dS a
 third warpgroup multiplies by K, while they go on with the next chunk, and adds from registers to dQ in global memory, float32. Where dQ
-must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for each chunk of dQ: one more warp waits for the
-turns to come, and two move the semaphores on when additions are written.
+must be deterministic, it adds in the order that dq_schedule gives, held by a semaphore for every 64 columns of a chunk of dQ: one more
+warp waits for the turns to come, and two move the semaphores on when additions are written. The first stores what others add to.
 """
 
 import torch
@@ -39,27 +39,30 @@ OPTIONS = dict(num_warps=4, maxnreg=128)
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
 _NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "list_batch", "list_head", "list_group", "q_batch", "q_head",
-            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number"]
+            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number", "tail"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
                      spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
                      dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, scale_log2, scale,
+                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
                      UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
                      PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
                      DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
-    ANNOUNCED: gl.constexpr = 4
+    PIECES: gl.constexpr = D // 64
+    ANNOUNCED: gl.constexpr = 4 * PIECES
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first = gl.program_id(0)
     if DETERMINISTIC:
-        first = gl.load(tiles + (number + first) * FIELDS + NEXT)
-    elif PARTIAL_KEYS:
+        first = gl.load(tiles + (number + tail + first) * FIELDS + NEXT)
+    elif first >= number - tail:
+        first = gl.load(tiles + (tail + first) * FIELDS + NEXT)
+    if PARTIAL_KEYS and not DETERMINISTIC:
         if gl.load(tiles + first * FIELDS + ROWS) <= 0:
             return
 
@@ -92,9 +95,9 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
-    # What both multiplying warpgroups do.
-    ring_init(k_empty, WARPGROUPS)
+    # What both multiplying warpgroups do; with K the dQ warpgroup, too, is done.
     ring_init(v_empty, WARPGROUPS)
+    ring_init(k_empty, WARPGROUPS + 1)
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)
     ring_init(zeroed, WARPGROUPS)
@@ -113,9 +116,9 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
             (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
             (compute_dq, (work, dq_accum, D, True)),
             (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
-            (wait_turn, (work, dq_semaphore, spin_timeouts)),
-            (announce_dq, (work, dq_semaphore, 0)),
-            (announce_dq, (work, dq_semaphore, 1)),
+            (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES)),
+            (announce_dq, (work, dq_semaphore, 0, PIECES)),
+            (announce_dq, (work, dq_semaphore, 1, PIECES)),
         ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
@@ -145,28 +148,25 @@ def hopper_backward(
     dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    programs = multiprocessors(q.device) if deterministic else 0
+    programs = multiprocessors(q.device)
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, kv_len - q_len if causal else None,
-                    dim)
-    number = len(plan.tiles) - programs
-    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
-    # For each slot, how many tiles have added to it. Never read where additions have no order.
-    dq_semaphore = torch.zeros(batch * heads * accum.number, dtype=torch.int32, device=q.device) if deterministic else plan.tiles
+    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
+                    kv_len - q_len if causal else None, dim)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
                plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
-               kv_len - q_len, number)
+               kv_len - q_len, plan.number, plan.tail)
     fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
                  CAUSAL=causal) | shape
     # Programs that wait for one another must all be there.
-    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs or number, 1, 1),
+    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if deterministic else plan.number, 1, 1),
             (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-            (dk, dv, dq_semaphore, counter(q.device) if deterministic else plan.tiles, plan.tiles, counts, indices,
-             plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles, queries.starts, queries.sizes,
-             accum.dq_accum),
+            (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles,
+             plan.tiles, counts, indices, plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles,
+             queries.starts, queries.sizes, accum.dq_accum),
             (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     backward_postprocess(accum, dq, scale, queries)
     return dq, dk, dv
@@ -182,7 +182,9 @@ def constants(dim: int, deterministic: bool) -> dict:
     without an order, 30.2 deterministic; left in shared memory and added from there by TMA, 29.8 and 30.5; at 11,520 tokens, 12 of 30
     kept, 1.71 and 1.84 against 1.76 and 1.97. Three stages of q and dO are no faster, nor are four of dS. lse and dPsum subtracted in
     registers, not by the matrix unit, 1.24 times as long. dK begun only when dS is in shared memory, so that the next exponentials are
-    taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens.
+    taken meanwhile, needs three stages: 0.96 of the time there, but 1.2 deterministic, and 1.03 at 11,520 tokens. K of the next tile
+    loaded while one is computed 1.01 to 1.03; the first columns of dQ left in shared memory, so that the turn is taken when both products
+    are there, 1.06 to 1.2: the dQ warpgroup has no time to spare. One program a multiprocessor without an order 1.01 to 1.05.
     """
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
     return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,

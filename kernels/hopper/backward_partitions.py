@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import add_words, multiply_pairs, release_fence, rematerialise, round_pairs
+from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
 from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
@@ -34,8 +34,8 @@ class Gradient:
 
 @gluon.jit
 def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
-    """The loading partition: K and V of a tile as soon as those before are done with, then q, dO and lse_dpsum of every chunk, and the
-    numbers that go with it."""
+    """The loading partition: q, dO and lse_dpsum of every chunk, and the numbers that go with it; before a tile's first q its K, and behind
+    that q its V, which comes when the dK and dV of the tile before have left its memory."""
     QUERIES: gl.constexpr = work.q.shape[3]
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
@@ -44,12 +44,11 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
         iterations = tile_field(work, tile, ITERATIONS)
         # Read before the tile before is done with, for one number leads to the next.
         at = next_iteration(lists, before_first_iteration(lists, work, tile), QUERIES)
-        ring_free(work.v_empty, number)
-        mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
-        copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
         ring_free(work.k_empty, number)
         mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
         copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
+        if iterations == 0:
+            _load_v(work, v_desc, number, batch, kv_head, row)
         for i in range(done, done + iterations):
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
@@ -69,12 +68,21 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
             mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
             copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
             copy_in(lse_dpsum_desc, [at.slot + at.chunk, 0, 0], q_full, ring_at(work.lse_dpsum, i))
+            if i == done:
+                _load_v(work, v_desc, number, batch, kv_head, row)
             mbarrier.expect(ring_at(work.do_full, i), do_desc.block_type.nbytes)
             copy_in(do_desc, [batch, head, start, 0], ring_at(work.do_full, i), ring_at(work.do, i))
             at = next_iteration(lists, at, QUERIES)
         done += iterations
         number += 1
         tile = tile_field(work, tile, NEXT)
+
+
+@gluon.jit
+def _load_v(work, v_desc, number, batch, kv_head, row):
+    ring_free(work.v_empty, number)
+    mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
+    copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
 
 
 @gluon.jit
@@ -192,7 +200,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     """A multiplying partition: dK and dV of 64 keys of every tile; ``dk`` and ``dv``: where to, each a ``Gradient``."""
     QUERIES: gl.constexpr = work.q.shape[3]
     WARPGROUPS: gl.constexpr = 2
-    KEYS: gl.constexpr = work.k.shape[2] // WARPGROUPS
+    KEYS: gl.constexpr = work.v.shape[2] // WARPGROUPS
     s_layout: gl.constexpr = product_layout(QUERIES)
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -210,11 +218,11 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
         dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         ring_wait(work.k_full, number)
-        ring_wait(work.v_full, number)
         if PARTIAL_KEYS:
             if rows < KEYS:
                 # Keys of other blocks must not reach dQ.
                 zero_rows(k, rows, 0, 1, False)
+                ring_wait(work.v_full, number)
                 zero_rows(v, rows, 0, 1, False)
                 fence_async_shared()
                 barrier()
@@ -222,6 +230,7 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             last = done - 1
             zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
             scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            ring_wait(work.v_full, number)
             for i in range(first, last):
                 dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
                 dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
@@ -236,20 +245,20 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
             _store_ds(work, group, last, ds)
             dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
             ring_arrive(work.q_empty, last)
-            # dK leaves through K's memory, which is free once the last dQ is computed.
-            ring_wait(work.ds_empty, last)
+        else:
+            ring_wait(work.v_full, number)
 
-        # dV through V's: this warpgroup alone reads its part of it, so that is free when all its warps are here.
+        # Both leave through V's memory: this warpgroup alone reads its part of it, so that is free when all its warps are here.
         barrier()
+        ring_arrive(work.k_empty, number)
         row = tile_field(work, tile, ROW) + group * KEYS
         batch, head = tile_field(work, tile, BATCH), tile_field(work, tile, HEAD)
         _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows, PARTIAL_KEYS)
-        # TMA has read what the warpgroup stored, so the next V may come.
+        # TMA has read what the warpgroup stored.
+        barrier()
+        _store(dk, work.v, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
         barrier()
         ring_arrive(work.v_empty, number)
-        _store(dk, work.k, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
-        barrier()
-        ring_arrive(work.k_empty, number)
         number += 1
         tile = tile_field(work, tile, NEXT)
 
@@ -257,46 +266,53 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
 @gluon.jit
 def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
-    dq_accum.Accum has it. Deterministic, when it is the tile's turn."""
+    dq_accum.Accum has it. Deterministic, when it is the tile's turn, which these columns have for themselves: so the next tile need not
+    wait until the others are computed too."""
     QUERIES: gl.constexpr = work.q.shape[3]
     COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
     words: gl.constexpr = by_thread_layout(COLUMNS)
     zero = gl.zeros([QUERIES, COLUMNS], gl.float32, product_layout(COLUMNS))
-    k = matrix(work.k)
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     four = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
     place = (thread[:, None] * 4 + four[None, :] * 512)[:, :, None] + gl.zeros([128, COLUMNS // 8, 4], gl.int32, words)
+    k = matrix(work.k)
     tile = work.first
-    done = gl.to_tensor(0)
+    number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         iterations = tile_field(work, tile, ITERATIONS)
+        # dS says that K is there, but a tile may have no iterations, and must not be done with before it has begun.
+        ring_wait(work.k_full, number)
         for i in range(done, done + iterations):
-            # K is there too: dS was made from it.
             ring_wait(work.ds_full, i)
             slot = _read_number(work.slots, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
+            pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + place
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
-                if DETERMINISTIC and piece == 0:
-                    ring_wait(work.turn, i)
-                add_words(dq_accum + slot.to(gl.int64) * (QUERIES * D) + (place + piece * (QUERIES * COLUMNS)), by_thread(part))
-                if piece < PIECES - 1:
-                    # Else the compiler wants the next product's registers beside this one's.
+                if DETERMINISTIC:
+                    ring_wait(work.turn, i * PIECES + piece)
+                    # Nothing stands there before the first.
+                    put_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part), _read_number(work.lock_values, i, 4))
                     barrier()
-            if DETERMINISTIC:
-                barrier()
-                ring_arrive(work.dq_full, i)
+                    ring_arrive(work.dq_full, i * PIECES + piece)
+                else:
+                    add_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part))
+                    if piece < PIECES - 1:
+                        # Else the compiler wants the next product's registers beside this one's.
+                        barrier()
+        ring_arrive(work.k_empty, number)
         done += iterations
+        number += 1
         tile = tile_field(work, tile, NEXT)
 
 
 @gluon.jit
-def wait_turn(work, dq_semaphore, spin_timeouts):
-    """The waiting partition: tells the dQ partition when the semaphore of an iteration's slot has the tile's lock value, ahead of need.
+def wait_turn(work, dq_semaphore, spin_timeouts, PIECES: gl.constexpr):
+    """The waiting partition: tells the dQ partition when a semaphore of an iteration's slot has the tile's lock value, ahead of need.
 
     ``spin_timeouts``: pointer to the number of partitions that gave up waiting for that, see the module spin_timeouts.
     """
@@ -308,14 +324,17 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
         for i in range(done, done + iterations):
             ring_wait(work.told, i)
             slot, lock_value = _read_number(work.slots, i, 1), _read_number(work.lock_values, i, 1)
-            added = gl.load(dq_semaphore + slot, volatile=True)
-            while (added < lock_value) & (spins_left > 0):
-                added = gl.load(dq_semaphore + slot, volatile=True)
-                spins_left -= 1
-            spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
-            # Not more than a round ahead of those who wait for it.
-            ring_free(work.dq_empty, i)
-            ring_arrive(work.turn, i)
+            for piece in gl.static_range(PIECES):
+                semaphore = dq_semaphore + slot * PIECES + piece
+                added = gl.load(semaphore, volatile=True)
+                # For the first, which stores, all wait, however long: it waits for nobody.
+                while (added < lock_value) & ((spins_left > 0) | (added == 0)):
+                    added = gl.load(semaphore, volatile=True)
+                    spins_left -= 1
+                spins_left = gl.where(spins_left > 0, SPIN_LIMIT, 0)
+                # Not more than a round ahead of those who wait for it.
+                ring_free(work.dq_empty, i * PIECES + piece)
+                ring_arrive(work.turn, i * PIECES + piece)
         done += iterations
         tile = tile_field(work, tile, NEXT)
     if spins_left <= 0:
@@ -323,8 +342,8 @@ def wait_turn(work, dq_semaphore, spin_timeouts):
 
 
 @gluon.jit
-def announce_dq(work, dq_semaphore, share: gl.constexpr):
-    """One of two announcing partitions: moves the semaphore of every other iteration's slot on when what was added there is written.
+def announce_dq(work, dq_semaphore, share: gl.constexpr, PIECES: gl.constexpr):
+    """One of two announcing partitions: moves every other semaphore on when what was added under it is written.
 
     Two, because that at times takes longer than an iteration.
     """
@@ -332,13 +351,13 @@ def announce_dq(work, dq_semaphore, share: gl.constexpr):
     tile = work.first
     done = gl.to_tensor(0)
     while tile >= 0:
-        iterations = tile_field(work, tile, ITERATIONS)
-        for i in range(done + ((done + share) & 1), done + iterations, SHARES):
-            ring_wait(work.dq_full, i)
-            slot = _read_number(work.slots, i, 1)
+        iterations = tile_field(work, tile, ITERATIONS) * PIECES
+        for j in range(done + ((done + share) & 1), done + iterations, SHARES):
+            ring_wait(work.dq_full, j)
+            slot = _read_number(work.slots, j // PIECES, 1)
             release_fence()
             barrier()
-            gl.atomic_add(dq_semaphore + slot, 1, sem="relaxed")
-            ring_arrive(work.dq_empty, i)
+            gl.atomic_add(dq_semaphore + slot * PIECES + j % PIECES, 1, sem="relaxed")
+            ring_arrive(work.dq_empty, j)
         done += iterations
         tile = tile_field(work, tile, NEXT)

@@ -24,18 +24,18 @@ class Work:
     selector: gl.shared_memory_descriptor   # [2, KEYS, 16], ones where lse_dpsum has lse, and where it has dPsum
     ds: gl.shared_memory_descriptor         # [2, KEYS * WARPGROUPS, QUERIES]
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dK, which leaves through K's memory
+    k_empty: gl.shared_memory_descriptor    # both multiplying warpgroups and the dQ warpgroup have read it
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have stored dV and dK, which leave through V's memory
     q_full: gl.shared_memory_descriptor     # TMA has written q and lse_dpsum
     do_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor    # both multiplying warpgroups have read q, dO and lse_dpsum
     ds_full: gl.shared_memory_descriptor    # both multiplying warpgroups have written dS
     ds_empty: gl.shared_memory_descriptor   # the dQ warpgroup has read it
     told: gl.shared_memory_descriptor       # the loading partition has stored slots and lock_values
-    turn: gl.shared_memory_descriptor       # the tiles that come before have added to the slot
-    dq_full: gl.shared_memory_descriptor    # where it is announced: the dQ warpgroup has begun to add it
-    dq_empty: gl.shared_memory_descriptor   # it is announced
+    turn: gl.shared_memory_descriptor       # for every 64 columns: the tiles that come before have added to the slot
+    dq_full: gl.shared_memory_descriptor    # for every 64 columns: the dQ warpgroup has begun to add them
+    dq_empty: gl.shared_memory_descriptor   # that is announced
     zeroed: gl.shared_memory_descriptor     # both multiplying warpgroups have zeroed what the chunk does not hold
     tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
     first: gl.tensor                        # number of the program's first tile, or -1

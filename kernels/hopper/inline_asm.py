@@ -97,6 +97,15 @@ def add_words(pointer, x):
 
 
 @gluon.jit
+def put_words(pointer, x, stored):
+    """The same where ``stored``, an int32, is not 0; where it is, stores x over what was there."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $9, 0; @p st.global.v4.f32 [$1], {$5, $6, $7, $8}; "
+        "@!p red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0; }", "=r,l,l,l,l,f,f,f,f,r,r,r,r",
+        [pointer.to(gl.int64), x, stored], gl.int8, False, 4)
+
+
+@gluon.jit
 def wait_for_previous_kernel():
     """In a kernel launched with ``launch_pdl``, which may begin before the one before it ends: waits for all that it writes."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)

@@ -1,4 +1,4 @@
-"""What surrounds the one-pass backward kernel: its preprocess (lse, dPsum, zeros to add to) and postprocess (dQ out of dQaccum).
+"""What surrounds the one-pass backward kernel: its preprocess (lse, dPsum, where to add) and postprocess (dQ out of dQaccum).
 
 Query tokens are divided into chunks of at most QUERIES inside their block, and chunk p of block b, which starts at token s, owns the slot
 s // QUERIES + b: no two chunks share one, whatever the blocks look like, and there are fewer than tokens / QUERIES + blocks + 1 of them.
@@ -29,8 +29,10 @@ class Accum(NamedTuple):
     lse_dpsum: Tensor   # bfloat16 [B, H, slots, QUERIES, 16], an operand of the tensor core: in columns 0 to 2 three terms whose sum is
     #                     -lse / scale, or -1e30 for empty rows and for rows past the chunk's end; in columns 8 to 10 three whose sum is
     #                     dlse - rowsum(dO * O), minus dPsum; zeros elsewhere
-    dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], zeros, in the order in which the threads that add hold a product of 64 rows
+    dq_accum: Tensor    # float32 [B, H, slots, QUERIES * D], in the order in which the threads that add hold a product of 64 rows
     #                     and 64 columns: [D / 64, 8 of 8 columns, 4 of 16 rows, 8 rows, 4 of 2 columns, 2 of 8 rows, 2 columns]
+    dq_semaphore: Tensor | None     # int32 [B, H, slots, D / 64], zeros: how many tiles have added to each 64 columns. Where it is given,
+    #                     the first of them stores and dq_accum is undefined before; else dq_accum is zeros.
 
     @property
     def number(self) -> int:
@@ -39,10 +41,11 @@ class Accum(NamedTuple):
 
 
 @triton.jit
-def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, q_starts, q_sizes, out_batch, out_head, out_row,
+def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, dq_semaphore, q_starts, q_sizes, out_batch, out_head, out_row,
                        do_batch, do_head, do_row, dlse_batch, dlse_head, dlse_row, bound_batch, bound_head, bound_group,
                        heads, q_len, block_length, slots, scale,
-                       UNIFORM: tl.constexpr, PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+                       UNIFORM: tl.constexpr, PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr,
+                       DIM: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
@@ -77,13 +80,16 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, q_starts, q_si
     zero = tl.zeros_like(high)
     tl.store(lse_dpsum + at * (M * 16) + lines[:, None] * 16 + columns,
              tl.where(term == 0, high, tl.where(term == 1, middle, tl.where(term == 2, low, zero))))
-    tl.store(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), tl.zeros([M * DIM], tl.float32))
+    if ORDERED:
+        tl.store(dq_semaphore + at * (DIM // 64) + tl.arange(0, DIM // 64), tl.zeros([DIM // 64], tl.int32))
+    else:
+        tl.store(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), tl.zeros([M * DIM], tl.float32))
 
 
 @triton.jit
-def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
+def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
                         heads, q_len, block_length, slots, scale,
-                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
@@ -93,26 +99,33 @@ def _postprocess_kernel(dq_accum, dq, q_starts, q_sizes, dq_batch, dq_head, dq_r
     if rows <= 0:
         return
     at = (batch * heads + head) * slots + slot
-    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM))
+    mask = tl.full([M * DIM], True, tl.int1)
+    if ORDERED:
+        # To rows that attend to nothing nobody has added.
+        mask = mask & (tl.load(dq_semaphore + at * (DIM // 64)) > 0)
+    x = tl.load(dq_accum + at * (M * DIM) + tl.arange(0, M * DIM), mask=mask, other=0.0)
     x = tl.reshape(tl.permute(tl.reshape(x, [DIM // 64, 8, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)), [M, DIM])
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
-def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition) -> Accum:
-    """The rows that the backward kernel reads, and zeros where it adds."""
+def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
+                        ordered: bool) -> Accum:
+    """The rows that the backward kernel reads, and where it adds; ``ordered``: with a semaphore for every chunk."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
     dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
+    dq_semaphore = torch.empty(batch, heads, slots, dim // 64, dtype=torch.int32, device=out.device) if ordered else None
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
-    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, M=QUERIES, DIM=dim)
+    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
     _launch_preprocess((out.get_device(), out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
                        (queries.number * parts, batch * heads, 1), (),
-                       (out, dout, given, lse, lse_dpsum, dq_accum, queries.starts, queries.sizes), (*numbers, scale), constants, {})
-    return Accum(lse_dpsum, dq_accum)
+                       (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, queries.starts, queries.sizes), (*numbers, scale),
+                       constants, {})
+    return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 
 def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
@@ -120,9 +133,9 @@ def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partit
     batch, heads, q_len, dim = dq.shape
     parts = -(-queries.length // QUERIES)
     numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
-    constants = dict(UNIFORM=queries.uniform, PARTS=parts, M=QUERIES, DIM=dim)
+    constants = dict(UNIFORM=queries.uniform, PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim)
     _launch_postprocess((dq.get_device(), dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),
-                        (accum.dq_accum, dq, queries.starts, queries.sizes), (*numbers, scale), constants, {})
+                        (accum.dq_accum, accum.dq_semaphore, dq, queries.starts, queries.sizes), (*numbers, scale), constants, {})
 
 
 _launch_preprocess, _launch_postprocess = map(QuickLaunch, (_preprocess_kernel, _postprocess_kernel))

@@ -12,15 +12,16 @@ from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backwa
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["uniform", "short blocks", "ragged"])
-def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name):
+@pytest.mark.parametrize("name, ordered", [("uniform", False), ("short blocks", True), ("ragged", False), ("ragged", True)])
+def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name, ordered):
+    """Ordered, what nobody has added to is undefined, and comes out as zeros; here every other chunk."""
     blocks, heads, _, q_len, _ = dq_patterns(device)[name]
     dim, scale = 64, 0.3
     queries = q_partition(blocks, q_len)
     out, dout = (torch.randn(2, q_len, heads, dim, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = torch.randn(2, 2, heads, q_len, device=device) * 9
     lse[:, :, ::7] = float("-inf")
-    accum = backward_preprocess(dout, dlse, out, lse, scale, queries)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, ordered)
     delta = dlse - (out.float() * dout.float()).sum(-1)
     empty = lse == float("-inf")
     lse_dpsum = accum.lse_dpsum.float()
@@ -36,7 +37,15 @@ def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name):
             # exp(scale * -1e30) is 0, and so must be what it is multiplied with.
             assert (bias[:, :, :rows][here] < -1e29).all() and (neg_dpsum[:, :, :rows][here] == 0).all()
             assert (bias[:, :, rows:] < -1e29).all() and (neg_dpsum[:, :, rows:] == 0).all()
-            assert (accum.dq_accum[:, :, slot] == 0).all()
+            if ordered:
+                assert (accum.dq_semaphore[:, :, slot] == 0).all()
+                if part % 2:
+                    accum.dq_accum[:, :, slot] = float("nan")
+                    dout[:, :, tokens] = 0
+                    continue
+                accum.dq_semaphore[:, :, slot] = 3
+            else:
+                assert (accum.dq_accum[:, :, slot] == 0).all() and accum.dq_semaphore is None
             x = torch.nn.functional.pad(dout[:, :, tokens].float(), (0, 0, 0, QUERIES - rows))
             # As the dQ partition's threads hold it.
             x = x.view(2, heads, 4, 2, 8, dim // 64, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)

@@ -18,6 +18,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     BLOCK,
     HEAD,
     ITERATIONS,
+    LAST_TILES,
     NEXT,
     PART,
     ROTATION,
@@ -33,11 +34,10 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs,
-                    kv_len - q_len if causal else None)
+    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5,
+                    programs > 0, kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
-    number = len(tiles) - programs
-    return tiles[:number], [row[NEXT] for row in tiles[number:]], made.lock_values
+    return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], made.lock_values
 
 
 def of(x, batch, head, heads):
@@ -77,7 +77,7 @@ def test_every_tile_is_listed_once(device, name, causal):
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
     for tile in tiles:
         chunks = sum(iteration[2] for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for iteration in member)
-        assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else 0) and tile[NEXT] == -1 and tile[ROTATION] == 0
+        assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else -1) and tile[NEXT] == -1 and tile[ROTATION] == 0
     assert not first and lock_values is None
 
 
@@ -86,7 +86,10 @@ def test_every_tile_is_listed_once(device, name, causal):
 @pytest.mark.slow
 def test_every_lock_opens(device, name, programs, causal):
     """Programs do their tiles at random paces, each waiting for its lock value at every query block: all come to their end."""
-    blocks, heads, kv_heads, q_len, kv_len = dq_patterns(device)[name]
+    assert_every_lock_opens(*dq_patterns(device)[name], programs, causal)
+
+
+def assert_every_lock_opens(blocks, heads, kv_heads, q_len, kv_len, programs, causal):
     tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
     lock_values = lock_values.tolist()
     paths, assigned = [], []
@@ -116,6 +119,24 @@ def test_every_lock_opens(device, name, programs, causal):
         assert number == sum(block == iteration[0] for path in paths for iteration in path)
 
 
+def adversarial(device):
+    """name -> mask of 12 query blocks and key blocks over which programs might come to wait for one another in a circle"""
+    whole = torch.ones(12, 12, dtype=torch.bool, device=device)
+    nothing, arrow, number = ~whole, torch.eye(12, dtype=torch.bool, device=device), torch.arange(12, device=device)
+    arrow[0] = arrow[:, -1] = True
+    return {"all": whole, "antidiagonal": whole.triu().flip(1), "arrow": arrow, "every other": (number[:, None] + number) % 2 == 0,
+            "one row": nothing.index_fill(0, torch.tensor([7], device=device), True),
+            "one column": nothing.index_fill(1, torch.tensor([3], device=device), True)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, programs", spread(adversarial("cpu"), (2, 5, 16)))
+def test_every_lock_opens_over_adversarial_lists(device, name, programs):
+    """Whatever the programs' paces."""
+    blocks = BlockLists.from_mask(adversarial(device)[name].expand(1, 3, -1, -1), 128, 128)
+    assert_every_lock_opens(blocks, 3, 3, 12 * 128, 12 * 128, programs, False)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.slow
 def test_work_is_shared_fairly(device):
@@ -133,6 +154,29 @@ def test_work_is_shared_fairly(device):
             at = tiles[at][NEXT]
     lengths = [tile[ITERATIONS] for tile in tiles]
     assert sum(work) == sum(lengths) and max(work) <= sum(work) / programs + max(lengths) + sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_last_tiles_are_taken_the_longest_first(device, ordered):
+    """Lists of very different lengths, and yet all programs end at about the same time."""
+    length, programs = 128 * 40, 6
+    share = torch.arange(1, 41, device=device) / 41
+    blocks = BlockLists.from_mask(torch.rand(2, 2, 40, 40, device=device) < share[torch.randperm(40, device=device)], 128, 128)
+    made = schedule(blocks, blocks.transpose(), q_partition(blocks, length), kv_partition(blocks, length), 2, 2, 2, programs, ordered)
+    iterations = made.tiles[:made.number, ITERATIONS.value].tolist()
+    last = made.tiles[made.number:made.number + made.tail, NEXT.value].tolist()
+    assert sorted(last) == list(range(made.number - made.tail, made.number)) and len(last) == LAST_TILES * programs
+    assert [iterations[tile] for tile in last] == sorted((iterations[tile] for tile in last), reverse=True)
+    following = made.tiles[:, NEXT.value].tolist()
+    work = []
+    for tile in following[made.number + made.tail:]:
+        work.append(0)
+        while tile >= 0:
+            work[-1] += iterations[tile] + 1
+            tile = following[tile]
+    assert len(work) == programs * ordered
+    assert not ordered or max(work) <= 1.05 * sum(work) / programs
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -252,11 +252,18 @@ def add_words(pointer, x):
         pointer.data[pointer.offset[..., :1] + torch.arange(4)] += x
 
 
+def put_words(pointer, x, stored):
+    if int(stored):
+        return add_words(pointer, x)
+    with _state:
+        pointer.data[pointer.offset[..., :1] + torch.arange(4)] = x
+
+
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
-    add_words=add_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
+    add_words=add_words, put_words=put_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
 
 def load(pointer, mask=None, other=None, volatile=False):
