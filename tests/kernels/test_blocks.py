@@ -298,7 +298,9 @@ def test_a_batch_element_and_its_heads_alone(device, impl, name):
             part = lists[batch, queries if own == heads else kv_head]
             alone = block_sparse_attention(q[batch:batch + 1, queries], *(x[batch:batch + 1, kv_head:kv_head + 1] for x in (k, v)), part,
                                            impl=impl)
-            torch.testing.assert_close(alone[0], whole[batch, queries])
+            # How many tiles a launch has decides which lists are split, and so the order of sums.
+            close = dict(rtol=1e-3, atol=1e-3) if impl == "hopper" else {}
+            torch.testing.assert_close(alone[0], whole[batch, queries], **close)
 
 
 def test_heads_are_sliced_in_whole_groups():
