@@ -304,8 +304,9 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
     where = rows[0]
     versions = ", ".join(dict.fromkeys(f"{row['provider']} {row['version']}" for row in rows
                                        if row.get("version") not in (None, "", where["torch"]) and row["median_ms"]))
+    commits = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows))
     machine = (f"{where['device']}, driver {where['driver']}, torch {where['torch']}, triton {where['triton']}"
-               f"{versions and ', ' + versions}; commit {where['commit']}, {where['date']}")
+               f"{versions and ', ' + versions}; {commits}")
     return "\n".join([head, rule, *body, "", machine, ""])
 
 

@@ -30,16 +30,16 @@ class Preset:
     reason: str
 
 
-# All estimate the tiles that they leave out; without that, a small model's video is lost at any of these densities (16 to 21 dB from its
+# All estimate the tiles that they leave out; without that, a small model's video is lost at any of these densities (18 to 22 dB from its
 # dense one; benchmark/README.md, Quality). A warm-up decides which video is made, so it is saved on last. The decibels are that model's,
-# means of three trainings in tiles of 2 x 8 x 8, to which the 4 x 4 x 8 that are the default now add 2; no promise about others.
+# means of two trainings in tiles of 4 x 4 x 8; no promise about others.
 PRESETS: dict[str, Preset] = {
     "near": Preset(density=0.30, warm_up=0.20, refresh=1, compensation="linear", reason=(
-        "to stay with the dense model's video: 41 dB from it; most published methods keep the first fifth of the steps dense")),
+        "to stay with the dense model's video: 43 dB from it; most published methods keep the first fifth of the steps dense")),
     "balanced": Preset(density=0.15, warm_up=0.15, refresh=1, compensation="linear", reason=(
-        "the family's default: 34 dB")),
+        "the family's default: 36 dB")),
     "fast": Preset(density=0.10, warm_up=0.10, refresh=5, compensation="linear", reason=(
-        "30 dB; a selection serves five steps, and the warm-up is the shortest that published methods have")),
+        "32 dB; a selection serves five steps, and the warm-up is the shortest that published methods have")),
 }
 # Of a variant for short videos, what a preset takes over.
 _SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
