@@ -42,7 +42,8 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         unit = start + tl.arange(0, WIDTH)
         value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
         if half_variance is not None:
-            value += tl.minimum(tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0), CAP)
+            h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+            value += tl.minimum(h, CAP)
         if useful is not None:
             value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
         tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
@@ -65,15 +66,15 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
             estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
             number += estimated.to(tl.int32)
             if mixture is not None:
-                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0)
+                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
         tl.store(left + row, tl.sum(number, 0))
         if mixture is not None:
             factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
             for start in range(0, units, WIDTH):
                 unit = start + tl.arange(0, WIDTH)
                 estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0)
-                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0) * factor
+                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
                 share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
                 tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
@@ -92,8 +93,8 @@ def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, 
         tokens = tl.zeros([WIDTH], tl.float32)
         for part in tl.static_range(PARTS):
             unit = item * PARTS + part
-            score += tl.load(mass + row * units + unit, mask=inside, other=0.0) * tl.load(half_variance + row * units + unit, mask=inside,
-                                                                                        other=0.0)
+            weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
+            score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
             tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
         tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
 
@@ -141,7 +142,8 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
         if LINEAR:
             mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-            bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
+            h = tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
+            bias += tl.minimum(h, CAP)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
         scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
         higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
@@ -163,13 +165,13 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
-        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
+        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0).to(tl.float32)
         if LINEAR:
             bias += tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
-        tl.store(mass[None, :] + (unit + columns)[:, None], total, mask=mask)
+        tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
@@ -266,8 +268,8 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's.
 
     -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in heads not
-    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, float32 like
-    bias, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
+    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, bfloat16
+    like h, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
     """
     batch, heads, blocks, units = bias.shape
     _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, left, mixture),
@@ -285,7 +287,7 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
                  linear: bool, cap: float, mass: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, float32 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
     ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h."""
     q = strided(q)
     batch, heads, blocks, units = mass.shape
