@@ -15,6 +15,7 @@ from ..lowering.primitives import LN2
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in
+from .inline_asm import round_pairs
 from .primitives import barrier_ring, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, zero_rows
 from .tail_statistics import _block, _store_upper
 
@@ -23,6 +24,7 @@ STEP = 64          # tokens that are multiplied at once, and rows of a warpgroup
 STAGES = 11        # steps of keys that are held: a block's, and what has come of the next
 # Tokens of a block at most, and a power of two that holds them.
 LONGEST, PLACES = 384, 512
+BITS = 23          # of a projection, where it is compared with others: those of float32
 # 4 + 4 + 1 warps, which count as twelve: 168 at entry, then warp_specialize gives the loading warp 24 and the multiplying ones 240.
 OPTIONS = dict(num_warps=4, maxnreg=168)
 
@@ -80,42 +82,35 @@ def _load(work, k_desc):
 
 
 @gluon.jit
-def _ordered(x):
-    """``ordered`` of the portable kernels."""
-    bits = gl.cast(gl.where(x == 0, 0.0, gl.where(x == x, x, float("-inf"))), gl.int32, bitcast=True)
-    return gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@gluon.jit
 def _before(x):
     """The sums of all numbers that come before each."""
     return gl.associative_scan(x, 0, _add) - x
 
 
 @gluon.jit
-def _halve(work, group: gl.constexpr, size, first, order):
-    """Which tokens are of the lower half, as the order kernel of the portable ones cuts them; group 0 writes the order."""
+def _halve(work, group: gl.constexpr, size, first, order, BITS: gl.constexpr):
+    """Which tokens are of the lower half; group 0 writes the order. Projections are compared in steps of 2^-BITS of a block's range, hardly
+    more than what sums in another order change; of equal ones the first are lower, and all are equal where one is not finite."""
     PLACES: gl.constexpr = work.places.shape[0]
     # Each warp has all of them, so that none waits for another.
     line: gl.constexpr = gl.BlockedLayout([PLACES // 32], [32], [4], [0])
     place = gl.arange(0, PLACES, layout=line)
     inside = place < size
-    keys = gl.where(inside, _ordered(work.places.load(line)), 0x7FFFFFFF)
+    x = work.places.load(line)
+    lowest = gl.min(gl.where(inside, x, float("inf")), axis=0)
+    x = (x - lowest) * (((1 << BITS) - 1) / (gl.max(gl.where(inside, x, float("-inf")), axis=0) - lowest))
+    keys = gl.where(x == x, gl.minimum(x, ((1 << BITS) - 1) * 1.0), 0.0).to(gl.int32)
+    keys = gl.where(inside, keys, 1 << BITS)
     lower_size = size // 2
     # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit. Of those that equal it
     # the first fill the lower half.
-    middle = gl.to_tensor(-0x7FFFFFFF) - 1
+    middle = gl.to_tensor(0)
     wanted = lower_size
-    below = gl.sum((keys < 0).to(gl.int32), axis=0)
-    if below <= lower_size:
-        middle = gl.to_tensor(0)
-        wanted = lower_size - below
-    bit = gl.to_tensor(1 << 30)
-    for _ in range(31):
-        bound = middle + bit
-        below = gl.sum((keys < bound).to(gl.int32), axis=0)
+    bit = gl.to_tensor(1 << (BITS - 1))
+    for _ in range(BITS):
+        below = gl.sum((keys < middle + bit).to(gl.int32), axis=0)
         if below <= lower_size:
-            middle = bound
+            middle = middle + bit
             wanted = lower_size - below
         bit = bit >> 1
     equal = inside & (keys == middle)
@@ -148,7 +143,7 @@ def _of_rows(work, group: gl.constexpr, at, kind: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def _multiply(work, group: gl.constexpr, v, order, k_mean, v_mean, log_count, moments, v_batch, v_head, v_row, tokens, size_of_moments,
-              LONGEST: gl.constexpr, ITERATIONS: gl.constexpr, SLAB: gl.constexpr):
+              LONGEST: gl.constexpr, ITERATIONS: gl.constexpr, BITS: gl.constexpr, SLAB: gl.constexpr):
     """A multiplying partition: 64 rows of every block's matrices, and of each step's tokens half. v's strides are given in eighths."""
     STEP: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
@@ -218,30 +213,28 @@ def _multiply(work, group: gl.constexpr, v, order, k_mean, v_mean, log_count, mo
         values += first.to(gl.int64) * v_row
         pointers = values + (line[:, None] * v_row + channels[None, :])
         ahead = gl.load(pointers, mask=(line < size)[:, None], other=0.0)
-        _halve(work, group, size, first, order + at_head.to(gl.int64) * tokens + first)
+        _halve(work, group, size, first, order + at_head.to(gl.int64) * tokens + first, BITS)
         lower_values = gl.zeros([HALF, D], gl.float32, by_rows)
-        upper_values = gl.zeros([HALF, D], gl.float32, by_rows)
+        all_values = gl.zeros([HALF, D], gl.float32, by_rows)
         for i in gl.static_range(STEPS):
             value = ahead.to(gl.float32)
             pointers += STEP * v_row
             ahead = gl.load(pointers, mask=(line < size - (i + 1) * STEP)[:, None], other=0.0)
-            member = (work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token) > 0)[:, None]
-            lower_values += gl.where(member, value, 0.0)
-            upper_values += gl.where(member, 0.0, value)
+            lower_values += value * work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token).to(gl.float32)[:, None]
+            all_values += value
         _partial_sums(work, group, at, 2, lower_values)
-        _partial_sums(work, group, at, 3, upper_values)
+        _partial_sums(work, group, at, 3, all_values)
 
         below = gl.zeros([ROWS, D], gl.float32, layout)
         total = gl.zeros([HALF, D], gl.float32, by_rows)
         for i in gl.static_range(STEPS):
             if i < steps:
                 k, lower = matrix(ring_at(work.k, step + i)), matrix(work.lower.index(i & 1))
-                member = (work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token) > 0)[:, None]
-                keys = k.slice(group * HALF, HALF).load(by_rows)
-                keys = gl.where(member, keys, 0.0).to(keys.dtype)
+                keys = k.slice(group * HALF, HALF).load(by_rows).to(gl.float32)
+                keys *= work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token).to(gl.float32)[:, None]
                 # Both were through with what stood here before they met last.
-                lower.slice(group * HALF, HALF).store(keys)
-                total += keys.to(gl.float32)
+                lower.slice(group * HALF, HALF).store(round_pairs(keys, k.dtype))
+                total += keys
                 fence_async_shared()
                 meetings = _meet(work, meetings)
                 product = warpgroup_mma(k.slice(group * ROWS, ROWS, dim=1).permute((1, 0)), lower, below, is_async=True)
@@ -254,14 +247,14 @@ def _multiply(work, group: gl.constexpr, v, order, k_mean, v_mean, log_count, mo
 
         unit = gl.to_tensor(item).to(gl.int64) * 2
         # A NaN stays one, and infinity times zero is one.
-        sound = gl.sum((_summed(work, at, 0, of_columns) + _summed(work, at, 2, of_columns) + _summed(work, at, 3, of_columns)) * 0.0,
-                       axis=0) == 0.0
+        sound = gl.sum((_summed(work, at, 0, of_columns) + _summed(work, at, 3, of_columns)) * 0.0, axis=0) == 0.0
         whole -= below
         _store_unit(work, group, at, below, _of_rows(work, group, at, 1, of_rows), _summed(work, at, 1, of_columns),
                     _summed(work, at, 2, of_columns), size // 2, sound, unit, k_mean, v_mean, log_count, moments, size_of_moments, SLAB)
         _store_unit(work, group, at, whole, _of_rows(work, group, at, 0, of_rows) - _of_rows(work, group, at, 1, of_rows),
-                    _summed(work, at, 0, of_columns) - _summed(work, at, 1, of_columns), _summed(work, at, 3, of_columns), size - size // 2,
-                    sound, unit + 1, k_mean, v_mean, log_count, moments, size_of_moments, SLAB)
+                    _summed(work, at, 0, of_columns) - _summed(work, at, 1, of_columns),
+                    _summed(work, at, 3, of_columns) - _summed(work, at, 2, of_columns), size - size // 2, sound, unit + 1, k_mean, v_mean,
+                    log_count, moments, size_of_moments, SLAB)
 
 
 @gluon.jit
@@ -289,7 +282,7 @@ _NUMBERS = ["heads", "blocks", "items", "programs", "size_of_moments", "v_batch"
 def _halves_kernel(k_desc, v, offsets, order, k_mean, v_mean, log_count, moments,
                    heads, blocks, items, programs, size_of_moments, v_batch, v_head, v_row, tokens,
                    STEP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr, PLACES: gl.constexpr,
-                   WARPGROUPS: gl.constexpr, ITERATIONS: gl.constexpr, SLAB: gl.constexpr):
+                   WARPGROUPS: gl.constexpr, ITERATIONS: gl.constexpr, BITS: gl.constexpr, SLAB: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, STEP, D], k_desc.layout)
@@ -307,9 +300,9 @@ def _halves_kernel(k_desc, v, offsets, order, k_mean, v_mean, log_count, moments
     work = Work(k, lower, places, members, vectors, sums, full, done, met, offsets, heads, blocks, items, gl.program_id(0), programs)
     gl.warp_specialize([
         (_multiply, (work, 0, v, order, k_mean, v_mean, log_count, moments, v_batch, v_head, v_row, tokens, size_of_moments, LONGEST,
-                     ITERATIONS, SLAB)),
+                     ITERATIONS, BITS, SLAB)),
         (_multiply, (work, 1, v, order, k_mean, v_mean, log_count, moments, v_batch, v_head, v_row, tokens, size_of_moments, LONGEST,
-                     ITERATIONS, SLAB)),
+                     ITERATIONS, BITS, SLAB)),
         (_load, (work, k_desc)),
     ], [4, 1], [240, 24])
 
@@ -330,7 +323,8 @@ def hopper_key_halves(k: Tensor, v: Tensor, offsets: Tensor, order: Tensor, k_me
 
 def constants(dim: int, iterations: int, slab: int) -> dict[str, int]:
     """Those of the kernel, in its order."""
-    return dict(STEP=STEP, D=dim, STAGES=STAGES, LONGEST=LONGEST, PLACES=PLACES, WARPGROUPS=WARPGROUPS, ITERATIONS=iterations, SLAB=slab)
+    return dict(STEP=STEP, D=dim, STAGES=STAGES, LONGEST=LONGEST, PLACES=PLACES, WARPGROUPS=WARPGROUPS, ITERATIONS=iterations, BITS=BITS,
+                SLAB=slab)
 
 
 _launch = QuickLaunch(_halves_kernel)
