@@ -217,11 +217,12 @@ def _multiply(work, group: gl.constexpr, v, order, k_mean, v_mean, log_count, mo
         lower_values = gl.zeros([HALF, D], gl.float32, by_rows)
         all_values = gl.zeros([HALF, D], gl.float32, by_rows)
         for i in gl.static_range(STEPS):
-            value = ahead.to(gl.float32)
-            pointers += STEP * v_row
-            ahead = gl.load(pointers, mask=(line < size - (i + 1) * STEP)[:, None], other=0.0)
-            lower_values += value * work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token).to(gl.float32)[:, None]
-            all_values += value
+            if i < steps:
+                value = ahead.to(gl.float32)
+                pointers += STEP * v_row
+                ahead = gl.load(pointers, mask=(line < size - (i + 1) * STEP)[:, None], other=0.0)
+                lower_values += value * work.members.index(group).slice(i * STEP + group * HALF, HALF).load(token).to(gl.float32)[:, None]
+                all_values += value
         _partial_sums(work, group, at, 2, lower_values)
         _partial_sums(work, group, at, 3, all_values)
 
