@@ -135,11 +135,9 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         ahead = linear and _computed_ahead(q, k, num_blocks, parts)
         log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = _estimate(
             q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
-        known = dict(half_variance=half_variance) if linear or with_mass else {}
-        if ahead:
-            known |= dict(covariances=covariances)
+        known = dict(covariances=covariances) if ahead else {}
         if with_mass:
-            known |= dict(mass=mass)
+            known |= dict(half_variance=half_variance, mass=mass)
             useful = useful_heads(error) if useful is None else useful
     return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, useful=useful,
                           **known)
@@ -208,8 +206,10 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _half_variance(queries: Tensor, keys: Tensor) -> Tensor:
-    """``[B, H, N, U]`` of bfloat16 moments ``[B, H, N, n]`` and ``[B, Hkv, U, n]``."""
-    return torch.bmm(_by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT).view(*queries.shape[:3], -1)
+    """float32 ``[B, H, N, U]`` of moments ``[B, H, N, n]`` and ``[B, Hkv, U, n]``."""
+    a, b = _by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT
+    product = torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+    return product.view(*queries.shape[:3], -1)
 
 
 def _of_group(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:
@@ -261,7 +261,7 @@ def _new_estimates(
     kv_heads, units = k.shape[1], num_blocks * parts
     pairs = batch, heads, num_blocks, units
     return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
-            q.new_empty(pairs if linear or with_mass else (0,), dtype=torch.bfloat16),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
             q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
@@ -282,14 +282,16 @@ def _estimate(
     units, sample = num_blocks * parts, sampled_queries(longest)
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = order if parts > 1 else None
-        fused = _hopper_halves(k, v, longest) if parts > 1 and (linear or with_mass) else None
+        fused = _hopper_halves(k, v, longest) if parts > 1 and with_mass else None
         if halves is not None and fused is None:
             statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
-        if not linear and not with_mass:
+        if not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
         # Of symmetric matrices half is kept.
         matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
+        # The kernel that compares queries with units reads numbers of four bytes faster.
+        wide = torch.empty(half_variance.shape, dtype=torch.float32, device=q.device)
         for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
             if fused is not None:
                 keys = statistics.new_moments(k_mean[shared])
@@ -305,10 +307,9 @@ def _estimate(
                 if ahead:
                     covariances[shared] = statistics.covariances(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared],
                                                                  log_count[shared], None, None, parts)
-            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
+            wide[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
             del keys
-        if with_mass:
-            rows.sampled_mass(q, k_mean, log_count, half_variance, offsets, scale, sample, linear, CAP, mass, error)
+        rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, linear, CAP, mass, half_variance, error)
     return new
 
 

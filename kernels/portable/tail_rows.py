@@ -113,11 +113,11 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
-def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
-                 SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
+def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
+                 scale_log2, SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
-    that has no more; and the sum of mass x h."""
+    that has no more; h rounded, and the sum of mass x h."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -142,8 +142,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
         if LINEAR:
             mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-            h = tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
-            bias += tl.minimum(h, CAP)
+            bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
         scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
         higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
@@ -160,18 +159,20 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
     sizes = tl.load(offsets + block + 1, mask=block < blocks, other=0) - tl.load(offsets + block, mask=block < blocks, other=0)
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
     mass += (at * blocks + block) * units
+    rounded += (at * blocks + block) * units
     errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
-        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
         if LINEAR:
             bias += tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
         tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
+        tl.store(rounded[None, :] + (unit + columns)[:, None], h.to(rounded.dtype.element_ty), mask=mask)
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
@@ -286,15 +287,16 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) 
 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
-                 linear: bool, cap: float, mass: Tensor, error: Tensor) -> None:
+                 linear: bool, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
-    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h."""
+    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in
+    ``rounded``, like mass, h, which comes in float32."""
     q = strided(q)
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
     _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1),
-                 (q, k_mean, log_count, half_variance, offsets, mass, error),
+                 (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
                  dict(SAMPLE=sample, LINEAR=linear, CAP=cap, **sizes), config)
 
