@@ -226,14 +226,6 @@ def _hopper_statistics() -> ModuleType:
     return import_module(".hopper.tail_statistics", __package__)
 
 
-def _hopper_halves(k: Tensor, v: Tensor, longest: int) -> ModuleType | None:
-    """The Hopper kernel of two units of a block, where it takes such keys and values on this GPU."""
-    if not (k.is_cuda and k.dtype == torch.bfloat16 and k.shape[3] == 128 and capability(k.device) == (9, 0)):
-        return None
-    halves = import_module(".hopper.tail_halves", __package__)
-    return halves if longest <= halves.LONGEST and _hopper_statistics().readable(k, v) else None
-
-
 def _computed_ahead(q: Tensor, k: Tensor, num_blocks: int, parts: int) -> bool:
     """Whether covariances are computed with the moments: where they take little room, and as the Hopper kernel computes them."""
     entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
@@ -281,10 +273,10 @@ def _estimate(
     statistics, rows = _kernels("statistics"), _kernels("rows")
     units, sample = num_blocks * parts, sampled_queries(longest)
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
-        halves = order if parts > 1 else None
-        fused = _hopper_halves(k, v, longest) if parts > 1 and with_mass else None
-        if halves is not None and fused is None:
+        halves = None
+        if parts > 1:
             statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
+            halves = order
         if not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
@@ -293,11 +285,7 @@ def _estimate(
         # The kernel that compares queries with units reads numbers of four bytes faster.
         wide = torch.empty(half_variance.shape, dtype=torch.float32, device=q.device)
         for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
-            if fused is not None:
-                keys = statistics.new_moments(k_mean[shared])
-                fused.hopper_key_halves(k[shared], v[shared], offsets, order[shared], k_mean[shared], v_mean[shared], log_count[shared],
-                                        keys, ITERATIONS, statistics.SLAB)
-            elif ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
+            if ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
                 keys = statistics.new_moments(k_mean[shared])
                 _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
                                                            keys, covariances[shared], statistics.SLAB)

@@ -325,7 +325,6 @@ def _modules():
         multiple_of=lambda x, factor: x, atomic_add=atomic_add, warp_specialize=warp_specialize, allocate_shared_memory=allocate,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype), convert_layout=lambda x, layout, assert_trivial=False: x,
-        associative_scan=lambda x, axis, add: x.cumsum(axis),
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis), abs=torch.abs,
         exp2=torch.exp2, log2=torch.log2, where=_where,
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), load=load, store=store)
@@ -371,7 +370,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_merge", "tail_statistics", "tail_halves"):
+                     "backward_partitions", "backward", "tail_merge", "tail_statistics"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
