@@ -29,7 +29,7 @@ ESTIMATE_ROOM, MERGE_ROOM, TAIL_ROOM = 1.0, 0.84, 0.4
 # Covariances that take no more are computed with the moments, and wait for the merge.
 WAITING_ROOM = 0.42
 # Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
-KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 8, 6
+KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +41,9 @@ class BlockEstimates:
         linear: whether covariances and h take part in the estimate.
         log_count: float32 ``[B, Hkv, U]``, log of a unit's tokens; -inf where it has none, or its block holds NaN or inf: nothing is
             estimated of that.
-        half_variance: h, float32 ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the
-            estimate nor a score asks for it.
-        mass: float32 ``[B, H, N, U]``, the softmax over all units, mean of a query block's ``sampled_queries``, spread over
-            it; None where h is.
+        half_variance: h, ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the estimate
+            nor a score asks for it. bfloat16, because it waits while attention runs; float32 or float64 where plain torch runs.
+        mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it; None where h is.
         order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
             unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
@@ -136,11 +135,9 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         ahead = linear and _computed_ahead(q, k, num_blocks, parts)
         log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = _estimate(
             q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
-        known = dict(half_variance=half_variance) if linear or with_mass else {}
-        if ahead:
-            known |= dict(covariances=covariances)
+        known = dict(covariances=covariances) if ahead else {}
         if with_mass:
-            known |= dict(mass=mass)
+            known |= dict(half_variance=half_variance, mass=mass)
             useful = useful_heads(error) if useful is None else useful
     return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, useful=useful,
                           **known)
@@ -256,8 +253,8 @@ def _new_estimates(
     kv_heads, units = k.shape[1], num_blocks * parts
     pairs = batch, heads, num_blocks, units
     return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
-            q.new_empty(pairs if linear or with_mass else (0,), dtype=torch.float32),
-            q.new_empty(pairs if with_mass else (0,), dtype=torch.float32),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
+            q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
             q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32),
@@ -280,11 +277,13 @@ def _estimate(
         if parts > 1:
             statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
-        if not linear and not with_mass:
+        if not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
             return new
         # Of symmetric matrices half is kept.
         matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
+        # The kernel that compares queries with units reads numbers of four bytes faster.
+        wide = torch.empty(half_variance.shape, dtype=torch.float32, device=q.device)
         for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
             if ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
                 keys = statistics.new_moments(k_mean[shared])
@@ -296,15 +295,14 @@ def _estimate(
                 if ahead:
                     covariances[shared] = statistics.covariances(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared],
                                                                  log_count[shared], None, None, parts)
-            half_variance[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
+            wide[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
             del keys
-        if with_mass:
-            rows.sampled_mass(q, k_mean, log_count, half_variance, offsets, scale, sample, linear, CAP, mass, error)
+        rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, linear, CAP, mass, half_variance, error)
     return new
 
 
 def _new_scores(mass: Tensor, *_) -> Tensor:
-    return mass.new_empty(*mass.shape[:3], mass.shape[2])
+    return mass.new_empty(*mass.shape[:3], mass.shape[2], dtype=torch.float32)
 
 
 @operator("block_scores", _new_scores)
@@ -360,7 +358,7 @@ def _add(
         assert mass is not None
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         pairs = heads // kv_heads * num_blocks**2 * parts
-        held = KNOWN_OF_A_PAIR * half_variance.numel() + (0 if covariances is None else 2 * covariances.numel())
+        held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel() + (0 if covariances is None else 2 * covariances.numel())
         matrices = num_blocks * (heads // kv_heads + (parts if covariances is None else 0))
         for own, shared in _head_groups(q, kv_heads, matrices, MERGE_ROOM - held / (q.numel() * q.element_size()), MADE_OF_A_PAIR * pairs):
             some = q[own]

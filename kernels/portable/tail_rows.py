@@ -43,7 +43,8 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         unit = start + tl.arange(0, WIDTH)
         value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
         if half_variance is not None:
-            value += tl.minimum(tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0), CAP)
+            h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+            value += tl.minimum(h, CAP)
         if useful is not None:
             value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
         tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
@@ -66,15 +67,15 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
             estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
             number += estimated.to(tl.int32)
             if mixture is not None:
-                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0)
+                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
         tl.store(left + row, tl.sum(number, 0))
         if mixture is not None:
             factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
             for start in range(0, units, WIDTH):
                 unit = start + tl.arange(0, WIDTH)
                 estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0)
-                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0) * factor
+                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
                 share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
                 tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
@@ -93,8 +94,8 @@ def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, 
         tokens = tl.zeros([WIDTH], tl.float32)
         for part in tl.static_range(PARTS):
             unit = item * PARTS + part
-            score += tl.load(mass + row * units + unit, mask=inside, other=0.0) * tl.load(half_variance + row * units + unit, mask=inside,
-                                                                                        other=0.0)
+            weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
+            score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
             tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
         tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
 
@@ -113,11 +114,11 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
-def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_batch, q_head, q_row, heads, group, blocks, units, scale_log2,
-                 SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
+def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
+                 scale_log2, SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
-    that has no more; and the sum of mass x h."""
+    that has no more; h rounded, and the sum of mass x h."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -159,6 +160,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
     sizes = tl.load(offsets + block + 1, mask=block < blocks, other=0) - tl.load(offsets + block, mask=block < blocks, other=0)
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
     mass += (at * blocks + block) * units
+    rounded += (at * blocks + block) * units
     errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
@@ -170,7 +172,8 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, error, q_ba
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
-        tl.store(mass[None, :] + (unit + columns)[:, None], total, mask=mask)
+        tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
+        tl.store(rounded[None, :] + (unit + columns)[:, None], h.to(rounded.dtype.element_ty), mask=mask)
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
@@ -267,8 +270,8 @@ def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | No
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's.
 
     -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in heads not
-    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, float32 like
-    bias, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
+    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, bfloat16
+    like h, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
     """
     batch, heads, blocks, units = bias.shape
     _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, left, mixture),
@@ -285,15 +288,16 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) 
 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
-                 linear: bool, cap: float, mass: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, float32 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
-    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h."""
+                 linear: bool, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
+    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in
+    ``rounded``, like mass, h, which comes in float32."""
     q = strided(q)
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
     _launch_mass((-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
-                 (q, k_mean, log_count, half_variance, offsets, mass, error),
+                 (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
                  dict(SAMPLE=sample, LINEAR=linear, CAP=cap, **sizes), config)
 

@@ -93,7 +93,7 @@ def _first_token(x, order, first, size, stride, column, COLS: tl.constexpr, DIM:
     if order is not None:
         first = tl.load(order + first, mask=size > 0, other=0)
     dims = column + tl.arange(0, COLS)
-    return tl.load(x + first.to(tl.int64) * stride + dims, mask=(dims < DIM) & (size > 0), other=0.0).to(tl.float32)
+    return tl.load(x + first.to(tl.int64) * stride + dims, mask=dims < tl.where(size > 0, DIM, 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -161,7 +161,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     if order is not None:
         order += (batch * heads + head) * tokens
     dims = tl.arange(0, DIM_PAD)
-    mine = (dims < DIM) & (column == 0)
+    # No scalar mask is spread over a vector: Triton 3.9's interpreter makes integers of it.
+    mine = dims < tl.where(column == 0, DIM, 0)
     # A NaN stays one, and infinity times zero is one.
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):

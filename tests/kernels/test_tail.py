@@ -100,14 +100,15 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
-    plain = dataclasses.replace(estimates, k_mean=None, v_mean=None)
+    wide = {name: getattr(estimates, name).float() for name in ("mass", "half_variance")}
+    plain = dataclasses.replace(estimates, k_mean=None, v_mean=None, **wide)
     scores = estimates.scores()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
     torch.testing.assert_close(scores, plain.scores())
-    errors = (estimates.mass * estimates.half_variance).unflatten(-1, (4, parts)).sum(-1)
+    errors = (plain.mass * plain.half_variance).unflatten(-1, (4, parts)).sum(-1)
     tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
     torch.testing.assert_close((scores * tokens)[0], errors[0])
-    assert torch.equal(estimates.useful, useful_heads((estimates.mass * estimates.half_variance).sum(-1)))
+    assert torch.equal(estimates.useful, useful_heads((plain.mass * plain.half_variance).sum(-1)))
 
 
 def test_means_need_no_mass(monkeypatch):
