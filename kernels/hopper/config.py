@@ -10,13 +10,17 @@ from functools import lru_cache
 class HopperForwardConfig:
     """Of a program of the Hopper forward: ``warpgroups`` of 64 query rows, ``chunk`` keys per step, of which ``stages`` are in flight.
 
-    ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others.
+    ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others. ``programs`` share a
+    multiprocessor; where there are several, each has room for the queries of one tile, else for the next one's as well. ``q_registers``: a
+    warpgroup multiplies by queries from registers.
     """
 
     warpgroups: int
     chunk: int
     stages: int
     overlap: bool
+    programs: int = 1
+    q_registers: bool = False
 
 
 # What two warpgroups take for as many rows, over what three take: (head_dim, optimistic) -> ratio of the times below.
@@ -42,6 +46,11 @@ def hopper_forward_config(
     ``ragged``: key blocks differ in length, so that many chunks would hold less than 128 keys: tiles of 4 x 4 x 8 tokens at 720p, 0.15 of
     them kept, took 28.3 ms with 128 keys and 27.5 with 64.
 
+    Blocks of up to 64 queries: programs of one warpgroup, two of which share a multiprocessor, so that one takes exponentials, begins or
+    ends a tile while the other multiplies. They were not measured. Two warpgroups, one of which had no rows, took 1.60 ms at 30,720
+    tokens in blocks of 64, 48 of 480 kept, head_dim 128. That is 7.6 TB/s of keys and values out of L2, twice what tiles of 192 rows read
+    at their best, so that L2 will be the limit.
+
     Where programs are few, the last round of multiprocessors, partly idle, weighs more than that. Then two are taken where counting rounds
     says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where programs are many. Lists are
     split in the last round (see ``split``), so that this is rare: at 11,520 tokens, 12 of 30 blocks kept, three took 0.0563 ms of one head
@@ -52,6 +61,10 @@ def hopper_forward_config(
         whole, rest = divmod(blocks * -(-q_block // rows), processors)
         return (whole + (1 / (processors // rest) if rest else 0)) * rows
 
+    if q_block <= 64 and not causal:
+        chunk = 64 if kv_block <= 64 or head_dim == 128 else 128
+        # 96 KiB of K and V, and 16 or 8 of q.
+        return HopperForwardConfig(1, chunk, 3 * 64 * 128 // (chunk * head_dim), True, programs=2, q_registers=True)
     three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
     three = three and rounds(192) <= _ROUNDS_MATTER * _TWO_OVER_THREE[head_dim, optimistic] * rounds(128)
     chunk = 64 if kv_block <= (128 if ragged and head_dim == 128 else 64) or (three and head_dim == 128) else 128

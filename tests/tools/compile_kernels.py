@@ -190,7 +190,7 @@ def tail_cases() -> dict[str, Case]:
 
 def hopper_cases() -> dict[str, Case]:
     found = {}
-    for dim, rows, keys, (name, causal) in product((64, 128), (384, 128), (384, 64), product(("bf16", "fp16"), (False, True))):
+    for dim, rows, keys, (name, causal) in product((64, 128), (384, 128, 64), (384, 64), product(("bf16", "fp16"), (False, True))):
         usual = name == "bf16" and (rows == 384 or dim == 128) or dim == 128 and rows == keys == 384
         found[f"hopper forward {rows}x{keys} D={dim} {name}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True), HOPPER_FORWARD,
