@@ -176,9 +176,12 @@ def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], 
 
 
 def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
-    """The candidates of the forward. Three warpgroups have no registers for 128 keys of 128 entries."""
-    return [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
-            for warpgroups, chunk, overlap in product((2, 3), (64, 128), (False, True)) if (warpgroups, chunk, head_dim) != (3, 128, 128)]
+    """The candidates of the forward. Three warpgroups have no registers for 128 keys of 128 entries, nor two programs room for them."""
+    large = [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+             for warpgroups, chunk, overlap in product((2, 3), (64, 128), (False, True)) if (warpgroups, chunk, head_dim) != (3, 128, 128)]
+    small = [HopperForwardConfig(1, chunk, 3 * 64 * 128 // (chunk * head_dim), overlap, programs=2, q_registers=q_registers)
+             for chunk, overlap, q_registers in product((64, 128), (False, True), (False, True)) if (chunk, head_dim) != (128, 128)]
+    return large + small
 
 
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:

@@ -247,7 +247,7 @@ def _begin_again(work, n, used):
 
 @gluon.jit
 def _second_walk_of_others(work, tile, n, used):
-    """How many uses of the rings there were after the ``n``-th tile, ``used`` without a second walk, in which this warpgroup has no part."""
+    """How many uses of the rings there were after the ``n``-th tile, ``used`` before a second walk, in which this warpgroup has no part."""
     if walk_again(work, n, 4):
         again = _begin_again(work, n, used)
         used = again + tile.full + tile.partial

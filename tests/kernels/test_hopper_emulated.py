@@ -103,6 +103,49 @@ def test_parts_that_overflow_are_walked_again(name, walks, split_lists):
     assert_right(*levels(*LEVELS[name]), False, True)
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """How many programs a call launched."""
+    forward, found = module("forward"), []
+    forward._settled.clear()
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    launch = forward._launch
+    monkeypatch.setattr(forward, "_launch", lambda key, grid, *rest: (found.append(grid[0]), launch(key, grid, *rest))[1])
+    yield found
+    forward._settled.clear()
+
+
+@pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))
+def test_two_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, monkeypatch, programs, every_row_fails):
+    """Each takes tile after tile through memory for one tile's queries: lists that are longer than its rings and shorter ones, empty ones,
+    blocks without rows, lists in parts, and all of them walked twice."""
+    late, dtype = speed
+    monkeypatch.setattr(module("forward"), "split", lambda tiles, *others: (tiles - 2, parts) if parts > 1 else (0, 1))
+    mask = torch.rand(2, 6, 9) < 0.7
+    mask[0, 2], mask[1, 3] = False, torch.arange(9) == 4
+    sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 50, keys, keys, 0, keys, keys]
+    blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
+    q, k, v = inputs(1, 4, 2, 249, 6 * keys + 53, dim, dtype=dtype)
+    assert_right(q, k, v, blocks, False, late)
+    assert programs == [6]
+    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("q_block", [64, 128, 384])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_only_warpgroups_with_rows_that_overflow_walk_again(q_block, late, walks):
+    """In the second and the fourth of six tiles of a program; the others let their keys go, and all of them go on to the next tile."""
+    tile = min(q_block, 192)
+    q, k, v = inputs(1, 1, 1, 6 * tile, 640, 64, dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    k[:, :, 500, 0] = 100.0
+    q[:, :, [tile + 3, 4 * tile - 1], 0] = 100.0
+    assert_right(q, k, v, BlockLists.from_mask(torch.ones(1, 6 * tile // q_block, 640 // 64, dtype=torch.bool), q_block, 64), False, late)
+    assert walks.count(1) == 2 and walks.count(0) == 6 * tile // 64
+
+
 def test_every_block_has_its_place():
     """The longest lists of all heads first, then head after head, each block once."""
     number, heads = torch.tensor(37), torch.tensor(3)
