@@ -1,9 +1,10 @@
 """Hopper forward kernel: one warp brings tiles in by TMA, warpgroups of 64 query rows each multiply and take softmax.
 
 As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
-longest lists first. What a tile begins with is brought in while the one before ends. A tile iterates over the chunks of keys that its
-block attends to: first the full ones, then the partial ones, which a ragged tail cuts; the scores of the next chunk are computed while the
-values of this one are added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
+longest lists first; of blocks of up to 64 rows twice as many programs, of one warpgroup. What a tile begins with is brought in while the
+one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the partial ones, which a
+ragged tail cuts; the scores of the next chunk are computed while the values of this one are added up. Of a causal mask the chunks that the
+diagonal cuts come first, one at a time.
 """
 
 from functools import partial

@@ -14,6 +14,7 @@ from oracles import attention_with_gradients
 import ssta.kernels
 from ssta.kernels import BlockLists, notices
 from ssta.kernels.hopper import spin_timeouts
+from ssta.kernels.hopper.config import HopperForwardConfig
 from ssta.kernels.op import transposed
 from ssta.kernels.reference import reference_attention
 
@@ -131,6 +132,19 @@ def test_two_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, p
     expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("config", [
+    (2, 64, 4, True, 1, True), (2, 128, 2, True, 1, True), (2, 64, 5, False, 1, True), (3, 64, 3, True, 1, False),
+    (2, 64, 2, True, 2, False)])
+def test_other_configurations_give_the_same(config, walks):
+    """Queries in registers, any number of stages, room for one tile's queries where warpgroups share them."""
+    q, k, v, blocks = levels((128, 0), (384, 118), (200, 0))
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
+    out, lse = run("forward", q, k, v, blocks, 0.125, False, late=True, config=HopperForwardConfig(*config))
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+    assert 1 in walks
 
 
 @pytest.mark.parametrize("q_block", [64, 128, 384])
