@@ -18,7 +18,7 @@ from .progress import Generation, Step, is_fake
 _FORWARDS_KEPT = 8
 
 
-class Kept:
+class KeptSelection:
     """One layer's selection for one of a step's forwards, and the query's shape that it was for; None before it was chosen.
 
     A bit for each pair of tiles: lists, whose rows of text hold every tile, are 32 times as much, and ascend in either form.
@@ -76,7 +76,7 @@ def _unpacked(bits: Tensor, length: int) -> Tensor:
 
 
 class Holder:
-    """Where a layer's processor finds the ``Kept`` of its thread's forward; None = choose, and keep nothing.
+    """Where a layer's processor finds the ``KeptSelection`` of its thread's forward; None = choose, and keep nothing.
 
     ``kept`` serves generation; ``frozen``, which goes before, one forward of a training and its recomputation (``frozen_checkpoint``).
     """
@@ -88,19 +88,19 @@ class Holder:
         return Holder, ()
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptSelection | None:
         return getattr(self._thread, "kept", None)
 
     @kept.setter
-    def kept(self, kept: Kept | None) -> None:
+    def kept(self, kept: KeptSelection | None) -> None:
         self._thread.kept = kept
 
     @property
-    def frozen(self) -> Kept | None:
+    def frozen(self) -> KeptSelection | None:
         return getattr(self._thread, "frozen", None)
 
     @frozen.setter
-    def frozen(self, kept: Kept | None) -> None:
+    def frozen(self, kept: KeptSelection | None) -> None:
         self._thread.frozen = kept
 
 
@@ -110,7 +110,7 @@ class _Forward:
     def __init__(self) -> None:
         self.signature: tuple | None = None
         self.place = 0
-        self.layers: dict[str, Kept] = {}
+        self.layers: dict[str, KeptSelection] = {}
 
     def drop(self) -> None:
         for kept in self.layers.values():
@@ -156,7 +156,7 @@ class Reuse:
             forward.drop()
             forward.signature, forward.place = signature, step.position
         for name, holder in layers.items():
-            holder.kept = forward.layers.setdefault(name, Kept())
+            holder.kept = forward.layers.setdefault(name, KeptSelection())
         return chosen
 
     def end(self) -> None:

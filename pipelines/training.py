@@ -18,7 +18,7 @@ from .apply import SSTAHandle
 from .context import CallState, ModelContext
 from .density import DENSE_FROM, LEVELS, with_density
 from .processor import SSTAProcessor
-from .reuse import Kept
+from .reuse import KeptSelection
 
 
 class Velocities(NamedTuple):
@@ -216,7 +216,7 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
 
     def both() -> tuple[AbstractContextManager, AbstractContextManager]:
         states = {id(layer.context): (layer.context, layer.context.call) for layer in layers}
-        kept = [(layer, Kept()) for layer in layers]
+        kept = [(layer, KeptSelection()) for layer in layers]
         return _with_selections(kept), _again(kept, list(states.values()))
 
     # Lists that were kept are as long as they can be, which are other shapes than the forward's; that they are as many is still checked.
@@ -224,7 +224,7 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
 
 
 @contextmanager
-def _with_selections(kept: list[tuple[SSTAProcessor, Kept]]) -> Iterator[None]:
+def _with_selections(kept: list[tuple[SSTAProcessor, KeptSelection]]) -> Iterator[None]:
     """Within it layers of this thread keep what they select, or attend to what was kept."""
     before = [layer.holder.frozen for layer, _ in kept]
     for layer, selection in kept:
@@ -237,7 +237,7 @@ def _with_selections(kept: list[tuple[SSTAProcessor, Kept]]) -> Iterator[None]:
 
 
 @contextmanager
-def _again(kept: list[tuple[SSTAProcessor, Kept]], states: list[tuple[ModelContext, CallState]]) -> Iterator[None]:
+def _again(kept: list[tuple[SSTAProcessor, KeptSelection]], states: list[tuple[ModelContext, CallState]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context, state in states:
             stack.enter_context(context.resumed(state))

@@ -106,8 +106,7 @@ def ssta_3d_attention(
     layout = TokenLayout.video_text(thw, text_len)
     shards = None
     if group is None:
-        if type(query) is not Tensor or query.dim() != 4 or query.shape[2] != layout.length:
-            check_lengths(query, layout)
+        check_lengths(query, layout)
     else:
         shards = shards_of(group, layout)
     return ssta_layer(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,

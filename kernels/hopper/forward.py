@@ -123,11 +123,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (lse, queue, *parts),
             (*settled.numbers, scale * LOG2E), settled.constants, settled.options)
     if settled.split_tiles:
-        merge = settled.merge
-        if merge is None:
-            merge = merge_parts(settled.rows, settled.split_tiles * settled.splits, settled.splits, out)
-            _settled[key] = settled._replace(merge=merge)
-        merge(*parts, out, lse)
+        settled.merge(*parts, out, lse)
     return out, lse
 
 
@@ -147,7 +143,7 @@ class _Settled(NamedTuple):
     rows: int          # of a tile
     split_tiles: int   # the last ones, into
     splits: int        # parts
-    merge: Launch | None = None   # of these, found with the first result
+    merge: Launch      # of these, where there are any
 
 
 _settled: dict[tuple, _Settled] = Kept(1024)
@@ -166,15 +162,17 @@ def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, 
     parts = -(-rows.length // (ROWS * config.warpgroups))
     tiles = batch * heads * rows.number * parts
     split_tiles, splits = split(tiles, width, places, causal)
+    out = q if in_place else torch.empty_like(q, device="meta")
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
                heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
-               *[batch_tokens(x) or 0 for x in (q, k, v, q if in_place else torch.empty_like(q, device="meta"))])
+               *[batch_tokens(x) or 0 for x in (q, k, v, out)])
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
     grid = min(tiles + split_tiles * (splits - 1), places), 1, 1
     # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.
     kinds = tuple([(object(), partial(tma_chunks, rows=size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
     return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), grid, kinds, numbers, fixed, options(config),
-                    ROWS * config.warpgroups, split_tiles, splits)
+                    ROWS * config.warpgroups, split_tiles, splits,
+                    merge_parts(ROWS * config.warpgroups, split_tiles * splits, splits, q, out.stride()))
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:

@@ -58,10 +58,10 @@ def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, o
 _launch = QuickLaunch(_merge_kernel)
 
 
-def merge_parts(rows: int, parts: int, splits: int, out: Tensor) -> Launch:
+def merge_parts(rows: int, parts: int, splits: int, q: Tensor, strides: tuple[int, ...]) -> Launch:
     """Launched with ``partial_results`` of ``parts`` parts of ``rows`` rows, out and lse: writes the rows of tiles that were split,
-    ``splits`` parts of each standing behind one another, to out and lse. For tensors such as ``out``."""
-    dim = out.shape[3]
-    numbers = (*out.stride()[:3], out.shape[1], out.shape[2], splits, rows)
-    return _launch.settle((out.get_device(), out.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), numbers,
-                          dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})
+    ``splits`` parts of each standing behind one another, to out and lse. For an out as q is, of these strides."""
+    _, heads, tokens, dim = q.shape
+    numbers = (*strides[:3], heads, tokens, splits, rows)
+    return _launch.settle((q.get_device(), q.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), numbers,
+                          dict(ROWS=ROWS, DIM=dim, EARLY=q.is_cuda), dict(launch_pdl=True) if q.is_cuda else {})

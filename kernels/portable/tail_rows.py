@@ -12,6 +12,7 @@ from ..lowering.arguments import Lists
 from ..lowering.chunks import shared_strides
 from ..lowering.inputs import strided
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
+from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 from .tail_statistics import head_at, sampled_rows
@@ -291,7 +292,7 @@ def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Te
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
-    _launch_mass((triton.cdiv(blocks, sizes["M"] // sample), batch * heads, 1),
+    _launch_mass((-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                  (q, k_mean, log_count, half_variance, offsets, mass, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
                  dict(SAMPLE=sample, LINEAR=linear, CAP=cap, **sizes), config)
@@ -304,7 +305,7 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor,
     q = strided(q)
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("combine", q)
-    tiles = triton.cdiv(longest, sizes["M"])
+    tiles = -(-longest // sizes["M"])
     shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
     _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
                     (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
@@ -320,4 +321,4 @@ def depth(dim_pad: int, block_m: int) -> int:
 def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
     dim = q.shape[3]
     config = tail_config(kernel, dim, q.dtype, device_limits(q.device))
-    return config, dict(M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+    return config, dict(M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(power_of_2(dim), 16))

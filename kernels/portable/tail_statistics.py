@@ -10,6 +10,7 @@ from torch import Tensor
 from ..device import device_limits
 from ..lowering.inputs import strided
 from ..lowering.primitives import ordered
+from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 
@@ -410,7 +411,7 @@ def _config(kernel: str, x: Tensor) -> LaunchConfig:
 
 
 def _dims(dim: int) -> dict[str, int]:
-    return dict(DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+    return dict(DIM=dim, DIM_PAD=max(power_of_2(dim), 16))
 
 
 def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
@@ -429,4 +430,4 @@ def _same(config: LaunchConfig, dim: int) -> bool:
 
 
 def _columns(config: LaunchConfig, dim: int) -> int:
-    return triton.cdiv(dim, config.block_m)
+    return -(-dim // config.block_m)

@@ -19,7 +19,7 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta.kernels import notices
 from ssta.pipelines import Schedule, apply_ssta, processor
-from ssta.pipelines.reuse import Kept, _packed, _unpacked
+from ssta.pipelines.reuse import KeptSelection, _packed, _unpacked
 
 THIRDS = Schedule(refresh=3)
 
@@ -252,7 +252,7 @@ def test_layers_that_a_step_cache_skips_choose_when_they_next_run(monkeypatch):
     tiny = PIPELINES["wan"]
     pipe = tiny.build(layers=4)
     ages, born = [], {}
-    keep, selection = Kept.keep, Kept.selection
+    keep, selection = KeptSelection.keep, KeptSelection.selection
 
     def kept(self, *args):
         born[self] = place[0]
@@ -264,8 +264,8 @@ def test_layers_that_a_step_cache_skips_choose_when_they_next_run(monkeypatch):
             ages.append(place[0] - born[self])
         return found
 
-    monkeypatch.setattr(Kept, "keep", kept)
-    monkeypatch.setattr(Kept, "selection", taken)
+    monkeypatch.setattr(KeptSelection, "keep", kept)
+    monkeypatch.setattr(KeptSelection, "selection", taken)
     place = [0]
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
     with apply_ssta(pipe, SPARSE, schedule=THIRDS):

@@ -16,7 +16,7 @@ from torch import nn
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, processor, set_density, teacher_student
 from ssta.pipelines.density import LEVELS
-from ssta.pipelines.reuse import Kept
+from ssta.pipelines.reuse import KeptSelection
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.25)
@@ -317,9 +317,9 @@ def test_selections_go_with_the_graph():
     import weakref
 
     model, call, kept = TINY["wan"].build(), TINY["wan"].call(), []
-    keep = Kept.keep
+    keep = KeptSelection.keep
     with apply_ssta(model, TILES, schedule=Schedule()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "keep", lambda self, *args: kept.append(weakref.ref(self)) or keep(self, *args))
+        patch.setattr(KeptSelection, "keep", lambda self, *args: kept.append(weakref.ref(self)) or keep(self, *args))
         model.enable_gradient_checkpointing(frozen_checkpoint)
         loss = model(**call)[0].square().mean()
         gc.collect()
