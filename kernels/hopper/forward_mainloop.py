@@ -246,16 +246,6 @@ def _begin_again(work, n, used):
 
 
 @gluon.jit
-def _second_walk_of_others(work, tile, n, used):
-    """How many uses of the rings there were after the ``n``-th tile, ``used`` before a second walk, in which this warpgroup has no part."""
-    if walk_again(work, n, 4):
-        again = _begin_again(work, n, used)
-        used = again + tile.full + tile.partial
-        _let_go(work, again, used)
-    return used
-
-
-@gluon.jit
 def attend(work, group: gl.constexpr, lse, out_desc, q_len, shift, scale_log2, CAUSAL: gl.constexpr, OVERLAP: gl.constexpr):
     """A multiplying partition: of tile after tile 64 query rows, from the first chunk to the stored result."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
@@ -273,7 +263,10 @@ def attend(work, group: gl.constexpr, lse, out_desc, q_len, shift, scale_log2, C
             uses = uses + chunks
             if OPTIMISTIC:
                 ring_arrive(work.walked, n, True)
-                uses = _second_walk_of_others(work, tile, n, uses)
+                if walk_again(work, n, 4):
+                    again = _begin_again(work, n, uses)
+                    _let_go(work, again, again + chunks)
+                    uses = again + chunks
         # All of its warps.
         barrier()
         ring_arrive(work.tile_free, n, True)
@@ -311,16 +304,11 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         acc, row_max, row_sum = _walk(work, tile, first, q, group, shift, scale_log2, every, False, CAUSAL, OVERLAP)
         own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(CHUNK)))[:, None] < rows
         failed = _overflown(acc, row_sum, CHUNK) & own
-        fails = gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0
-        if fails:
+        if gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0:
             work.again.index(n & 1).store(gl.full([1], 1, gl.int32, one_word(4)))
         barrier()
         ring_arrive(work.walked, n, True)
-        if CAUSAL:
-            # All warpgroups are needed where a chunk is cut.
-            fails = walk_again(work, n, 4)
-        if fails:
-            ring_wait(work.walked, n, True)
+        if walk_again(work, n, 4):
             # Rows that did not fail get the same bits again: what a row is does not depend on its neighbours.
             again = _begin_again(work, n, uses)
             acc, row_max, row_sum = _walk(work, tile, again, q, group, shift, scale_log2, failed, True, CAUSAL, OVERLAP)
@@ -345,8 +333,4 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         gl.store(work.partial_lse + first_row + offsets, row_lse)
         places = gl.arange(0, ROWS, layout=o_rows)[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
         gl.store(work.partial_out + first_row.to(gl.int64) * D + places, result)
-    if OPTIMISTIC and not CAUSAL:
-        # Its own rows are done: only now does it wait for the other warpgroups, and lets them have a second walk without it.
-        if not fails:
-            uses = _second_walk_of_others(work, tile, n, uses)
     return uses
