@@ -147,19 +147,6 @@ def test_other_configurations_give_the_same(config, walks):
     assert 1 in walks
 
 
-@pytest.mark.parametrize("q_block", [64, 128, 384])
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_only_warpgroups_with_rows_that_overflow_walk_again(q_block, late, walks):
-    """In the second and the fourth of six tiles of a program; the others let their keys go, and all of them go on to the next tile."""
-    tile = min(q_block, 192)
-    q, k, v = inputs(1, 1, 1, 6 * tile, 640, 64, dtype=torch.bfloat16)
-    q[..., 0], k[..., 0] = 0.0, 0.0
-    k[:, :, 500, 0] = 100.0
-    q[:, :, [tile + 3, 4 * tile - 1], 0] = 100.0
-    assert_right(q, k, v, BlockLists.from_mask(torch.ones(1, 6 * tile // q_block, 640 // 64, dtype=torch.bool), q_block, 64), False, late)
-    assert walks.count(1) == 2 and walks.count(0) == 6 * tile // 64
-
-
 def test_every_block_has_its_place():
     """The longest lists of all heads first, then head after head, each block once."""
     number, heads = torch.tensor(37), torch.tensor(3)
