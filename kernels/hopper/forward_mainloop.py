@@ -14,7 +14,7 @@ from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
 from ..lowering.tma import FAR
 from .forward_load import loaded_ahead, q_place, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
-from .inline_asm import exponentials, lazy_rescale, scheduling_fence
+from .inline_asm import exponentials, lazy_rescale, round_pairs, scheduling_fence
 from .primitives import (
     by_lane,
     by_row,
@@ -141,7 +141,7 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         barrier()
         ring_arrive(work.v_zeroed, 1, True)
         ring_wait(work.v_zeroed, 1, True)
-        token = warpgroup_mma(gl.convert_layout(weights.to(work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), v, acc, is_async=True)
+        token = warpgroup_mma(gl.convert_layout(round_pairs(weights, work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
         ring_arrive(work.done, i, True)
     return acc, row_max, row_sum
@@ -173,7 +173,7 @@ def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows,
         acc = warpgroup_mma_wait(0, deps=[o_token])
         ring_arrive(work.done, i, True)
     acc = rescale(acc, alpha) if FOLLOW else acc
-    return gl.convert_layout(weights.to(work.q.dtype), p_layout), acc, row_max, row_sum
+    return gl.convert_layout(round_pairs(weights, work.q.dtype), p_layout), acc, row_max, row_sum
 
 
 @gluon.jit
@@ -221,7 +221,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
             scores = hide_columns(scores, size)
         weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         acc = rescale(acc, alpha)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+        p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
         for i in range(begin + 1, full_end):
             p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
                                            FOLLOW, OVERLAP)
