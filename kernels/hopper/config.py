@@ -12,8 +12,7 @@ class HopperForwardConfig:
 
     ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others. ``programs`` share a
     multiprocessor; where there are several, each has room for the queries of one tile, else for the next one's as well. ``q_registers``: a
-    warpgroup multiplies by queries from registers. ``polynomials``: of eight exponentials as many are computed by multiply-adds, at most 4
-    and only in an optimistic loop.
+    warpgroup multiplies by queries from registers.
     """
 
     warpgroups: int
@@ -22,7 +21,6 @@ class HopperForwardConfig:
     overlap: bool
     programs: int = 1
     q_registers: bool = False
-    polynomials: int = 0
 
 
 # What two warpgroups take for as many rows, over what three take: (head_dim, optimistic) -> ratio of the times below.

@@ -49,7 +49,7 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
                     v_batch, out_batch, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, Q_TILES: gl.constexpr,
-                    Q_REGISTERS: gl.constexpr, POLYNOMIALS: gl.constexpr):
+                    Q_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(dtype, [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D], q_desc.layout)
@@ -75,7 +75,7 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
                 q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, WARPGROUPS,
-                Q_REGISTERS, POLYNOMIALS)
+                Q_REGISTERS)
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
@@ -178,7 +178,7 @@ def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
     """Those of the kernel that follow from a configuration, in the kernel's order."""
     return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
-                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers, POLYNOMIALS=config.polynomials)
+                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers)
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:

@@ -53,7 +53,6 @@ class Work:
     parts: gl.constexpr                    # tiles of a block
     warpgroups: gl.constexpr
     q_registers: gl.constexpr              # whether a warpgroup multiplies by q from registers
-    polynomials: gl.constexpr              # of eight exponentials, how many are computed by multiply-adds
 
 
 @aggregate

@@ -14,7 +14,7 @@ from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
 from ..lowering.tma import FAR
 from .forward_load import loaded_ahead, q_place, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
-from .inline_asm import exponentials, lazy_rescale, round_pairs, scheduling_fence
+from .inline_asm import lazy_rescale, round_pairs, scheduling_fence
 from .primitives import (
     by_lane,
     by_row,
@@ -34,29 +34,21 @@ from .primitives import (
 
 
 @gluon.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
+def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.constexpr):
     """One softmax step in base 2: (weights, alpha, row_max, row_sum), alpha being the factor on what was summed so far.
 
     Weights are measured from row_max. FOLLOW: it is the row's largest score or one that was the largest until lately, see
     ``lazy_rescale``; but in rows without ``follows`` [ROWS, 1], and without FOLLOW in all, it stays where it is, and alpha is 1.
     row_max, row_sum and alpha are [ROWS, 4]: the four lanes that share a row agree on row_max, but each has a sum of its own until the end.
-    POLYNOMIALS of eight weights are computed by multiply-adds in rows that do not follow; where a score is not finite they say overflown.
     """
     split = by_lane(scores)
-    CHUNK: gl.constexpr = scores.shape[1]
     if FOLLOW:
         own = gl.max(gl.max(split, axis=3), axis=1) * scale_log2
         row_max, alpha = lazy_rescale(row_max, gl.where(follows, own, LOWEST))
         row_sum = row_sum * alpha
     else:
-        alpha = gl.full(row_max.shape, 1.0, gl.float32, row_lanes(CHUNK))
-    if POLYNOMIALS == 0:
-        weights = gl.exp2(split * scale_log2 - to_lanes(row_max, CHUNK))
-    else:
-        weights = exponentials(split, to_lanes(row_max, CHUNK), scale_log2, POLYNOMIALS)
-        if FOLLOW:
-            exact = to_lanes(follows & gl.full(row_max.shape, True, gl.int1, row_lanes(CHUNK)), CHUNK)
-            weights = gl.where(exact, gl.exp2(split * scale_log2 - to_lanes(row_max, CHUNK)), weights)
+        alpha = gl.full(row_max.shape, 1.0, gl.float32, row_lanes(scores.shape[1]))
+    weights = gl.exp2(split * scale_log2 - to_lanes(row_max, scores.shape[1]))
     return by_row(weights), alpha, row_max, row_sum + gl.sum(gl.sum(weights, axis=3), axis=1)
 
 
@@ -165,8 +157,7 @@ def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows,
         ring_arrive(work.done, i, True)
     if PARTIAL:
         scores = hide_columns(scores, size)
-    weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW,
-                                                     0 if PARTIAL else work.polynomials)
+    weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
     if OVERLAP:
         # Or the compiler would wait for both products before the exponentials.
         row_sum = scheduling_fence(row_sum)

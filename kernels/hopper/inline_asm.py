@@ -49,41 +49,6 @@ def rescale_lanes(x, alpha):
     return gl.inline_asm_elementwise(_RESCALE, _RESCALE_CONSTRAINTS, [x, alpha], gl.float32, False, 32)
 
 
-# Of an exponential by multiply-adds. $t: the exponent + 127, over 255, from 0 to 1; $u: the whole number next to the exponent, in the lowest
-# bits; 2 ** of the rest is 1 + ... by the polynomial of third degree that is nearest, to 1.01e-4 of the value, and exact at 0. NaN becomes
-# 3.4e38 by what its bits are.
-_POLYNOMIAL = ("fma.rn.sat.f32 t, {s}, {factor}, {shift}; fma.rn.f32 u, {s}, 0f00000000, 0f4B3FFF81; fma.rn.f32 u, t, 0f437F0000, u; "
-               "sub.f32 r, 0f4B3FFF81, u; fma.rn.f32 r, t, 0f437F0000, r; fma.rn.f32 p, r, 0f3D61510E, 0f3E780629; "
-               "fma.rn.f32 p, p, r, 0f3F317AFD; fma.rn.f32 p, p, r, 0f3F800000; mov.b32 a, u; shl.b32 a, a, 23; mov.b32 b, p; "
-               "add.s32 b, b, a; mov.b32 {out}, b;")
-_SPECIAL = "neg.f32 t, {origin}; fma.rn.f32 t, {s}, {scale}, t; ex2.approx.ftz.f32 {out}, t;"
-
-
-def _exponentials(number: int) -> gl.constexpr:
-    """Of eight numbers, as many by multiply-adds; they take $8 to $15, and origin, scale, factor and shift eight times each."""
-    named = [dict(out=f"${i}", s=f"${8 + i}", origin=f"${16 + i}", scale=f"${24 + i}", factor=f"${32 + i}", shift=f"${40 + i}")
-             for i in range(8)]
-    steps = [(_POLYNOMIAL if (i + 1) * number // 8 > i * number // 8 else _SPECIAL).format(**names) for i, names in enumerate(named)]
-    return gl.constexpr("{ .reg .f32 t, u, r, p; .reg .b32 a, b;\n" + "\n".join(steps) + " }")
-
-
-_EXPONENTIALS = gl.constexpr([_exponentials(number) for number in range(5)])
-_EXPONENTIALS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 40))
-
-
-@gluon.jit
-def exponentials(scores, origin, scale_log2, NUMBER: gl.constexpr):
-    """2 ** (scores * scale_log2 - origin), of a thread's numbers ``NUMBER`` of eight by multiply-adds, where the multiprocessor's units of
-    exponentials, which take 16 a clock, are what a loop waits for. A thread has a multiple of eight.
-
-    Those are 1e-4 of the value from it, and more than a hundred, which counts as overflown, where the score is not finite.
-    """
-    factor = scale_log2 * (1 / 255)
-    shift = 127 / 255 - origin * (1 / 255)
-    return gl.inline_asm_elementwise(_EXPONENTIALS[NUMBER], _EXPONENTIALS_CONSTRAINTS, [scores, origin, scale_log2, factor, shift], gl.float32,
-                                     False, 8)
-
-
 # A loop that never runs, which the assembler cannot know.
 _FENCE = gl.constexpr("{ .reg .pred p; .reg .f32 m; mov.b32 $0, $2; mov.b32 $1, $3; min.f32 m, $2, $3; setp.lt.f32 p, m, 0f00000000;\n"
                       "AGAIN: @!p bra ON; nanosleep.u32 1; bra AGAIN; ON: }")

@@ -247,18 +247,6 @@ def lazy_rescale(row_max, own):
     return moved, torch.exp2(row_max - moved)
 
 
-def exponentials(scores, origin, scale_log2, number):
-    """Any ``number`` of eight by the formula: which ones a thread takes depends on the order of its registers."""
-    t = torch.nan_to_num(scores * (scale_log2 / 255) + (127 / 255 - origin / 255), nan=0.0).clamp(0, 1)
-    whole = (t * 255).round()
-    rest = t * 255 - whole
-    value = torch.ldexp(1 + rest * (0.69328293 + rest * (0.24221099 + rest * 0.05500894)), whole - 127)
-    # The smallest is 2 ** -127, whose bits are those of 0 here.
-    value = torch.where(whole == 0, 0.0, torch.where((scores * 0).isnan(), 3.4e38, value))
-    by_hand = torch.arange(scores.numel()).reshape(scores.shape) % 8 < number
-    return torch.where(by_hand, value, torch.exp2(scores * scale_log2 - origin))
-
-
 def add_words(pointer, x):
     with _state:
         pointer.data[pointer.offset[..., :1] + torch.arange(4)] += x
@@ -273,7 +261,7 @@ def put_words(pointer, x, stored):
 
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
-    lazy_rescale=lazy_rescale, exponentials=exponentials, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
+    lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
     add_words=add_words, put_words=put_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
