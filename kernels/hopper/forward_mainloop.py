@@ -133,7 +133,8 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         barrier()
         ring_arrive(work.v_zeroed, 1, True)
         ring_wait(work.v_zeroed, 1, True)
-        token = warpgroup_mma(gl.convert_layout(round_pairs(weights, work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), v, acc, is_async=True)
+        p = gl.convert_layout(round_pairs(weights, work.q.dtype), gl.DotOperandLayout(0, o_layout, 2))
+        token = warpgroup_mma(p, v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
         ring_arrive(work.done, i, True)
     return acc, row_max, row_sum

@@ -117,7 +117,7 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))
-def test_two_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, monkeypatch, programs, every_row_fails):
+def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, monkeypatch, programs, every_row_fails):
     """Each takes tile after tile through memory for one tile's queries: lists that are longer than its rings and shorter ones, empty ones,
     blocks without rows, lists in parts, and all of them walked twice."""
     late, dtype = speed
@@ -128,7 +128,7 @@ def test_two_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, p
     blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
     q, k, v = inputs(1, 4, 2, 249, 6 * keys + 53, dim, dtype=dtype)
     assert_right(q, k, v, blocks, False, late)
-    assert programs == [6]
+    assert programs == [6 if dim == 128 else 9]
     expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
