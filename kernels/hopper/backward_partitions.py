@@ -174,18 +174,13 @@ def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2,
             keys = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
             queries = gl.arange(0, zero.shape[1], layout=gl.SliceLayout(0, s_layout))
             scores = gl.where(keys[:, None] <= queries[None, :] + limit, scores, float("-inf"))
-    weights = gl.exp2(scores * scale_log2)
-    p = round_pairs(weights, work.q.dtype)
+    # Kept in 16 bits: the registers of the float32 weights are those of dP.
+    p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
     ring_wait(work.do_full, i)
     dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
     token = _product(work, v, work.do, i, 1, zero)
     dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
-    if dv_sum.shape[1] > 64:
-        # From 16 bits: the registers of the float32 weights are those of dP.
-        ds = multiply_pairs(p, dp)
-    else:
-        ds = round_pairs(weights * dp, work.q.dtype)
-    return dv_sum, ds
+    return dv_sum, multiply_pairs(p, dp)
 
 
 @gluon.jit
