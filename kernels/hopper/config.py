@@ -67,7 +67,7 @@ def hopper_forward_config(
 
     if q_block <= 64 and not causal:
         # 96 KiB of K and V and 16 of q, or 48 and 8.
-        return HopperForwardConfig(1, 64, 3, True, 2, True) if head_dim == 128 else HopperForwardConfig(1, 64, 3, True, 3)
+        return HopperForwardConfig(1, 64, 3, True, 2, True) if head_dim == 128 else HopperForwardConfig(1, 64, 3, False, 3)
     three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
     three = three and rounds(192) <= _ROUNDS_MATTER * _TWO_OVER_THREE[head_dim, optimistic] * rounds(128)
     chunk = 64 if kv_block <= (128 if ragged and head_dim == 128 else 64) or (three and head_dim == 128) else 128
