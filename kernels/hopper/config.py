@@ -50,10 +50,10 @@ def hopper_forward_config(
     begins or ends a tile while the others multiply. At 30,720 tokens in blocks of 64, 48 of 480 kept, head_dim 128, two programs take
     1.47 ms and two warpgroups, one of which has no rows, 1.72; where neighbours attend to much the same, 1.36. That is 8.2 and 8.9 TB/s
     of keys and values; copies out of L2 that do nothing else reach 9.0, with which 64 rows would do 578 TFLOP/s. At head_dim 64 three
-    programs with 64 keys take 0.89 ms, two with 128 1.00 and two warpgroups 1.39.
+    programs with 64 keys take 0.81 ms, with overlap 0.82, two with 128 keys 0.93 and two warpgroups 1.37.
 
-    Two warpgroups of head_dim 128 multiply by queries from registers, so that shared memory is read for keys and values alone: 1.19 ms
-    against 1.25 in blocks of 128 of those 30,720 tokens, 24 of 240 kept. Three have no registers for that, nor have loops with maxima.
+    Two warpgroups of head_dim 128 multiply by queries from registers, so that shared memory is read for keys and values alone: 1.13 ms
+    against 1.17 in blocks of 128 of those 30,720 tokens, 24 of 240 kept. Three have no registers for that, nor have loops with maxima.
 
     Where programs are few, the last round of multiprocessors, partly idle, weighs more than that. Then two are taken where counting rounds
     says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where programs are many. Lists are
