@@ -176,9 +176,15 @@ def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], 
 
 
 def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
-    """The candidates of the forward. Three warpgroups have no registers for 128 keys of 128 entries."""
-    return [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
-            for warpgroups, chunk, overlap in product((2, 3), (64, 128), (False, True)) if (warpgroups, chunk, head_dim) != (3, 128, 128)]
+    """The candidates of the forward. Three warpgroups have no registers for 128 keys of 128 entries, nor several programs room for them;
+    q of 64 entries is read from shared memory."""
+    large = [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap, q_registers=q_registers)
+             for warpgroups, chunk, overlap, q_registers in product((2, 3), (64, 128), (False, True), (False, True))
+             if (warpgroups, chunk, head_dim) != (3, 128, 128) and (not q_registers or (warpgroups, head_dim) == (2, 128))]
+    small = [HopperForwardConfig(1, chunk, 3 * 64 * 128 // (chunk * head_dim * (programs - 1)), overlap, programs, q_registers)
+             for chunk, overlap, (programs, q_registers) in product((64, 128), (False, True), ((2, False), (2, True), (3, False)))
+             if head_dim == 64 and (chunk, programs) != (128, 3) or (chunk, programs) == (64, 2)]
+    return large + small
 
 
 def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:

@@ -10,13 +10,17 @@ from functools import lru_cache
 class HopperForwardConfig:
     """Of a program of the Hopper forward: ``warpgroups`` of 64 query rows, ``chunk`` keys per step, of which ``stages`` are in flight.
 
-    ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others.
+    ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others. ``programs`` share a
+    multiprocessor; where there are several, each has room for the queries of one tile, else for the next one's as well. ``q_registers``: a
+    warpgroup multiplies by queries from registers.
     """
 
     warpgroups: int
     chunk: int
     stages: int
     overlap: bool
+    programs: int = 1
+    q_registers: bool = False
 
 
 # What two warpgroups take for as many rows, over what three take: (head_dim, optimistic) -> ratio of the times below.
@@ -42,6 +46,15 @@ def hopper_forward_config(
     ``ragged``: key blocks differ in length, so that many chunks would hold less than 128 keys: tiles of 4 x 4 x 8 tokens at 720p, 0.15 of
     them kept, took 28.3 ms with 128 keys and 27.5 with 64.
 
+    Blocks of up to 64 queries: programs of one warpgroup, several of which share a multiprocessor, so that one takes exponentials,
+    begins or ends a tile while the others multiply. At 30,720 tokens in blocks of 64, 48 of 480 kept, head_dim 128, two programs take
+    1.47 ms and two warpgroups, one of which has no rows, 1.72; where neighbours attend to much the same, 1.36. That is 8.2 and 8.9 TB/s
+    of keys and values; copies out of L2 that do nothing else reach 9.0, with which 64 rows would do 578 TFLOP/s. At head_dim 64 three
+    programs with 64 keys take 0.81 ms, with overlap 0.82, two with 128 keys 0.93 and two warpgroups 1.37.
+
+    Two warpgroups of head_dim 128 multiply by queries from registers, so that shared memory is read for keys and values alone: 1.13 ms
+    against 1.17 in blocks of 128 of those 30,720 tokens, 24 of 240 kept. Three have no registers for that, nor have loops with maxima.
+
     Where programs are few, the last round of multiprocessors, partly idle, weighs more than that. Then two are taken where counting rounds
     says that they win by more than _ROUNDS_MATTER: a count from the ratios above, which were measured where programs are many. Lists are
     split in the last round (see ``split``), so that this is rare: at 11,520 tokens, 12 of 30 blocks kept, three took 0.0563 ms of one head
@@ -52,12 +65,16 @@ def hopper_forward_config(
         whole, rest = divmod(blocks * -(-q_block // rows), processors)
         return (whole + (1 / (processors // rest) if rest else 0)) * rows
 
+    if q_block <= 64 and not causal:
+        # 96 KiB of K and V and 16 of q, or 48 and 8.
+        return HopperForwardConfig(1, 64, 3, True, 2, True) if head_dim == 128 else HopperForwardConfig(1, 64, 3, False, 3)
     three = not causal and 3 * -(-q_block // 192) <= 2 * -(-q_block // 128)
     three = three and rounds(192) <= _ROUNDS_MATTER * _TWO_OVER_THREE[head_dim, optimistic] * rounds(128)
     chunk = 64 if kv_block <= (128 if ragged and head_dim == 128 else 64) or (three and head_dim == 128) else 128
     overlap = optimistic or (three if head_dim == 64 else not three)
+    q_registers = not three and not causal and optimistic and head_dim == 128
     # 128 KiB of K and V.
-    return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap)
+    return HopperForwardConfig(3 if three else 2, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap, q_registers=q_registers)
 
 
 # Chunks that a part of a list has at least, and rounds after which a last one that is partly idle is no loss.

@@ -1,9 +1,10 @@
 """Hopper forward kernel: one warp brings tiles in by TMA, warpgroups of 64 query rows each multiply and take softmax.
 
 As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
-longest lists first. What a tile begins with is brought in while the one before ends. A tile iterates over the chunks of keys that its
-block attends to: first the full ones, then the partial ones, which a ragged tail cuts; the scores of the next chunk are computed while the
-values of this one are added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
+longest lists first; of blocks of up to 64 rows twice as many programs, of one warpgroup. What a tile begins with is brought in while the
+one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the partial ones, which a
+ragged tail cuts; the scores of the next chunk are computed while the values of this one are added up. Of a causal mask the chunks that the
+diagonal cuts come first, one at a time.
 """
 
 from functools import partial
@@ -30,9 +31,10 @@ from .forward_merge import merge_parts, partial_results
 from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
-# Registers at entry: the file holds 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1, as warps are counted in fours. Then
-# warp_specialize gives the loading warp 40 or 32, and the multiplying ones 232 or 160.
-REGISTERS = {2: 168, 3: 128}
+# Registers at entry are what the file holds for all programs of a multiprocessor: 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1 or for
+# two programs of 4 + 1, as warps are counted in fours. Then warp_specialize gives the loading warp 40 or 32, and the multiplying ones 232,
+# 160 or 216.
+REGISTER_FILE = 65_536
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
@@ -46,16 +48,17 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
                     width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, q_batch, k_batch,
                     v_batch, out_batch, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
-                    D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr):
+                    D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, Q_TILES: gl.constexpr,
+                    Q_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [2 * WARPGROUPS, 1, 1, 1, ROWS, D], q_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], word)
     again = gl.allocate_shared_memory(gl.int32, [2, 1], word)
     tile_full, tile_free, walked, q_full, v_zeroed = (
-        barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(2 * WARPGROUPS), barrier_ring(1))
+        barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(Q_TILES * WARPGROUPS), barrier_ring(1))
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     # What the loading warp or TMA announces, and what all warpgroups do.
     ring_init(tile_full, 1)
@@ -71,8 +74,14 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
-                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS)
-    if WARPGROUPS == 2:
+                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, WARPGROUPS,
+                Q_REGISTERS)
+    if WARPGROUPS == 1:
+        gl.warp_specialize([
+            (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+        ], [1], [40])
+    elif WARPGROUPS == 2:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
             (attend, (work, 1, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
@@ -149,15 +158,16 @@ def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, 
                                              batch * heads * rows.number, processors, not items.uniform)
     queue = queue_plan(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
     list_batch, list_heads, width = queue.extent
+    places = processors * config.programs
     parts = -(-rows.length // (ROWS * config.warpgroups))
     tiles = batch * heads * rows.number * parts
-    split_tiles, splits = split(tiles, width, processors, causal)
+    split_tiles, splits = split(tiles, width, places, causal)
     out = q if in_place else torch.empty_like(q, device="meta")
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
                heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
                *[batch_tokens(x) or 0 for x in (q, k, v, out)])
     fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
-    grid = min(tiles + split_tiles * (splits - 1), processors), 1, 1
+    grid = min(tiles + split_tiles * (splits - 1), places), 1, 1
     # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.
     kinds = tuple([(object(), partial(tma_chunks, rows=size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
     return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), grid, kinds, numbers, fixed, options(config),
@@ -167,9 +177,10 @@ def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
     """Those of the kernel that follow from a configuration, in the kernel's order."""
-    return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap)
+    return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
+                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers)
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:
     # Programs may begin before the kernel before them, which writes the queue, has ended.
-    return dict(num_warps=4, maxnreg=REGISTERS[config.warpgroups], launch_pdl=True)
+    return dict(num_warps=4, maxnreg=REGISTER_FILE // (config.programs * 128 * (config.warpgroups + 1)) // 8 * 8, launch_pdl=True)

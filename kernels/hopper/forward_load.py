@@ -18,7 +18,7 @@ FIELDS = gl.constexpr(9)
 class Work:
     """What the programs work on, and the shared memory and barriers through which the partitions of one do it."""
 
-    q: gl.shared_memory_descriptor         # [2 * WARPGROUPS, 1, 1, 1, ROWS, D]: of two tiles
+    q: gl.shared_memory_descriptor         # [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D]: of one or two tiles
     k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
     v: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor     # [2 * FIELDS, 1]: two tiles
@@ -51,6 +51,8 @@ class Work:
     partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
     partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
     parts: gl.constexpr                    # tiles of a block
+    warpgroups: gl.constexpr
+    q_registers: gl.constexpr              # whether a warpgroup multiplies by q from registers
 
 
 @aggregate
@@ -109,7 +111,7 @@ def _scheduled(place, number, heads):
 @gluon.jit
 def _take_tile(work, place):
     """The first tile from ``place`` on that has rows, for the loading warp; without rows where there is none."""
-    ROWS: gl.constexpr = work.q.shape[0] // 2 * work.q.shape[4]
+    ROWS: gl.constexpr = work.warpgroups * work.q.shape[4]
     tiles = work.batches * work.heads * work.number * work.parts
     places = work.whole + (tiles - work.whole) * work.splits
     tile = Tile(place, place, place * 0, place, place, place, place, place, place)
@@ -152,10 +154,8 @@ def _put(memory, x):
 
 
 @gluon.jit
-def _give_tile(work, n, tile, q_desc):
-    """Tells the warpgroups of the program's ``n``-th tile, and brings in its q."""
-    WARPGROUPS: gl.constexpr = work.q.shape[0] // 2
-    ROWS: gl.constexpr = work.q.shape[4]
+def _give_tile(work, n, tile):
+    """Tells the warpgroups of the program's ``n``-th tile."""
     ring_free(work.tile_free, n, True)
     first = (n & 1) * FIELDS
     _put(work.tiles.index(first), tile.at_head)
@@ -170,9 +170,22 @@ def _give_tile(work, n, tile, q_desc):
     _put(work.again.index(n & 1), 0)
     barrier()
     ring_arrive(work.tile_full, n, True)
+
+
+@gluon.jit
+def q_place(work, n, group: gl.constexpr):
+    """(where the q of a warpgroup and the program's ``n``-th tile lies, how many tiles had theirs there before)"""
+    Q_TILES: gl.constexpr = work.q.shape[0] // work.warpgroups
+    return n % Q_TILES * work.warpgroups + group, n // Q_TILES
+
+
+@gluon.jit
+def _load_q(work, n, tile, q_desc):
+    """Brings in the q of the program's ``n``-th tile; its place must be free."""
+    ROWS: gl.constexpr = work.q.shape[4]
     if tile.rows > 0:
-        for group in gl.static_range(WARPGROUPS):
-            at = (n & 1) * WARPGROUPS + group
+        for group in gl.static_range(work.warpgroups):
+            at, _ = q_place(work, n, group)
             size = gl.minimum(gl.maximum(tile.rows - group * ROWS, 0), ROWS)
             mbarrier.expect(work.q_full.index(at), q_desc.block_type.nbytes)
             end = tile.at_head // work.heads * work.q_batch + tile.row + group * ROWS + size
@@ -233,25 +246,34 @@ def walk_again(work, n, WARPS: gl.constexpr):
 def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
     """The loading partition: tile after tile its q and its list, and the list again if that is needed."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
+    ONE_Q: gl.constexpr = work.q.shape[0] == work.warpgroups
     # The queue is written by the kernel before, which may still run.
     wait_for_previous_kernel()
     tile = _take_tile(work, program)
     n, uses = gl.to_tensor(0), gl.to_tensor(0)
-    _give_tile(work, n, tile, q_desc)
+    _give_tile(work, n, tile)
+    _load_q(work, n, tile, q_desc)
     ahead = gl.to_tensor(0)
     while tile.rows > 0:
         chunks = tile.full + tile.partial
         _load_list(work, tile, uses, ahead, chunks, k_desc, v_desc, CAUSAL)
         following = _take_tile(work, next_place(work))
-        _give_tile(work, n + 1, following, q_desc)
+        # In the memory of two tiles the next one's q has room as soon as its numbers have.
+        _give_tile(work, n + 1, following)
+        if not ONE_Q:
+            _load_q(work, n + 1, following, q_desc)
         uses = uses + chunks
-        if OPTIMISTIC:
+        if OPTIMISTIC or ONE_Q:
             ahead = loaded_ahead(work, following)
             _load_list(work, following, uses, 0, ahead, k_desc, v_desc, CAUSAL)
+        if OPTIMISTIC:
             if walk_again(work, n, 1):
                 # The warpgroups drop what came too early.
                 _load_list(work, tile, uses + ahead, 0, chunks, k_desc, v_desc, CAUSAL)
                 uses = uses + ahead + chunks
                 ahead = gl.to_tensor(0)
+        if ONE_Q:
+            ring_wait(work.tile_free, n, True)
+            _load_q(work, n + 1, following, q_desc)
         tile = following
         n += 1

@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
 from ..lowering.tma import FAR
-from .forward_load import loaded_ahead, read_tile, starts_of, walk_again
+from .forward_load import loaded_ahead, q_place, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
-from .inline_asm import lazy_rescale, scheduling_fence
+from .inline_asm import lazy_rescale, round_pairs, scheduling_fence
 from .primitives import (
     by_lane,
     by_row,
@@ -133,7 +133,8 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         barrier()
         ring_arrive(work.v_zeroed, 1, True)
         ring_wait(work.v_zeroed, 1, True)
-        token = warpgroup_mma(gl.convert_layout(weights.to(work.q.dtype), gl.DotOperandLayout(0, o_layout, 2)), v, acc, is_async=True)
+        p = gl.convert_layout(round_pairs(weights, work.q.dtype), gl.DotOperandLayout(0, o_layout, 2))
+        token = warpgroup_mma(p, v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
         ring_arrive(work.done, i, True)
     return acc, row_max, row_sum
@@ -164,7 +165,7 @@ def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows,
         acc = warpgroup_mma_wait(0, deps=[o_token])
         ring_arrive(work.done, i, True)
     acc = rescale(acc, alpha) if FOLLOW else acc
-    return gl.convert_layout(weights.to(work.q.dtype), p_layout), acc, row_max, row_sum
+    return gl.convert_layout(round_pairs(weights, work.q.dtype), p_layout), acc, row_max, row_sum
 
 
 @gluon.jit
@@ -212,7 +213,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
             scores = hide_columns(scores, size)
         weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         acc = rescale(acc, alpha)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+        p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
         for i in range(begin + 1, full_end):
             p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
                                            FOLLOW, OVERLAP)
@@ -249,12 +250,11 @@ def _begin_again(work, n, used):
 def attend(work, group: gl.constexpr, lse, out_desc, q_len, shift, scale_log2, CAUSAL: gl.constexpr, OVERLAP: gl.constexpr):
     """A multiplying partition: of tile after tile 64 query rows, from the first chunk to the stored result."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
-    WARPGROUPS: gl.constexpr = work.q.shape[0] // 2
     n, uses = gl.to_tensor(0), gl.to_tensor(0)
     tile = read_tile(work, n)
     while tile.rows > 0:
-        at = (n & 1) * WARPGROUPS + group
-        mbarrier.wait(work.q_full.index(at), (n >> 1) & 1)
+        at, before = q_place(work, n, group)
+        mbarrier.wait(work.q_full.index(at), before & 1)
         if CAUSAL or tile.rows > group * work.q.shape[4]:
             uses = _attend(work, tile, n, uses, group, work.q.index(at), lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)
         else:
@@ -294,6 +294,9 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
     o_layout: gl.constexpr = product_layout(D)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     q = matrix(q_buffer)
+    if work.q_registers:
+        # Beside so few rows as a warpgroup's, products of 64 keys read shared memory as fast as it goes if they read both factors there.
+        q = q.load(gl.DotOperandLayout(0, product_layout(CHUNK), 2))
     row, rows = tile.row + group * ROWS, tile.rows - group * ROWS
     chunks = tile.full + tile.partial
     uses = first + chunks
@@ -320,14 +323,14 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
         gl.store(lse + tile.at_head.to(gl.int64) * q_len + row + offsets, row_lse, mask=offsets < rows)
         # The result goes out through q's memory, which no warp may still be reading.
         barrier()
-        q.store(result.to(work.q.dtype))
+        matrix(q_buffer).store(result.to(work.q.dtype))
         fence_async_shared()
         barrier()
         batch, head, size = tile.at_head // work.heads, tile.at_head % work.heads, gl.minimum(gl.maximum(rows, 0), ROWS)
         copy_out(out_desc, [FAR, head, batch * work.out_batch + row + size, FAR - size, 0], q_buffer)
         tma.store_wait(0)
     else:
-        first_row = (tile.part * (work.q.shape[0] // 2) + group) * ROWS
+        first_row = (tile.part * work.warpgroups + group) * ROWS
         gl.store(work.partial_lse + first_row + offsets, row_lse)
         places = gl.arange(0, ROWS, layout=o_rows)[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
         gl.store(work.partial_out + first_row.to(gl.int64) * D + places, result)

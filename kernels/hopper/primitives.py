@@ -21,15 +21,15 @@ def ring_init(barriers, count: gl.constexpr):
         mbarrier.init(barriers.index(i), count=count)
 
 
-# MASKED rings have a power of two of stages, and find a stage by a mask in place of a remainder. The forward's do; the backward's do not,
-# though some could: with masks the deterministic one took 1.03 of the time on an H200, by what the assembler then makes of the loop.
+# MASKED rings find a stage by a mask in place of a remainder where they have a power of two of stages. The forward's do; the backward's do
+# not, though some could: with masks the deterministic one took 1.03 of the time on an H200, by what the assembler then makes of the loop.
 
 
 @gluon.jit
 def ring_at(ring, i, MASKED: gl.constexpr = False):
     """The stage of a ring, [STAGES, ...] of buffers or of barriers, that the ``i``-th use of it takes."""
     STAGES: gl.constexpr = ring.shape[0]
-    if MASKED:
+    if MASKED and STAGES & (STAGES - 1) == 0:
         stage = i & (STAGES - 1)
     else:
         stage = i % STAGES

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssta.kernels import device
-from ssta.kernels.device import DeviceLimits
+from ssta.kernels.device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config, split
 from ssta.kernels.portable import measured
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
@@ -49,6 +49,20 @@ def test_the_hopper_forward_has_smaller_steps_over_short_ragged_blocks():
     sizes = [hopper_forward_config(128, 128, kv_block, False, True, ragged=ragged).chunk
              for kv_block in (64, 128, 256) for ragged in (False, True)]
     assert sizes == [64, 64, 128, 64, 128, 128]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_block", [64, 128, 384])
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_block, optimistic):
+    """Several of which a multiprocessor has room for, so that no warpgroup is without rows; causal ones stay as they are."""
+    config = hopper_forward_config(head_dim, 64, kv_block, False, optimistic)
+    kept = (64 + 2 * config.stages * config.chunk) * head_dim * 2
+    assert (config.warpgroups, config.programs) == (1, 2 if head_dim == 128 else 3)
+    # A multiprocessor keeps a KiB of each program for itself, and barriers and tiles take some hundred bytes.
+    assert config.programs * (kept + 1700) <= HOPPER_SHARED_MEMORY + 1024
+    others = [hopper_forward_config(head_dim, rows, kv_block, causal, optimistic) for rows, causal in ((65, False), (64, True))]
+    assert all(other.warpgroups > 1 and other.programs == 1 for other in others)
 
 
 GPU = "NVIDIA GeForce RTX 4090"

@@ -14,6 +14,7 @@ from oracles import attention_with_gradients
 import ssta.kernels
 from ssta.kernels import BlockLists, notices
 from ssta.kernels.hopper import spin_timeouts
+from ssta.kernels.hopper.config import HopperForwardConfig
 from ssta.kernels.op import transposed
 from ssta.kernels.reference import reference_attention
 
@@ -101,6 +102,49 @@ def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
 @pytest.mark.parametrize("name", LEVELS)
 def test_parts_that_overflow_are_walked_again(name, walks, split_lists):
     assert_right(*levels(*LEVELS[name]), False, True)
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """How many programs a call launched."""
+    forward, found = module("forward"), []
+    forward._settled.clear()
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    launch = forward._launch
+    monkeypatch.setattr(forward, "_launch", lambda key, grid, *rest: (found.append(grid[0]), launch(key, grid, *rest))[1])
+    yield found
+    forward._settled.clear()
+
+
+@pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))
+def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, monkeypatch, programs, every_row_fails):
+    """Each takes tile after tile through memory for one tile's queries: lists that are longer than its rings and shorter ones, empty ones,
+    blocks without rows, lists in parts, and all of them walked twice."""
+    late, dtype = speed
+    monkeypatch.setattr(module("forward"), "split", lambda tiles, *others: (tiles - 2, parts) if parts > 1 else (0, 1))
+    mask = torch.rand(2, 6, 9) < 0.7
+    mask[0, 2], mask[1, 3] = False, torch.arange(9) == 4
+    sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 50, keys, keys, 0, keys, keys]
+    blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
+    q, k, v = inputs(1, 4, 2, 249, 6 * keys + 53, dim, dtype=dtype)
+    assert_right(q, k, v, blocks, False, late)
+    assert programs == [6 if dim == 128 else 9]
+    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("config", [
+    (2, 64, 4, True, 1, True), (2, 128, 2, True, 1, True), (2, 64, 5, False, 1, True), (3, 64, 3, True, 1, False),
+    (2, 64, 2, True, 2, False)])
+def test_other_configurations_give_the_same(config, walks):
+    """Queries in registers, any number of stages, room for one tile's queries where warpgroups share them."""
+    q, k, v, blocks = levels((128, 0), (384, 118), (200, 0))
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
+    out, lse = run("forward", q, k, v, blocks, 0.125, False, late=True, config=HopperForwardConfig(*config))
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+    assert 1 in walks
 
 
 def test_every_block_has_its_place():

@@ -247,6 +247,10 @@ def lazy_rescale(row_max, own):
     return moved, torch.exp2(row_max - moved)
 
 
+def multiply_pairs(x, y):
+    return x * y.bfloat16() if x.dtype == torch.bfloat16 else (x.float() * y).to(x.dtype)
+
+
 def add_words(pointer, x):
     with _state:
         pointer.data[pointer.offset[..., :1] + torch.arange(4)] += x
@@ -262,7 +266,7 @@ def put_words(pointer, x, stored):
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
     lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
-    round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=lambda x, y: (x.float() * y).to(x.dtype),
+    round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=multiply_pairs,
     add_words=add_words, put_words=put_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
 
