@@ -16,7 +16,7 @@ from .tail_config import launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
 SUMMED = 32
-# Tokens whose projections are looked at at once.
+# Tokens whose projections are looked at at once, in large blocks; fewer than 1024.
 WIDTH = 512
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
@@ -111,8 +111,8 @@ def _folded(x, FOLD: tl.constexpr):
 @triton.jit
 def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
              ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(mean key, COLS columns of the keys' covariance, mean value) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with
-    SHIFTED of keys less the first. Without v its mean is 0."""
+    """(mean key, COLS columns of the sum of (k - mean) (k - mean)^T, mean value) of some tokens in float32, each read once: that of k k^T
+    less the sum of k times its mean, with SHIFTED of keys less the first. Without v its mean is 0."""
     key = tl.zeros([FOLD, DIM_PAD], tl.float32)
     value = tl.zeros([FOLD, DIM_PAD], tl.float32)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
@@ -120,8 +120,11 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
     if SHIFTED:
         origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
         other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
+    following = _load_tokens(k, order, first, k_row, size, 0, ROWS, DIM_PAD, DIM)
     for row in range(0, size, ROWS):
-        left = _load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM)
+        # Loaded ahead in registers, not by stages: see the table of configurations.
+        left = following
+        following = _load_tokens(k, order, first + row + ROWS, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
         if v is not None:
             values = _load_tokens(v, order, first + row, v_row, size - row, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
@@ -137,16 +140,18 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
         key += _folded(left, FOLD)
         if v is not None:
             value += _folded(values, FOLD)
-    count = tl.maximum(size, 1).to(tl.float32)
-    mean = tl.sum(key, 0) / count
+    # A division of every entry would take four instructions.
+    inverse = 1.0 / tl.maximum(size, 1)
+    total = tl.sum(key, 0)
+    mean = total * inverse
     if SAME:
         of_columns = mean
     else:
-        of_columns = tl.sum(another, 0) / count
-    acc = acc / count - mean[:, None] * of_columns[None, :]
+        of_columns = tl.sum(another, 0) * inverse
+    acc -= total[:, None] * of_columns[None, :]
     if SHIFTED:
         mean += origin
-    return mean, acc, tl.sum(value, 0) / count
+    return mean, acc, tl.sum(value, 0) * inverse
 
 
 @triton.jit
@@ -172,6 +177,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
         else:
             key, covariance, value = _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME, ROWS, FOLD, COLS, DIM, DIM_PAD)
+            covariance *= 1.0 / tl.maximum(size, 1)
             _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
@@ -250,18 +256,25 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
         left = _centred(_load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM), key, size - row, ROWS)
         right = _centred(_load_tokens(v, order, first + row, v_row, size - row, column, ROWS, COLS, DIM), value, size - row, ROWS)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
-    _store_columns(out + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
+    _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
 
 
 @triton.jit
-def _numbers_below(x, size, bound, WIDTH: tl.constexpr):
-    """How many of ``size`` numbers come before ``bound`` in order."""
-    below = tl.full([], 0, tl.int32)
-    for start in range(0, size, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
-        below += tl.sum(((place < size) & (keys < bound)).to(tl.int32), 0)
-    return below
+def _ordered_chunk(x, start, size, WIDTH: tl.constexpr):
+    """int32 in the order of WIDTH of ``size`` numbers from ``start`` on, the largest integer from the ``size``-th on."""
+    place = start + tl.arange(0, WIDTH)
+    inside = place < size
+    return tl.where(inside, ordered(tl.load(x + place, mask=inside, other=0.0)), 0x7FFFFFFF)
+
+
+@triton.jit
+def _below_three(keys, bound, step):
+    """How many are below of bound + step, of bound + 2 step and of bound + 3 step: three sums of up to 1023 in one."""
+    counts = (keys < bound + step).to(tl.int32)
+    counts += (keys < bound + 2 * step).to(tl.int32) << 10
+    counts += (keys < bound + 3 * step).to(tl.int32) << 20
+    total = tl.sum(counts, 0)
+    return total & 1023, total >> 10 & 1023, total >> 20
 
 
 @triton.jit
@@ -275,46 +288,59 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
     first, size = _unit_rows(offsets, block, 1)
     k = head_at(k, batch, head, k_batch, k_head)
     _, acc, _ = _moments(k, None, None, first, size, k_row, 0, 0, SHIFTED, True, ROWS, FOLD, DIM_PAD, DIM, DIM_PAD)
-    # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The matrix is its transpose, so that every
-    # second product may be over the other axis, on which the direction lies then. Of norm 1 it lengthens nothing, and shortens the first
-    # principal direction by no more than the root of DIM a time.
+    # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The trace is no less than the first principal
+    # variance, and no more than DIM times that: so nothing grows, and what shrinks stays far above the least float32. Sums over rows need
+    # few exchanges between threads, and bringing the direction back to the columns fewer than sums over columns.
     dims = tl.arange(0, DIM_PAD)
-    direction = 1.0 + tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 0)
-    direction /= tl.maximum(tl.sqrt(tl.sum(direction * direction, 0)), 1e-20)
-    acc /= tl.maximum(tl.sqrt(tl.sum(tl.sum(acc * acc, 1), 0)), 1e-20)
-    for _step in range(ITERATIONS // 2):
-        across = tl.sum(acc * direction[None, :], 1)
-        direction = tl.sum(acc * across[:, None], 0)
+    diagonal = tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 1)
+    direction = 1.0 + diagonal * (1.0 / tl.maximum(size, 1))
+    inverse = 1.0 / tl.maximum(tl.sum(tl.abs(diagonal), 0), 1e-20)
+    for _step in range(ITERATIONS):
+        direction = tl.sum(acc * direction[None, :], 1) * inverse
     projections += at * tokens + first
     order += at * tokens + first
     rows = tl.arange(0, ROWS)
+    following = _load_tokens(k, None, first, k_row, size, 0, ROWS, DIM_PAD, DIM)
     for row in range(0, size, ROWS):
-        x = _load_tokens(k, None, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
-        tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
+        x = following
+        following = _load_tokens(k, None, first + row + ROWS, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
+        tl.store(projections + row + rows, tl.sum(x.to(tl.float32) * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit. Of those that equal it
-    # the first fill the lower half.
+    # The middle one in order: the largest number that no more than the lower half's are below of, found two bits at a time, until just the
+    # lower half's are. Of those that equal it the first fill the lower half.
     lower_size = size // 2
-    below = _numbers_below(projections, size, 0, WIDTH)
-    middle = tl.where(below <= lower_size, 0, -(1 << 31))
-    wanted = tl.where(below <= lower_size, lower_size - below, lower_size)
-    for bit in range(31):
-        bound = middle + (1 << (30 - bit))
-        below = _numbers_below(projections, size, bound, WIDTH)
-        wanted = tl.where(below <= lower_size, lower_size - below, wanted)
-        middle = tl.where(below <= lower_size, bound, middle)
-    lowers = tl.full([], 0, tl.int32)
+    own = _ordered_chunk(projections, 0, size, WIDTH)
+    middle = tl.full([], -(1 << 31), tl.int32)
+    wanted = lower_size
+    step = tl.full([], 1 << 30, tl.int32)
+    while (step > 0) & (wanted > 0):
+        one, two, three = _below_three(own, middle, step)
+        for start in range(WIDTH, size, WIDTH):
+            more = _below_three(_ordered_chunk(projections, start, size, WIDTH), middle, step)
+            one += more[0]
+            two += more[1]
+            three += more[2]
+        below = tl.where(three <= lower_size, three, tl.where(two <= lower_size, two, one))
+        wanted = tl.where(one <= lower_size, lower_size - below, wanted)
+        middle += step * ((one <= lower_size).to(tl.int32) + (two <= lower_size).to(tl.int32) + (three <= lower_size).to(tl.int32))
+        step >>= 2
+    # Of the chunks before.
+    lowers, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        inside = place < size
-        keys = ordered(tl.load(projections + place, mask=inside, other=0.0))
-        equal = (inside & (keys == middle)).to(tl.int32)
-        lower = (inside & ((keys < middle) | (equal > 0) & (tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
-        wanted -= tl.sum(equal, 0)
-        before = lowers + tl.cumsum(lower, 0) - lower
-        lowers += tl.sum(lower, 0)
-        tl.store(order + tl.where(lower > 0, before, lower_size + place - before), first + place, mask=inside)
+        keys = _ordered_chunk(projections, start, size, WIDTH)
+        # Both are counted at once.
+        marks = (keys < middle).to(tl.int32) + ((keys == middle).to(tl.int32) << 16)
+        before = tl.cumsum(marks, 0) - marks
+        equals_before = equals + (before >> 16)
+        lowers_before = lowers + (before & 0xFFFF) + tl.minimum(equals_before, wanted)
+        lower = (keys < middle) | (keys == middle) & (equals_before < wanted)
+        tl.store(order + tl.where(lower, lowers_before, lower_size + place - lowers_before), first + place, mask=place < size)
+        if start + WIDTH < size:
+            total = tl.sum(marks, 0)
+            lowers += total & 0xFFFF
+            equals += total >> 16
 
 
 _launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
@@ -322,13 +348,14 @@ _launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
 
 
 def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
-    """Writes order of ``BlockEstimates`` for two units of a block; ``iterations`` are even."""
+    """Writes order of ``BlockEstimates`` for two units of a block."""
     k = strided(k)
     batch, heads, tokens, dim = k.shape
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
-    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim),
-                     **_dims(dim))
+    # Blocks of the usual size fit; larger ones are looked at piece by piece.
+    width = min(WIDTH, max(128, power_of_2(-(-tokens // num_blocks))))
+    constants = dict(ITERATIONS=iterations, WIDTH=width, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim), **_dims(dim))
     _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 
 
