@@ -39,14 +39,24 @@ def _unit_rows(offsets, unit, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x, order, place, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, COLS] from ``column`` on of the tokens at ``place`` and behind, zeros from the ``size``-th on; ``order`` names them."""
+def _tokens_at(order, place, size, ROWS: tl.constexpr):
+    """int32 [ROWS], which tokens are at ``place`` and behind; any from the ``size``-th on. Of ``order`` they are loaded an iteration before
+    they are needed, so that nothing waits for two loads in a row."""
+    rows = tl.arange(0, ROWS)
+    if order is None:
+        return place + rows
+    else:
+        return tl.load(order + place + rows, mask=rows < size, other=0)
+
+
+@triton.jit
+def _load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, COLS] from ``column`` on of ``tokens``, which are at ``place`` and behind; zeros from the ``size``-th on."""
     rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
     if order is None:
         pointers = x + place.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
     else:
-        token = tl.load(order + place + rows, mask=rows < size, other=0).to(tl.int64)
-        pointers = x + (token[:, None] * stride + dims[None, :])
+        pointers = x + (tokens.to(tl.int64)[:, None] * stride + dims[None, :])
     return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
@@ -83,7 +93,8 @@ def _mean(x, order, first, stride, size, ROWS: tl.constexpr, COLS: tl.constexpr,
     """float32 [COLS]; not finite if a token is not."""
     total = tl.zeros([ROWS, COLS], tl.float32)
     for row in range(0, size, ROWS):
-        total += _load_tokens(x, order, first + row, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
+        tokens = _tokens_at(order, first + row, size - row, ROWS)
+        total += _load_tokens(x, order, first + row, tokens, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
     return tl.sum(total, 0) / tl.maximum(size, 1)
 
 
@@ -120,19 +131,27 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
     if SHIFTED:
         origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
         other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
-    following = _load_tokens(k, order, first, k_row, size, 0, ROWS, DIM_PAD, DIM)
+    # Loaded ahead in registers, not by stages: see the table of configurations.
+    tokens = _tokens_at(order, first, size, ROWS)
+    next_tokens = _tokens_at(order, first + ROWS, size - ROWS, ROWS)
+    next_keys = _load_tokens(k, order, first, tokens, k_row, size, 0, ROWS, DIM_PAD, DIM)
+    if v is not None:
+        next_values = _load_tokens(v, order, first, tokens, v_row, size, 0, ROWS, DIM_PAD, DIM)
     for row in range(0, size, ROWS):
-        # Loaded ahead in registers, not by stages: see the table of configurations.
-        left = following
-        following = _load_tokens(k, order, first + row + ROWS, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
+        place, rest = first + row + ROWS, size - row - ROWS
+        left = next_keys
+        next_keys = _load_tokens(k, order, place, next_tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
         if v is not None:
-            values = _load_tokens(v, order, first + row, v_row, size - row, 0, ROWS, DIM_PAD, DIM)
+            values = next_values
+            next_values = _load_tokens(v, order, place, next_tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
         if SHIFTED:
             left = _less(left, origin, size - row, ROWS)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            right = _load_tokens(k, order, first + row, k_row, size - row, column, ROWS, COLS, DIM)
+            own = _tokens_at(order, first + row, size - row, ROWS)
+            right = _load_tokens(k, order, first + row, own, k_row, size - row, column, ROWS, COLS, DIM)
             if SHIFTED:
                 right = _less(right, other_origin, size - row, ROWS)
             another += _folded(right, FOLD)
@@ -252,9 +271,12 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        left = _centred(_load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM), key, size - row, ROWS)
-        right = _centred(_load_tokens(v, order, first + row, v_row, size - row, column, ROWS, COLS, DIM), value, size - row, ROWS)
+        place, rest, own = first + row, size - row, next_tokens
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = _centred(_load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
+        right = _centred(_load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM), value, rest, ROWS)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
     _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
 
@@ -300,10 +322,10 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
     projections += at * tokens + first
     order += at * tokens + first
     rows = tl.arange(0, ROWS)
-    following = _load_tokens(k, None, first, k_row, size, 0, ROWS, DIM_PAD, DIM)
+    following = _load_tokens(k, None, first, None, k_row, size, 0, ROWS, DIM_PAD, DIM)
     for row in range(0, size, ROWS):
         x = following
-        following = _load_tokens(k, None, first + row + ROWS, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
+        following = _load_tokens(k, None, first + row + ROWS, None, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
         tl.store(projections + row + rows, tl.sum(x.to(tl.float32) * direction[None, :], 1), mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
