@@ -29,6 +29,13 @@ def head_at(x, batch, head, batch_stride, head_stride):
 
 
 @triton.jit
+def _program(heads):
+    """(block, head, batch) of a program, batch int64. Programs that run at once are of the heads of a few blocks, whose tokens often lie
+    side by side in memory."""
+    return tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+
+
+@triton.jit
 def _unit_rows(offsets, unit, PARTS: tl.constexpr):
     """(first place, places) of a unit."""
     block, part = unit // PARTS, unit % PARTS
@@ -58,12 +65,6 @@ def _load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constex
     else:
         pointers = x + (tokens.to(tl.int64)[:, None] * stride + dims[None, :])
     return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _centred(x, mean, size, ROWS: tl.constexpr):
-    """x less its mean, 0 from row ``size`` on."""
-    return tl.where((tl.arange(0, ROWS) < size)[:, None], x.to(tl.float32) - mean[None, :], 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -131,29 +132,21 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
     if SHIFTED:
         origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
         other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
-    # Loaded ahead in registers, not by stages: see the table of configurations.
-    tokens = _tokens_at(order, first, size, ROWS)
-    next_tokens = _tokens_at(order, first + ROWS, size - ROWS, ROWS)
-    next_keys = _load_tokens(k, order, first, tokens, k_row, size, 0, ROWS, DIM_PAD, DIM)
-    if v is not None:
-        next_values = _load_tokens(v, order, first, tokens, v_row, size, 0, ROWS, DIM_PAD, DIM)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        place, rest = first + row + ROWS, size - row - ROWS
-        left = next_keys
-        next_keys = _load_tokens(k, order, place, next_tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
-        if v is not None:
-            values = next_values
-            next_values = _load_tokens(v, order, place, next_tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
+        place, rest, tokens = first + row, size - row, next_tokens
         next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = _load_tokens(k, order, place, tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
+        if v is not None:
+            values = _load_tokens(v, order, place, tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
-            left = _less(left, origin, size - row, ROWS)
+            left = _less(left, origin, rest, ROWS)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            own = _tokens_at(order, first + row, size - row, ROWS)
-            right = _load_tokens(k, order, first + row, own, k_row, size - row, column, ROWS, COLS, DIM)
+            right = _load_tokens(k, order, place, tokens, k_row, rest, column, ROWS, COLS, DIM)
             if SHIFTED:
-                right = _less(right, other_origin, size - row, ROWS)
+                right = _less(right, other_origin, rest, ROWS)
             another += _folded(right, FOLD)
             acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
         key += _folded(left, FOLD)
@@ -178,8 +171,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
-    block, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, head, batch = _program(heads)
+    column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     if order is not None:
@@ -256,8 +249,8 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
                         heads, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
-    unit, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    unit, head, batch = _program(heads)
+    column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + unit
     first, size = _unit_rows(offsets, unit, PARTS)
     sound = tl.load(log_count + at) > float("-inf")
@@ -275,10 +268,22 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     for row in range(0, size, ROWS):
         place, rest, own = first + row, size - row, next_tokens
         next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
-        left = _centred(_load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
-        right = _centred(_load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM), value, rest, ROWS)
+        left = _less(_load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
+        right = _load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
+        # Where there is no token, left is 0.
+        right = (right.to(tl.float32) - value[None, :]).to(right.dtype)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
     _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
+
+
+@triton.jit
+def _in_two(direction, DTYPE: tl.constexpr):
+    """[D, 16] of DTYPE, two columns of which sum to float32 ``direction`` at whatever length the type holds; the others are 0."""
+    direction *= 1.0 / tl.maximum(tl.max(tl.abs(direction), 0), 1e-30)
+    large = direction.to(DTYPE)
+    small = (direction - large.to(tl.float32)).to(DTYPE)
+    column = tl.arange(0, 16)[None, :]
+    return tl.where(column == 0, large[:, None], tl.where(column == 1, small[:, None], 0.0)).to(DTYPE)
 
 
 @triton.jit
@@ -304,8 +309,7 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
                   SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
     sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
-    block = tl.program_id(0)
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, head, batch = _program(heads)
     at = batch * heads + head
     first, size = _unit_rows(offsets, block, 1)
     k = head_at(k, batch, head, k_batch, k_head)
@@ -322,11 +326,17 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
     projections += at * tokens + first
     order += at * tokens + first
     rows = tl.arange(0, ROWS)
-    following = _load_tokens(k, None, first, None, k_row, size, 0, ROWS, DIM_PAD, DIM)
+    # On tensor cores, for which keys need not be unpacked.
+    ON_TENSOR_CORES: tl.constexpr = k.dtype.element_ty != tl.float32
+    if ON_TENSOR_CORES:
+        directions = _in_two(direction, k.dtype.element_ty)
     for row in range(0, size, ROWS):
-        x = following
-        following = _load_tokens(k, None, first + row + ROWS, None, k_row, size - row - ROWS, 0, ROWS, DIM_PAD, DIM)
-        tl.store(projections + row + rows, tl.sum(x.to(tl.float32) * direction[None, :], 1), mask=row + rows < size)
+        x = _load_tokens(k, None, first + row, None, k_row, size - row, 0, ROWS, DIM_PAD, DIM)
+        if ON_TENSOR_CORES:
+            projected = tl.sum(tl.dot(x, directions), 1)
+        else:
+            projected = tl.sum(x * direction[None, :], 1)
+        tl.store(projections + row + rows, projected, mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
     # The middle one in order: the largest number that no more than the lower half's are below of, found two bits at a time, until just the
@@ -376,9 +386,9 @@ def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
     config = _config("order", k)
     # Blocks of the usual size fit; larger ones are looked at piece by piece.
-    width = min(WIDTH, max(128, power_of_2(-(-tokens // num_blocks))))
+    width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
     constants = dict(ITERATIONS=iterations, WIDTH=width, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim), **_dims(dim))
-    _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
+    _launch_order((num_blocks * heads, batch, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
@@ -390,7 +400,7 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     config = _config("keys", k)
     constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
                      **_tile(config, dim))
-    _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
+    _launch_keys((units // parts * heads, batch, _columns(config, dim) if with_moments else 1),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
     return moments
@@ -430,7 +440,7 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     config = _config("covariances", k)
     tile = _tile(config, dim)
     del tile["FOLD"]
-    _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+    _launch_covariances((units * heads, batch, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
                         (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **tile), config)
     return out
 
