@@ -1,4 +1,4 @@
-"""Portable kernels of what is known of units: their mean keys and values, second moments, covariances, and the order that halves blocks."""
+"""Portable kernels of what is known of units: their mean keys and values, second moments and covariances."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.inputs import strided
-from ..lowering.primitives import ordered
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
 SUMMED = 32
-# Tokens whose projections are looked at at once, in large blocks; fewer than 1024.
-WIDTH = 512
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
 
@@ -29,14 +26,14 @@ def head_at(x, batch, head, batch_stride, head_stride):
 
 
 @triton.jit
-def _program(heads):
+def own_block(heads):
     """(block, head, batch) of a program, batch int64. Programs that run at once are of the heads of a few blocks, whose tokens often lie
     side by side in memory."""
     return tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
-def _unit_rows(offsets, unit, PARTS: tl.constexpr):
+def unit_rows(offsets, unit, PARTS: tl.constexpr):
     """(first place, places) of a unit."""
     block, part = unit // PARTS, unit % PARTS
     start = tl.load(offsets + block)
@@ -57,7 +54,7 @@ def _tokens_at(order, place, size, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+def load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
     """[ROWS, COLS] from ``column`` on of ``tokens``, which are at ``place`` and behind; zeros from the ``size``-th on."""
     rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
     if order is None:
@@ -95,7 +92,7 @@ def _mean(x, order, first, stride, size, ROWS: tl.constexpr, COLS: tl.constexpr,
     total = tl.zeros([ROWS, COLS], tl.float32)
     for row in range(0, size, ROWS):
         tokens = _tokens_at(order, first + row, size - row, ROWS)
-        total += _load_tokens(x, order, first + row, tokens, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
+        total += load_tokens(x, order, first + row, tokens, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
     return tl.sum(total, 0) / tl.maximum(size, 1)
 
 
@@ -121,8 +118,8 @@ def _folded(x, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
-             ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+                    ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """(mean key, COLS columns of the sum of (k - mean) (k - mean)^T, mean value) of some tokens in float32, each read once: that of k k^T
     less the sum of k times its mean, with SHIFTED of keys less the first. Without v its mean is 0."""
     key = tl.zeros([FOLD, DIM_PAD], tl.float32)
@@ -136,15 +133,15 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
     for row in range(0, size, ROWS):
         place, rest, tokens = first + row, size - row, next_tokens
         next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
-        left = _load_tokens(k, order, place, tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
+        left = load_tokens(k, order, place, tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
         if v is not None:
-            values = _load_tokens(v, order, place, tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
+            values = load_tokens(v, order, place, tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
             left = _less(left, origin, rest, ROWS)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            right = _load_tokens(k, order, place, tokens, k_row, rest, column, ROWS, COLS, DIM)
+            right = load_tokens(k, order, place, tokens, k_row, rest, column, ROWS, COLS, DIM)
             if SHIFTED:
                 right = _less(right, other_origin, rest, ROWS)
             another += _folded(right, FOLD)
@@ -171,7 +168,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
-    block, head, batch = _program(heads)
+    block, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
@@ -183,12 +180,13 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     # A NaN stays one, and infinity times zero is one.
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
-        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
         if moments is None:
             key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
             value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
         else:
-            key, covariance, value = _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME, ROWS, FOLD, COLS, DIM, DIM_PAD)
+            key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
+                                                     ROWS, FOLD, COLS, DIM, DIM_PAD)
             covariance *= 1.0 / tl.maximum(size, 1)
             _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
@@ -205,7 +203,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
                 zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
                 _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
-        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
         known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
         tl.store(log_count + at + part, known, mask=column == 0)
 
@@ -249,10 +247,10 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
                         heads, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
-    unit, head, batch = _program(heads)
+    unit, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + unit
-    first, size = _unit_rows(offsets, unit, PARTS)
+    first, size = unit_rows(offsets, unit, PARTS)
     sound = tl.load(log_count + at) > float("-inf")
     if useful is not None:
         sound = sound & (tl.load(useful + batch * heads + head) != 0)
@@ -268,127 +266,15 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     for row in range(0, size, ROWS):
         place, rest, own = first + row, size - row, next_tokens
         next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
-        left = _less(_load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
-        right = _load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
+        left = _less(load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
+        right = load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
         # Where there is no token, left is 0.
         right = (right.to(tl.float32) - value[None, :]).to(right.dtype)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
     _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
 
 
-@triton.jit
-def _in_two(direction, DTYPE: tl.constexpr):
-    """[D, 16] of DTYPE, two columns of which sum to float32 ``direction`` at whatever length the type holds; the others are 0."""
-    direction *= 1.0 / tl.maximum(tl.max(tl.abs(direction), 0), 1e-30)
-    large = direction.to(DTYPE)
-    small = (direction - large.to(tl.float32)).to(DTYPE)
-    column = tl.arange(0, 16)[None, :]
-    return tl.where(column == 0, large[:, None], tl.where(column == 1, small[:, None], 0.0)).to(DTYPE)
-
-
-@triton.jit
-def _ordered_chunk(x, start, size, WIDTH: tl.constexpr):
-    """int32 in the order of WIDTH of ``size`` numbers from ``start`` on, the largest integer from the ``size``-th on."""
-    place = start + tl.arange(0, WIDTH)
-    inside = place < size
-    return tl.where(inside, ordered(tl.load(x + place, mask=inside, other=0.0)), 0x7FFFFFFF)
-
-
-@triton.jit
-def _below_three(keys, bound, step):
-    """How many are below of bound + step, of bound + 2 step and of bound + 3 step: three sums of up to 1023 in one."""
-    counts = (keys < bound + step).to(tl.int32)
-    counts += (keys < bound + 2 * step).to(tl.int32) << 10
-    counts += (keys < bound + 3 * step).to(tl.int32) << 20
-    total = tl.sum(counts, 0)
-    return total & 1023, total >> 10 & 1023, total >> 20
-
-
-@triton.jit
-def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
-    sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
-    block, head, batch = _program(heads)
-    at = batch * heads + head
-    first, size = _unit_rows(offsets, block, 1)
-    k = head_at(k, batch, head, k_batch, k_head)
-    _, acc, _ = _moments(k, None, None, first, size, k_row, 0, 0, SHIFTED, True, ROWS, FOLD, DIM_PAD, DIM, DIM_PAD)
-    # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The trace is no less than the first principal
-    # variance, and no more than DIM times that: so nothing grows, and what shrinks stays far above the least float32. Sums over rows need
-    # few exchanges between threads, and bringing the direction back to the columns fewer than sums over columns.
-    dims = tl.arange(0, DIM_PAD)
-    diagonal = tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 1)
-    direction = 1.0 + diagonal * (1.0 / tl.maximum(size, 1))
-    inverse = 1.0 / tl.maximum(tl.sum(tl.abs(diagonal), 0), 1e-20)
-    for _step in range(ITERATIONS):
-        direction = tl.sum(acc * direction[None, :], 1) * inverse
-    projections += at * tokens + first
-    order += at * tokens + first
-    rows = tl.arange(0, ROWS)
-    # On tensor cores, for which keys need not be unpacked.
-    ON_TENSOR_CORES: tl.constexpr = k.dtype.element_ty != tl.float32
-    if ON_TENSOR_CORES:
-        directions = _in_two(direction, k.dtype.element_ty)
-    for row in range(0, size, ROWS):
-        x = _load_tokens(k, None, first + row, None, k_row, size - row, 0, ROWS, DIM_PAD, DIM)
-        if ON_TENSOR_CORES:
-            projected = tl.sum(tl.dot(x, directions), 1)
-        else:
-            projected = tl.sum(x * direction[None, :], 1)
-        tl.store(projections + row + rows, projected, mask=row + rows < size)
-    # Other threads read them.
-    tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found two bits at a time, until just the
-    # lower half's are. Of those that equal it the first fill the lower half.
-    lower_size = size // 2
-    own = _ordered_chunk(projections, 0, size, WIDTH)
-    middle = tl.full([], -(1 << 31), tl.int32)
-    wanted = lower_size
-    step = tl.full([], 1 << 30, tl.int32)
-    while (step > 0) & (wanted > 0):
-        one, two, three = _below_three(own, middle, step)
-        for start in range(WIDTH, size, WIDTH):
-            more = _below_three(_ordered_chunk(projections, start, size, WIDTH), middle, step)
-            one += more[0]
-            two += more[1]
-            three += more[2]
-        below = tl.where(three <= lower_size, three, tl.where(two <= lower_size, two, one))
-        wanted = tl.where(one <= lower_size, lower_size - below, wanted)
-        middle += step * ((one <= lower_size).to(tl.int32) + (two <= lower_size).to(tl.int32) + (three <= lower_size).to(tl.int32))
-        step >>= 2
-    # Of the chunks before.
-    lowers, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, size, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        keys = _ordered_chunk(projections, start, size, WIDTH)
-        # Both are counted at once.
-        marks = (keys < middle).to(tl.int32) + ((keys == middle).to(tl.int32) << 16)
-        before = tl.cumsum(marks, 0) - marks
-        equals_before = equals + (before >> 16)
-        lowers_before = lowers + (before & 0xFFFF) + tl.minimum(equals_before, wanted)
-        lower = (keys < middle) | (keys == middle) & (equals_before < wanted)
-        tl.store(order + tl.where(lower, lowers_before, lower_size + place - lowers_before), first + place, mask=place < size)
-        if start + WIDTH < size:
-            total = tl.sum(marks, 0)
-            lowers += total & 0xFFFF
-            equals += total >> 16
-
-
-_launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
-    launcher, (_keys_kernel, _queries_kernel, _covariances_kernel, _order_kernel))
-
-
-def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
-    """Writes order of ``BlockEstimates`` for two units of a block."""
-    k = strided(k)
-    batch, heads, tokens, dim = k.shape
-    projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
-    config = _config("order", k)
-    # Blocks of the usual size fit; larger ones are looked at piece by piece.
-    width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
-    constants = dict(ITERATIONS=iterations, WIDTH=width, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim), **_dims(dim))
-    _launch_order((num_blocks * heads, batch, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
+_launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
@@ -398,7 +284,7 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     batch, heads, units, dim = k_mean.shape
     moments = new_moments(k_mean) if with_moments else None
     config = _config("keys", k)
-    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
+    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
                      **_tile(config, dim))
     _launch_keys((units // parts * heads, batch, _columns(config, dim) if with_moments else 1),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
@@ -406,7 +292,7 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     return moments
 
 
-def _shifted(k: Tensor) -> bool:
+def shifted(k: Tensor) -> bool:
     """Whether keys must lose what they have in common before they are squared.
 
     What E[k k^T] and E[k] E[k]^T share cancels. Of bfloat16 products, which have 16 bits, tensor cores' float32 sums lose less than storing
@@ -470,23 +356,23 @@ def _config(kernel: str, x: Tensor) -> LaunchConfig:
     return tail_config(kernel, x.shape[3], x.dtype, device_limits(x.device))
 
 
-def _dims(dim: int) -> dict[str, int]:
+def padded(dim: int) -> dict[str, int]:
     return dict(DIM=dim, DIM_PAD=max(power_of_2(dim), 16))
 
 
 def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
-    dims = _dims(dim)
-    return dict(ROWS=config.block_n, FOLD=_fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+    dims = padded(dim)
+    return dict(ROWS=config.block_n, FOLD=fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
 
 
-def _fold(config: LaunchConfig, dim: int) -> int:
+def fold(config: LaunchConfig, dim: int) -> int:
     """Rows of 16-bit numbers that the threads of a program load at once."""
-    return min(config.block_n, config.num_warps * 32 * 8 // _dims(dim)["DIM_PAD"])
+    return min(config.block_n, config.num_warps * 32 * 8 // padded(dim)["DIM_PAD"])
 
 
 def _same(config: LaunchConfig, dim: int) -> bool:
     """Whether a program computes all columns."""
-    return config.block_m >= _dims(dim)["DIM_PAD"]
+    return config.block_m >= padded(dim)["DIM_PAD"]
 
 
 def _columns(config: LaunchConfig, dim: int) -> int:
