@@ -226,8 +226,8 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
                     SAMPLE: tl.constexpr, SAME: tl.constexpr, SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
                     DIM_PAD: tl.constexpr):
     """``factor`` times the mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
-    block, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, head, batch = own_block(heads)
+    column = tl.program_id(2) * COLS
     row, there = sampled_rows(offsets, block, blocks, tl.arange(0, SAMPLE), SAMPLE)
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     pointers = head_at(q, batch, head, q_batch, q_head) + row.to(tl.int64)[:, None] * q_row
@@ -310,7 +310,7 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, fact
     config = _config("moments", q)
     tile = _tile(config, dim)
     del tile["ROWS"], tile["FOLD"]
-    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
+    _launch_queries((num_blocks * heads, batch, _columns(config, dim)), (q, offsets, moments),
                     (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
                     dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
     return moments
