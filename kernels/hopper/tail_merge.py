@@ -1,9 +1,10 @@
 """Hopper kernel of the tail's merge: attention to a head's units by their means, a query block's matrix and the exact part, in one pass.
 
-A program owns 128 query rows of a block, two warpgroups' 64 each. One warp brings in what they multiply, the scores of the next units are
-computed while the values of these are added up. Biases, too, are added by the matrix unit, from three numbers of 16 bits each. Weights are
-measured from the largest score of the first units, or from 2 ** -64 of what the exact part weighs if that is more; rows in which they
-overflow follow their maxima in a second walk over the units, as in the forward.
+A program owns 128 or 192 query rows of a block, 64 of each of its warpgroups. One warp brings in what they multiply, 64 units at a time,
+then the matrix and the exact part; the scores of the next units are computed while the values of these are added up. Biases, too, are added
+by the matrix unit, from three numbers of 16 bits each. Weights are measured from the largest score of the first units, or from 2 ** -64 of
+what the exact part weighs if that is more; rows in which they overflow follow their maxima in a second walk over the units, as in the
+forward.
 """
 
 import torch
@@ -34,10 +35,11 @@ from .primitives import (
 from .softmax import overflown, softmax_step
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
-WARPGROUPS = 2
-STAGES = 2         # a power of two: means in flight
-# 4 + 4 + 1 warps, which count as twelve: 168 at entry, then warp_specialize gives the loading warp 72 and the multiplying ones 216.
-OPTIONS = dict(num_warps=4, maxnreg=168)
+UNITS = 64         # multiplied at once; the matrix and the exact part go through the same memory in as many rows
+STAGES = 4         # a power of two: of 64 units' means in flight, of keys and of values
+# Registers at entry, for 4 + 4 + 1 warps and 4 + 4 + 4 + 1, as warps are counted in fours; then what warp_specialize gives to a multiplying
+# and to the loading warp.
+REGISTERS = {2: (168, 216, 72), 3: (128, 152, 56)}
 BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 # Stands for minus infinity, which has no parts; and what counts as the exact part of a row that has none.
 _NEVER = gl.constexpr(-1e30)
@@ -49,17 +51,16 @@ class Work:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
     q: gl.shared_memory_descriptor           # [WARPGROUPS, 1, 1, ROWS, D]
-    exact: gl.shared_memory_descriptor       # likewise: the exact part, then what is merged
-    k: gl.shared_memory_descriptor           # [STAGES, 1, 1, D, D]: mean keys of D units, after the last of them the matrix
-    v: gl.shared_memory_descriptor           # their mean values
-    bias: gl.shared_memory_descriptor        # [STAGES, D, 16]: in three columns the parts of their biases, in scores before scale
+    k: gl.shared_memory_descriptor           # [STAGES, 1, 1, UNITS, D]: mean keys, then the matrix and each warpgroup's exact part
+    v: gl.shared_memory_descriptor           # likewise: mean values
+    bias: gl.shared_memory_descriptor        # [STAGES, UNITS, 16]: in three columns the parts of the units' biases, in scores before scale
     selector: gl.shared_memory_descriptor    # [ROWS, 16]: ones in those columns
     again: gl.shared_memory_descriptor       # [1]: whether weights overflowed
     q_full: gl.shared_memory_descriptor      # one barrier a warpgroup: TMA has written it
-    exact_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor      # one a stage: TMA has written it, and the loading warp the biases
     v_full: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor        # both warpgroups are through with the step that multiplied by its K, and by the V before
+    k_done: gl.shared_memory_descriptor      # all warpgroups have multiplied by it
+    v_done: gl.shared_memory_descriptor
     walked: gl.shared_memory_descriptor      # [1]: they know whether weights overflowed
     left: gl.tensor                          # how many units are estimated
     steps: gl.tensor
@@ -73,144 +74,152 @@ class Work:
 
 @gluon.constexpr_function
 def _biases_layout():
-    """[D, 16] in one warp: a lane has whole rows, two stores each."""
+    """[UNITS, 16] in one warp: a lane has whole rows, two stores each."""
     return gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
 
 
 @gluon.jit
 def _write_biases(buffer, biases, LAYOUT: gl.constexpr):
-    """Leaves [D] numbers as three of 16 bits each, which the matrix unit adds up again."""
-    D: gl.constexpr = buffer.shape[0]
+    """Leaves UNITS numbers as three of 16 bits each, which the matrix unit adds up again."""
+    UNITS: gl.constexpr = buffer.shape[0]
     high = biases.to(gl.bfloat16).to(gl.float32)
     middle = (biases - high).to(gl.bfloat16).to(gl.float32)
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([D, 16], gl.int32, LAYOUT)
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([UNITS, 16], gl.int32, LAYOUT)
     parts = gl.where(columns == 0, high[:, None], gl.where(columns == 1, middle[:, None], (biases - high - middle)[:, None]))
     buffer.store(gl.where(columns < 3, parts, 0.0).to(gl.bfloat16))
 
 
 @gluon.jit
-def _load_units(work, first, k_desc, v_desc, bias, units, inverse):
-    """All units, the first D of which are the ``first`` use of the rings."""
-    D: gl.constexpr = work.k.shape[3]
+def _load_k(work, i, desc, head, row):
+    ring_free(work.k_done, i, True)
+    mbarrier.expect(ring_at(work.k_full, i, True), desc.block_type.nbytes)
+    # Beyond the last unit TMA writes zeros.
+    copy_in(desc, [work.batch, head, row, 0], ring_at(work.k_full, i, True), ring_at(work.k, i, True))
+
+
+@gluon.jit
+def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
+    """All units, which use the rings from ``first_k`` and ``first_v`` on."""
+    UNITS: gl.constexpr = work.k.shape[3]
     layout: gl.constexpr = _biases_layout()
-    lines = gl.arange(0, D, layout=gl.SliceLayout(1, layout))
+    lines = gl.arange(0, UNITS, layout=gl.SliceLayout(1, layout))
     values = gl.load(bias + lines, mask=lines < units, other=float("-inf"))
     for step in range(work.steps):
-        i, at = first + step, [work.batch, work.kv_head, step * D, 0]
-        ring_free(work.done, i, True)
-        _write_biases(ring_at(work.bias, i, True), gl.maximum(values * inverse, _NEVER), layout)
+        k, v, unit = first_k + step, first_v + step, step * UNITS
+        ring_free(work.k_done, k, True)
+        _write_biases(ring_at(work.bias, k, True), gl.maximum(values * inverse, _NEVER), layout)
+        # The matrix unit reads them past the ordinary cache.
         fence_async_shared()
         # One thread speaks for all lanes.
         barrier()
-        mbarrier.expect(ring_at(work.k_full, i, True), k_desc.block_type.nbytes)
-        # Beyond the last unit TMA writes zeros.
-        copy_in(k_desc, at, ring_at(work.k_full, i, True), ring_at(work.k, i, True))
+        _load_k(work, k, k_desc, work.kv_head, unit)
         # A step ahead.
-        unit = (step + 1) * D + lines
-        values = gl.load(bias + unit, mask=unit < units, other=float("-inf"))
-        ring_free(work.done, i + 1, True)
-        _load_v(work, i, v_desc, at)
+        values = gl.load(bias + unit + UNITS + lines, mask=unit + UNITS + lines < units, other=float("-inf"))
+        ring_free(work.v_done, v, True)
+        mbarrier.expect(ring_at(work.v_full, v, True), v_desc.block_type.nbytes)
+        copy_in(v_desc, [work.batch, work.kv_head, unit, 0], ring_at(work.v_full, v, True), ring_at(work.v, v, True))
 
 
 @gluon.jit
-def _load_v(work, i, v_desc, at):
-    mbarrier.expect(ring_at(work.v_full, i, True), v_desc.block_type.nbytes)
-    copy_in(v_desc, at, ring_at(work.v_full, i, True), ring_at(work.v, i, True))
+def _load_rest(work, i, matrix_desc, out_desc):
+    """The matrix and the exact part, from the ``i``-th use of the ring on."""
+    WARPGROUPS: gl.constexpr = work.q.shape[0]
+    ROWS: gl.constexpr = work.q.shape[3]
+    UNITS: gl.constexpr = work.k.shape[3]
+    D: gl.constexpr = work.k.shape[4]
+    if matrix_desc is not None:
+        for piece in gl.static_range(D // UNITS):
+            _load_k(work, i + piece, matrix_desc, work.head, work.block * D + piece * UNITS)
+        i = i + D // UNITS
+    for group in gl.static_range(WARPGROUPS):
+        _load_k(work, i + group, out_desc, work.head, work.row + group * ROWS)
 
 
 @gluon.jit
-def _load_matrix(work, i, matrix_desc):
-    D: gl.constexpr = work.k.shape[3]
-    ring_free(work.done, i, True)
-    mbarrier.expect(ring_at(work.k_full, i, True), matrix_desc.block_type.nbytes)
-    copy_in(matrix_desc, [work.batch, work.head, work.block * D, 0], ring_at(work.k_full, i, True), ring_at(work.k, i, True))
-
-
-@gluon.jit
-def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse):
-    """The loading partition; nothing where nothing is estimated. ``inverse``: 1 over the factor on scores in base 2."""
+def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST: gl.constexpr):
+    """The loading partition; nothing where nothing is estimated. ``inverse``: 1 over the factor on scores in base 2. REST: how many uses of
+    their ring the matrix and the exact part are."""
     WARPGROUPS: gl.constexpr = work.q.shape[0]
     ROWS: gl.constexpr = work.q.shape[3]
     if work.left > 0:
         for group in gl.static_range(WARPGROUPS):
             mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
             copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
-        _load_units(work, 0, k_desc, v_desc, bias, units, inverse)
-        if matrix_desc is not None:
-            _load_matrix(work, work.steps, matrix_desc)
-        for group in gl.static_range(WARPGROUPS):
-            mbarrier.expect(work.exact_full.index(group), out_desc.block_type.nbytes)
-            copy_in(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.exact_full.index(group), work.exact.index(group))
+        _load_units(work, 0, 0, k_desc, v_desc, bias, units, inverse)
+        _load_rest(work, work.steps, matrix_desc, out_desc)
         if _walk_again(work, 1):
-            if matrix_desc is not None:
-                # The matrix went before its turn, and K and V use their rings alike.
-                ring_free(work.done, work.steps + 1, True)
-                _load_v(work, work.steps, v_desc, [work.batch, work.kv_head, 0, 0])
-                _load_units(work, work.steps + 1, k_desc, v_desc, bias, units, inverse)
-                _load_matrix(work, 2 * work.steps + 1, matrix_desc)
-            else:
-                _load_units(work, work.steps, k_desc, v_desc, bias, units, inverse)
+            _load_units(work, work.steps + REST, work.steps, k_desc, v_desc, bias, units, inverse)
+            _load_rest(work, 2 * work.steps + REST, matrix_desc, out_desc)
 
 
 @gluon.jit
 def _walk_again(work, WARPS: gl.constexpr):
-    """Whether the units are walked over a second time, once both warpgroups know; for a partition of WARPS warps."""
+    """Whether the units are walked over a second time, once all warpgroups know; for a partition of WARPS warps."""
     mbarrier.wait(work.walked.index(0), 0)
     return gl.max(work.again.load(one_word(WARPS)), axis=0) != 0
 
 
 @gluon.jit
 def _product(work, q, i, zero):
-    """Begins the scores of the ``i``-th use of the rings, with biases: one more step of 16."""
+    """Begins the scores of the ``i``-th use of the ring, with biases: one more step of 16."""
     biases = ring_at(work.bias, i, True).permute((1, 0))
     token = warpgroup_mma(work.selector, biases, zero, use_acc=False, is_async=True)
     return warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), token, is_async=True)
 
 
 @gluon.jit
-def _walk(work, q, first, start, follows, scale_log2, FOLLOW: gl.constexpr):
-    """A warpgroup's 64 rows over all units, which are the ``first`` use of the rings and on: (sums of weighted values, row_max, row_sum).
+def _walk(work, q, first_k, first_v, start, follows, scale_log2, FOLLOW: gl.constexpr):
+    """A warpgroup's 64 rows over all units, which use the rings from ``first_k`` and ``first_v`` on: (sums of weighted values, row_max,
+    row_sum).
 
-    Weights are measured from ``start`` or, if it is more, the largest score of the first D units. From then on ``follows`` and FOLLOW
+    Weights are measured from ``start`` or, if it is more, the largest score of the first 64 units. From then on ``follows`` and FOLLOW
     count, as for ``softmax_step``.
     """
     ROWS: gl.constexpr = work.q.shape[3]
-    D: gl.constexpr = work.k.shape[3]
+    UNITS: gl.constexpr = work.k.shape[3]
+    D: gl.constexpr = work.k.shape[4]
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(D), 2)
     dtype: gl.constexpr = work.q.dtype
     acc = gl.zeros([ROWS, D], gl.float32, product_layout(D))
-    zero = gl.zeros([ROWS, D], gl.float32, product_layout(D))
-    row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(D))
-    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(D))
-    ring_wait(work.k_full, first, True)
-    scores = warpgroup_mma_wait(0, deps=[_product(work, q, first, zero)])
-    ring_arrive(work.done, first, True)
+    zero = gl.zeros([ROWS, UNITS], gl.float32, product_layout(UNITS))
+    row_sum = gl.zeros([ROWS, 4], gl.float32, row_lanes(UNITS))
+    every = gl.full([ROWS, 1], True, gl.int1, row_lanes(UNITS))
+    ring_wait(work.k_full, first_k, True)
+    scores = warpgroup_mma_wait(0, deps=[_product(work, q, first_k, zero)])
+    ring_arrive(work.k_done, first_k, True)
     weights, alpha, row_max, row_sum = softmax_step(scores, start, row_sum, scale_log2, every, True)
     p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
-    last = first + work.steps - 1
-    for i in range(first + 1, last + 1):
-        ring_wait(work.k_full, i, True)
-        s_token = _product(work, q, i, zero)
-        ring_wait(work.v_full, i - 1, True)
-        o_token = warpgroup_mma(p, matrix(ring_at(work.v, i - 1, True)), acc, is_async=True)
+    for step in range(1, work.steps):
+        k, v = first_k + step, first_v + step - 1
+        ring_wait(work.k_full, k, True)
+        s_token = _product(work, q, k, zero)
+        ring_wait(work.v_full, v, True)
+        o_token = warpgroup_mma(p, matrix(ring_at(work.v, v, True)), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[s_token])
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
         # Or the compiler would wait for both products before the exponentials.
         row_sum = scheduling_fence(row_sum)
         acc = warpgroup_mma_wait(0, deps=[o_token])
-        ring_arrive(work.done, i, True)
+        ring_arrive(work.k_done, k, True)
+        ring_arrive(work.v_done, v, True)
         acc = rescale(acc, alpha) if FOLLOW else acc
         p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
+    last = first_v + work.steps - 1
     ring_wait(work.v_full, last, True)
     token = warpgroup_mma(p, matrix(ring_at(work.v, last, True)), acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=[token]), row_max, row_sum
+    acc = warpgroup_mma_wait(0, deps=[token])
+    ring_arrive(work.v_done, last, True)
+    return acc, row_max, row_sum
 
 
 @gluon.jit
-def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR: gl.constexpr):
+def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST: gl.constexpr):
     """A multiplying partition: 64 query rows."""
     ROWS: gl.constexpr = work.q.shape[3]
-    D: gl.constexpr = work.k.shape[3]
+    UNITS: gl.constexpr = work.k.shape[3]
+    D: gl.constexpr = work.k.shape[4]
+    # Of the matrix.
+    PIECES: gl.constexpr = REST - work.q.shape[0]
     layout: gl.constexpr = product_layout(D)
     by_rows: gl.constexpr = gl.SliceLayout(1, layout)
     rows = work.rows - group * ROWS
@@ -223,30 +232,26 @@ def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_r
         gl.store(share + group + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (gl.maximum(gl.minimum(rows, ROWS), 0) / size),
                  mask=lines < 1)
     else:
-        of_lanes: gl.constexpr = gl.SliceLayout(1, row_lanes(D))
-        own = gl.arange(0, ROWS, layout=of_lanes)
+        own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(UNITS)))
         start = gl.maximum(gl.load(lse + own, mask=own < rows, other=0.0) * (1 / LN2) - 64.0, _NOTHING)[:, None]
-        start = start + gl.zeros([ROWS, 4], gl.float32, row_lanes(D))
+        start = start + gl.zeros([ROWS, 4], gl.float32, row_lanes(UNITS))
         mbarrier.wait(work.q_full.index(group), 0)
         q = matrix(work.q.index(group))
-        every = gl.full([ROWS, 1], True, gl.int1, row_lanes(D))
-        last = work.steps
-        acc, row_max, row_sum = _walk(work, q, 0, start, every, scale_log2, False)
-        failed = overflown(acc, row_sum, D) & (own < rows)[:, None]
+        every = gl.full([ROWS, 1], True, gl.int1, row_lanes(UNITS))
+        acc, row_max, row_sum = _walk(work, q, 0, 0, start, every, scale_log2, False)
+        rest = work.steps
+        failed = overflown(acc, row_sum, UNITS) & (own < rows)[:, None]
         if gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0:
             work.again.store(gl.full([1], 1, gl.int32, one_word(4)))
         barrier()
         mbarrier.arrive(work.walked.index(0), count=1)
         if _walk_again(work, 4):
-            again = work.steps
-            if LINEAR:
+            for i in range(rest, rest + REST):
                 # What was loaded ahead goes unused.
-                ring_wait(work.k_full, work.steps, True)
-                ring_wait(work.v_full, work.steps, True)
-                ring_arrive(work.done, work.steps, True)
-                again = again + 1
-            acc, row_max, row_sum = _walk(work, q, again, start, failed, scale_log2, True)
-            last = again + work.steps
+                ring_wait(work.k_full, i, True)
+                ring_arrive(work.k_done, i, True)
+            acc, row_max, row_sum = _walk(work, q, rest + REST, rest, start, failed, scale_log2, True)
+            rest = 2 * rest + REST
 
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), by_rows)
         row_max = gl.convert_layout(gl.max(row_max, axis=1), by_rows)
@@ -254,20 +259,25 @@ def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_r
         divisor = gl.where(some, row_sum, 1.0)
         row_tail = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
         factor = 1.0 / divisor
-        if LINEAR:
+        if PIECES > 0:
             # scale q M is added before all is multiplied by scale.
             acc = acc * (factor / scale)[:, None]
             factor = gl.full([ROWS], 1.0, gl.float32, by_rows) * scale
-            ring_wait(work.k_full, last, True)
-            token = warpgroup_mma(q, matrix(ring_at(work.k, last, True)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[token])
+            for piece in gl.static_range(PIECES):
+                ring_wait(work.k_full, rest + piece, True)
+                token = warpgroup_mma(q.slice(piece * UNITS, UNITS, 1), matrix(ring_at(work.k, rest + piece, True)), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[token])
+                # The exact part of one may follow into the memory of a piece.
+                ring_arrive(work.k_done, rest + piece, True)
         row_lse = gl.load(lse + lines, mask=lines < rows, other=0.0) * (1 / LN2)
         larger = gl.maximum(row_lse, row_tail)
         exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
         whole = exact + tail
         exact = exact / whole
-        mbarrier.wait(work.exact_full.index(group), 0)
-        buffer = matrix(work.exact.index(group))
+        mine = rest + PIECES + group
+        ring_wait(work.k_full, mine, True)
+        tile = ring_at(work.k, mine, True)
+        buffer = matrix(tile)
         before = buffer.load(layout).to(gl.float32)
         merged = exact[:, None] * before + (tail / whole * factor)[:, None] * acc
         # A query of which no weight is left, as none is of some that are infinite, has no estimate.
@@ -280,7 +290,7 @@ def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_r
             buffer.store(merged)
             fence_async_shared()
             barrier()
-            copy_out(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.exact.index(group))
+            copy_out(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], tile)
             tma.store_wait(0)
         else:
             columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
@@ -293,7 +303,8 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "gro
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, left, offsets,
                        out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, scale, scale_log2, inverse,
-                       ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+                       ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+                       MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     at_block, part = gl.program_id(0) // parts, gl.program_id(0) % parts
     at_head, block = at_block // blocks, at_block % blocks
     batch, head = at_head // heads, at_head % heads
@@ -311,35 +322,43 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
 
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    exact = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], out_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, D], v_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, UNITS, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, UNITS, D], v_desc.layout)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    biases, selector = gl.allocate_shared_memory(dtype, [STAGES, D, 16], BIASES), gl.allocate_shared_memory(dtype, [ROWS, 16], BIASES)
+    biases, selector = gl.allocate_shared_memory(dtype, [STAGES, UNITS, 16], BIASES), gl.allocate_shared_memory(dtype, [ROWS, 16], BIASES)
     again = gl.allocate_shared_memory(gl.int32, [1], word)
     again.store(gl.zeros([1], gl.int32, one_word(4)))
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([ROWS, 16], gl.int32, layout)
     selector.store(gl.where(columns < 3, 1.0, 0.0).to(dtype))
-    q_full, exact_full, walked = barrier_ring(WARPGROUPS), barrier_ring(WARPGROUPS), barrier_ring(1)
-    k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    # What TMA announces, and what both warpgroups do.
+    q_full, walked = barrier_ring(WARPGROUPS), barrier_ring(1)
+    k_full, v_full, k_done, v_done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
+    # What TMA announces, and what all warpgroups do.
     ring_init(q_full, 1)
-    ring_init(exact_full, 1)
     ring_init(k_full, 1)
     ring_init(v_full, 1)
-    ring_init(done, WARPGROUPS)
+    ring_init(k_done, WARPGROUPS)
+    ring_init(v_done, WARPGROUPS)
     ring_init(walked, WARPGROUPS)
     # TMA must see the barriers before it signals them, and the matrix unit the selector.
     fence_async_shared()
-    work = Work(q, exact, k, v, biases, selector, again, q_full, exact_full, k_full, v_full, done, walked, gl.load(left + at_block),
-                (units + D - 1) // D, batch, head, head // group, block, row, rows)
-    LINEAR: gl.constexpr = matrix_desc is not None
-    gl.warp_specialize([
-        (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR)),
-        (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, LINEAR)),
-        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units, inverse)),
-    ], [4, 1], [216, 72])
+    work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
+                (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
+    REST: gl.constexpr = WARPGROUPS + (0 if matrix_desc is None else D // UNITS)
+    bias += at_block.to(gl.int64) * units
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+            (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+            (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST)),
+        ], [4, 1], [MULTIPLY_REGISTERS, LOAD_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+            (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+            (_merge, (work, 2, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+            (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST)),
+        ], [4, 4, 1], [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS])
 
 
 def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
@@ -347,15 +366,17 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128, q and out ``mergeable``."""
     batch, heads, tokens, dim = q.shape
     blocks, units = bias.shape[2:]
-    parts = -(-longest // (ROWS * WARPGROUPS))
-    shares = torch.empty(batch, heads, blocks, parts * WARPGROUPS, dtype=torch.float32, device=q.device)
+    warpgroups = warpgroups_for(longest)
+    parts = -(-longest // (ROWS * warpgroups))
+    shares = torch.empty(batch, heads, blocks, parts * warpgroups, dtype=torch.float32, device=q.device)
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    fixed = constants(dim)
+    fixed = constants(dim, warpgroups)
     key = (q.get_device(), q.dtype, matrix is None, fit(numbers), *fixed.values())
     _launch(key, (batch * heads * blocks * parts, 1, 1),
-            (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, dim), tma_tiles(v_mean, dim),
-             None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), dim)),
-            (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
+            (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
+             None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
+            (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed,
+            dict(num_warps=4, maxnreg=REGISTERS[warpgroups][0]))
     torch.sum(shares, -1, out=share)
 
 
@@ -364,9 +385,15 @@ def mergeable(q: Tensor, out: Tensor) -> bool:
     return all([tma_ok(x) and strided(x) is x for x in (q, out)])
 
 
-def constants(dim: int) -> dict[str, int]:
+def warpgroups_for(longest: int) -> int:
+    """Three where they leave no more rows of a block of as many tokens without work than two do, as in the forward."""
+    return 3 if 3 * -(-longest // 192) <= 2 * -(-longest // 128) else 2
+
+
+def constants(dim: int, warpgroups: int) -> dict[str, int]:
     """Those of the kernel, in its order."""
-    return dict(ROWS=ROWS, D=dim, STAGES=STAGES, WARPGROUPS=WARPGROUPS)
+    _, multiply, load = REGISTERS[warpgroups]
+    return dict(ROWS=ROWS, D=dim, UNITS=UNITS, STAGES=STAGES, WARPGROUPS=warpgroups, MULTIPLY_REGISTERS=multiply, LOAD_REGISTERS=load)
 
 
 _launch = QuickLaunch(_tail_merge_kernel)
