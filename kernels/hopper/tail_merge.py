@@ -1,10 +1,14 @@
 """Hopper kernel of the tail's merge: attention to a head's units by their means, a query block's matrix and the exact part, in one pass.
 
-A program owns 128 or 192 query rows of a block, 64 of each of its warpgroups. One warp brings in what they multiply, 64 units at a time,
-then the matrix and the exact part; the scores of the next units are computed while the values of these are added up. Biases, too, are added
-by the matrix unit, from three numbers of 16 bits each. Weights are measured from the largest score of the first units, or from 2 ** -64 of
-what the exact part weighs if that is more; rows in which they overflow follow their maxima in a second walk over the units, as in the
-forward.
+A program is one warpgroup with 64 query rows of a block, and a warp that brings in what it multiplies, 64 units at a time, then the matrix
+and the exact part; the scores of the next units are computed while the values of these are added up. Biases, too, are added by the matrix
+unit, from three numbers of 16 bits each. Weights are measured from the largest score of the first units, or from 2 ** -64 of what the exact
+part weighs if that is more; rows in which they overflow follow their maxima in a second walk over the units, as in the forward.
+
+Two programs share a multiprocessor, so that one begins and ends while the other multiplies. On an H200, of 111,600 tokens and 16 heads of
+128, 360 units take 1.17 ms, 640 1.65 and 960 2.2: 0.45 for what is read and written once, the rest 7.6 TB/s of means out of L2. Programs of
+two and three warpgroups took 1.32, 1.7 (three, of tiles of 192 tokens; two 2.25) and 2.2 to 2.4, whatever their stages and order; with
+maxima, and biases added in registers, 558 instructions in place of 198 for 64 units, 1.24, 2.2 and 2.4.
 """
 
 import torch
@@ -34,12 +38,12 @@ from .primitives import (
 )
 from .softmax import overflown, softmax_step
 
-ROWS = 64          # of a warpgroup: the height of one wgmma
+ROWS = 64          # of a program: the height of one wgmma
 UNITS = 64         # multiplied at once; the matrix and the exact part go through the same memory in as many rows
-STAGES = 4         # a power of two: of 64 units' means in flight, of keys and of values
-# Registers at entry, for 4 + 4 + 1 warps and 4 + 4 + 4 + 1, as warps are counted in fours; then what warp_specialize gives to a multiplying
-# and to the loading warp.
-REGISTERS = {2: (168, 216, 72), 3: (128, 152, 56)}
+K_STAGES, V_STAGES = 3, 2
+# 4 + 1 warps, which count as eight, of two programs: 128 at entry, then warp_specialize gives the loading warp 40 and the multiplying ones
+# 216.
+OPTIONS = dict(num_warps=4, maxnreg=128)
 BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 # Stands for minus infinity, which has no parts; and what counts as the exact part of a row that has none.
 _NEVER = gl.constexpr(-1e30)
@@ -50,18 +54,18 @@ _NOTHING = gl.constexpr(-1e20)
 class Work:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
-    q: gl.shared_memory_descriptor           # [WARPGROUPS, 1, 1, ROWS, D]
-    k: gl.shared_memory_descriptor           # [STAGES, 1, 1, UNITS, D]: mean keys, then the matrix and each warpgroup's exact part
-    v: gl.shared_memory_descriptor           # likewise: mean values
-    bias: gl.shared_memory_descriptor        # [STAGES, UNITS, 16]: in three columns the parts of the units' biases, in scores before scale
+    q: gl.shared_memory_descriptor           # [1, 1, 1, ROWS, D]
+    k: gl.shared_memory_descriptor           # [K_STAGES, 1, 1, UNITS, D]: mean keys, then the matrix and the exact part
+    v: gl.shared_memory_descriptor           # [V_STAGES, 1, 1, UNITS, D]: mean values
+    bias: gl.shared_memory_descriptor        # [K_STAGES, UNITS, 16]: in three columns the parts of their biases, in scores before scale
     selector: gl.shared_memory_descriptor    # [ROWS, 16]: ones in those columns
     again: gl.shared_memory_descriptor       # [1]: whether weights overflowed
-    q_full: gl.shared_memory_descriptor      # one barrier a warpgroup: TMA has written it
+    q_full: gl.shared_memory_descriptor      # [1]: TMA has written it
     k_full: gl.shared_memory_descriptor      # one a stage: TMA has written it, and the loading warp the biases
     v_full: gl.shared_memory_descriptor
-    k_done: gl.shared_memory_descriptor      # all warpgroups have multiplied by it
+    k_done: gl.shared_memory_descriptor      # the warpgroup has multiplied by it
     v_done: gl.shared_memory_descriptor
-    walked: gl.shared_memory_descriptor      # [1]: they know whether weights overflowed
+    walked: gl.shared_memory_descriptor      # [1]: it knows whether weights overflowed
     left: gl.tensor                          # how many units are estimated
     steps: gl.tensor
     batch: gl.tensor
@@ -123,40 +127,28 @@ def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
 @gluon.jit
 def _load_rest(work, i, matrix_desc, out_desc):
     """The matrix and the exact part, from the ``i``-th use of the ring on."""
-    WARPGROUPS: gl.constexpr = work.q.shape[0]
-    ROWS: gl.constexpr = work.q.shape[3]
     UNITS: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
     if matrix_desc is not None:
         for piece in gl.static_range(D // UNITS):
             _load_k(work, i + piece, matrix_desc, work.head, work.block * D + piece * UNITS)
         i = i + D // UNITS
-    for group in gl.static_range(WARPGROUPS):
-        _load_k(work, i + group, out_desc, work.head, work.row + group * ROWS)
+    _load_k(work, i, out_desc, work.head, work.row)
 
 
 @gluon.jit
 def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST: gl.constexpr):
     """The loading partition; nothing where nothing is estimated. ``inverse``: 1 over the factor on scores in base 2. REST: how many uses of
     their ring the matrix and the exact part are."""
-    WARPGROUPS: gl.constexpr = work.q.shape[0]
-    ROWS: gl.constexpr = work.q.shape[3]
     if work.left > 0:
-        for group in gl.static_range(WARPGROUPS):
-            mbarrier.expect(work.q_full.index(group), q_desc.block_type.nbytes)
-            copy_in(q_desc, [work.batch, work.head, work.row + group * ROWS, 0], work.q_full.index(group), work.q.index(group))
+        mbarrier.expect(work.q_full.index(0), q_desc.block_type.nbytes)
+        copy_in(q_desc, [work.batch, work.head, work.row, 0], work.q_full.index(0), work.q.index(0))
         _load_units(work, 0, 0, k_desc, v_desc, bias, units, inverse)
         _load_rest(work, work.steps, matrix_desc, out_desc)
-        if _walk_again(work, 1):
+        mbarrier.wait(work.walked.index(0), 0)
+        if gl.max(work.again.load(one_word(1)), axis=0) != 0:
             _load_units(work, work.steps + REST, work.steps, k_desc, v_desc, bias, units, inverse)
             _load_rest(work, 2 * work.steps + REST, matrix_desc, out_desc)
-
-
-@gluon.jit
-def _walk_again(work, WARPS: gl.constexpr):
-    """Whether the units are walked over a second time, once all warpgroups know; for a partition of WARPS warps."""
-    mbarrier.wait(work.walked.index(0), 0)
-    return gl.max(work.again.load(one_word(WARPS)), axis=0) != 0
 
 
 @gluon.jit
@@ -169,7 +161,7 @@ def _product(work, q, i, zero):
 
 @gluon.jit
 def _walk(work, q, first_k, first_v, start, follows, scale_log2, FOLLOW: gl.constexpr):
-    """A warpgroup's 64 rows over all units, which use the rings from ``first_k`` and ``first_v`` on: (sums of weighted values, row_max,
+    """All rows over all units, which use the rings from ``first_k`` and ``first_v`` on: (sums of weighted values, row_max,
     row_sum).
 
     Weights are measured from ``start`` or, if it is more, the largest score of the first 64 units. From then on ``follows`` and FOLLOW
@@ -213,39 +205,37 @@ def _walk(work, q, first_k, first_v, start, follows, scale_log2, FOLLOW: gl.cons
 
 
 @gluon.jit
-def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST: gl.constexpr):
-    """A multiplying partition: 64 query rows."""
+def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST: gl.constexpr):
+    """The multiplying partition."""
     ROWS: gl.constexpr = work.q.shape[3]
     UNITS: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
     # Of the matrix.
-    PIECES: gl.constexpr = REST - work.q.shape[0]
+    PIECES: gl.constexpr = REST - 1
     layout: gl.constexpr = product_layout(D)
     by_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = work.rows - group * ROWS
+    rows = work.rows
     lines = gl.arange(0, ROWS, layout=by_rows)
-    lse += group * ROWS
-    tail_lse += group * ROWS
     if work.left == 0:
         # Rows that leave nothing out keep their bits.
         gl.store(tail_lse + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
-        gl.store(share + group + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (gl.maximum(gl.minimum(rows, ROWS), 0) / size),
+        gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (gl.minimum(rows, ROWS) / size),
                  mask=lines < 1)
     else:
         own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(UNITS)))
         start = gl.maximum(gl.load(lse + own, mask=own < rows, other=0.0) * (1 / LN2) - 64.0, _NOTHING)[:, None]
         start = start + gl.zeros([ROWS, 4], gl.float32, row_lanes(UNITS))
-        mbarrier.wait(work.q_full.index(group), 0)
-        q = matrix(work.q.index(group))
+        mbarrier.wait(work.q_full.index(0), 0)
+        q = matrix(work.q.index(0))
         every = gl.full([ROWS, 1], True, gl.int1, row_lanes(UNITS))
         acc, row_max, row_sum = _walk(work, q, 0, 0, start, every, scale_log2, False)
         rest = work.steps
         failed = overflown(acc, row_sum, UNITS) & (own < rows)[:, None]
-        if gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0:
-            work.again.store(gl.full([1], 1, gl.int32, one_word(4)))
+        fails = gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0)
+        work.again.store(gl.full([1], 1, gl.int32, one_word(4)) * fails)
         barrier()
         mbarrier.arrive(work.walked.index(0), count=1)
-        if _walk_again(work, 4):
+        if fails > 0:
             for i in range(rest, rest + REST):
                 # What was loaded ahead goes unused.
                 ring_wait(work.k_full, i, True)
@@ -267,16 +257,14 @@ def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_r
                 ring_wait(work.k_full, rest + piece, True)
                 token = warpgroup_mma(q.slice(piece * UNITS, UNITS, 1), matrix(ring_at(work.k, rest + piece, True)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[token])
-                # The exact part of one may follow into the memory of a piece.
                 ring_arrive(work.k_done, rest + piece, True)
         row_lse = gl.load(lse + lines, mask=lines < rows, other=0.0) * (1 / LN2)
         larger = gl.maximum(row_lse, row_tail)
         exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
         whole = exact + tail
         exact = exact / whole
-        mine = rest + PIECES + group
-        ring_wait(work.k_full, mine, True)
-        tile = ring_at(work.k, mine, True)
+        ring_wait(work.k_full, rest + PIECES, True)
+        tile = ring_at(work.k, rest + PIECES, True)
         buffer = matrix(tile)
         before = buffer.load(layout).to(gl.float32)
         merged = exact[:, None] * before + (tail / whole * factor)[:, None] * acc
@@ -285,16 +273,16 @@ def _merge(work, group: gl.constexpr, out, lse, tail_lse, share, out_desc, out_r
         gl.store(lse + lines, (larger + gl.log2(whole)) * LN2, mask=(lines < rows) & some)
         gl.store(tail_lse + lines, row_tail * LN2, mask=lines < rows)
         of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
-        gl.store(share + group + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
+        gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
         if rows >= ROWS:
             buffer.store(merged)
             fence_async_shared()
             barrier()
-            copy_out(out_desc, [work.batch, work.head, work.row + group * ROWS, 0], tile)
+            copy_out(out_desc, [work.batch, work.head, work.row, 0], tile)
             tma.store_wait(0)
         else:
             columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-            gl.store(out + ((lines + group * ROWS)[:, None] * out_row + columns[None, :]), merged, mask=(lines < rows)[:, None])
+            gl.store(out + (lines[:, None] * out_row + columns[None, :]), merged, mask=(lines < rows)[:, None])
 
 
 _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "group", "tokens", "parts"]
@@ -303,62 +291,48 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "gro
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, left, offsets,
                        out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, scale, scale_log2, inverse,
-                       ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
-                       MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+                       ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     at_block, part = gl.program_id(0) // parts, gl.program_id(0) % parts
     at_head, block = at_block // blocks, at_block % blocks
     batch, head = at_head // heads, at_head % heads
     first = gl.load(offsets + block)
     size = gl.load(offsets + block + 1) - first
-    row, rows = first + part * ROWS * WARPGROUPS, size - part * ROWS * WARPGROUPS
-    share += (at_block.to(gl.int64) * parts + part) * WARPGROUPS
+    row, rows = first + part * ROWS, size - part * ROWS
+    share += at_block.to(gl.int64) * parts + part
     if rows <= 0:
-        group_of = gl.arange(0, 32, layout=one_word(4))
-        gl.store(share + group_of, gl.zeros([32], gl.float32, one_word(4)), mask=group_of < WARPGROUPS)
+        gl.store(share, gl.to_tensor(0.0))
         return
     out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
     lse += at_head.to(gl.int64) * tokens + row
     tail_lse += at_head.to(gl.int64) * tokens + row
 
     dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, UNITS, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, UNITS, D], v_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, UNITS, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, UNITS, D], v_desc.layout)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    biases, selector = gl.allocate_shared_memory(dtype, [STAGES, UNITS, 16], BIASES), gl.allocate_shared_memory(dtype, [ROWS, 16], BIASES)
+    biases, selector = gl.allocate_shared_memory(dtype, [K_STAGES, UNITS, 16], BIASES), gl.allocate_shared_memory(dtype, [ROWS, 16], BIASES)
     again = gl.allocate_shared_memory(gl.int32, [1], word)
-    again.store(gl.zeros([1], gl.int32, one_word(4)))
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([ROWS, 16], gl.int32, layout)
     selector.store(gl.where(columns < 3, 1.0, 0.0).to(dtype))
-    q_full, walked = barrier_ring(WARPGROUPS), barrier_ring(1)
-    k_full, v_full, k_done, v_done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    # What TMA announces, and what all warpgroups do.
+    q_full, walked = barrier_ring(1), barrier_ring(1)
+    k_full, v_full, k_done, v_done = barrier_ring(K_STAGES), barrier_ring(V_STAGES), barrier_ring(K_STAGES), barrier_ring(V_STAGES)
     ring_init(q_full, 1)
+    ring_init(walked, 1)
     ring_init(k_full, 1)
     ring_init(v_full, 1)
-    ring_init(k_done, WARPGROUPS)
-    ring_init(v_done, WARPGROUPS)
-    ring_init(walked, WARPGROUPS)
+    ring_init(k_done, 1)
+    ring_init(v_done, 1)
     # TMA must see the barriers before it signals them, and the matrix unit the selector.
     fence_async_shared()
     work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
                 (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
-    REST: gl.constexpr = WARPGROUPS + (0 if matrix_desc is None else D // UNITS)
-    bias += at_block.to(gl.int64) * units
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-            (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-            (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST)),
-        ], [4, 1], [MULTIPLY_REGISTERS, LOAD_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_merge, (work, 0, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-            (_merge, (work, 1, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-            (_merge, (work, 2, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-            (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST)),
-        ], [4, 4, 1], [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS])
+    REST: gl.constexpr = 1 + (0 if matrix_desc is None else D // UNITS)
+    gl.warp_specialize([
+        (_merge, (work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units, inverse, REST)),
+    ], [1], [40])
 
 
 def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
@@ -366,17 +340,15 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128, q and out ``mergeable``."""
     batch, heads, tokens, dim = q.shape
     blocks, units = bias.shape[2:]
-    warpgroups = warpgroups_for(longest)
-    parts = -(-longest // (ROWS * warpgroups))
-    shares = torch.empty(batch, heads, blocks, parts * warpgroups, dtype=torch.float32, device=q.device)
+    parts = -(-longest // ROWS)
+    shares = torch.empty(batch, heads, blocks, parts, dtype=torch.float32, device=q.device)
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    fixed = constants(dim, warpgroups)
+    fixed = constants(dim)
     key = (q.get_device(), q.dtype, matrix is None, fit(numbers), *fixed.values())
     _launch(key, (batch * heads * blocks * parts, 1, 1),
             (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
              None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
-            (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed,
-            dict(num_warps=4, maxnreg=REGISTERS[warpgroups][0]))
+            (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
     torch.sum(shares, -1, out=share)
 
 
@@ -385,15 +357,9 @@ def mergeable(q: Tensor, out: Tensor) -> bool:
     return all([tma_ok(x) and strided(x) is x for x in (q, out)])
 
 
-def warpgroups_for(longest: int) -> int:
-    """Three where they leave no more rows of a block of as many tokens without work than two do, as in the forward."""
-    return 3 if 3 * -(-longest // 192) <= 2 * -(-longest // 128) else 2
-
-
-def constants(dim: int, warpgroups: int) -> dict[str, int]:
+def constants(dim: int) -> dict[str, int]:
     """Those of the kernel, in its order."""
-    _, multiply, load = REGISTERS[warpgroups]
-    return dict(ROWS=ROWS, D=dim, UNITS=UNITS, STAGES=STAGES, WARPGROUPS=warpgroups, MULTIPLY_REGISTERS=multiply, LOAD_REGISTERS=load)
+    return dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES)
 
 
 _launch = QuickLaunch(_tail_merge_kernel)

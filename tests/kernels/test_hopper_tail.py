@@ -173,8 +173,9 @@ LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("units, longest", [(360, 384), (360, 256), (45, 256), (1080, 384), (1080, 256)])
 def test_on_a_gpu(units, longest, dim, linear):
-    """Against float64, and against the portable kernel; the same bits again. With three warpgroups and with two."""
-    of = problem([min(length, longest) for length in LENGTHS] * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
+    """Against float64, and against the portable kernel; the same bits again."""
+    lengths = [min(length, longest) for length in LENGTHS] * 3
+    of = problem(lengths, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
     of["q"][0, 0, longest - 1, 3], of["q"][0, 0, longest, 5], of["q"][1, 2, 900, 7] = torch.nan, torch.inf, torch.nan
     # Overflow where the last units come.
     of["q"][0, 1, [7, 200, 700], 3], of["k_mean"][0, 0, units - 2, 3] = 40.0, 40.0

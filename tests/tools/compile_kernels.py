@@ -108,30 +108,30 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
 
 
-def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool, block: int = 128) -> None:
+def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists, tail, tail_op
 
     # All heads at once: one by one they would be compiled again, with other alignments.
     tail.ESTIMATE_ROOM = tail.MERGE_ROOM = tail.WAITING_ROOM = tail_op.TAIL_ROOM = float("inf")
-    blocks = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), block, block)
-    q, k, v, out = (torch.zeros(1, 3 * block, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
-    offsets = torch.arange(0, 4 * block, block, dtype=torch.int32)
-    shape = offsets, 3, block
+    blocks = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
+    q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
+    offsets = torch.arange(0, 512, 128, dtype=torch.int32)
+    shape = offsets, 3, 128
     found = tail.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts, linear=linear, with_mass=True)
     found.scores()
-    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 3 * block), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
+    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
     torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
 
 
-def estimate_on_hopper(dim: int, linear: bool, block: int) -> None:
+def estimate_on_hopper(dim: int, linear: bool) -> None:
     """The same where tensors seem to be on a Hopper GPU."""
     from ssta.kernels import tail
 
     multiply = torch.bmm
     with (patch.object(tail, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
           patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
-        estimate(dim, torch.bfloat16, 1, linear, block)
+        estimate(dim, torch.bfloat16, 1, linear)
 
 
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
@@ -206,9 +206,9 @@ def hopper_cases() -> dict[str, Case]:
         found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
             Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
-    for dim, linear, block in product((64, 128), (True, False), (128, 192)):
-        found[f"hopper tail {block} D={dim} bf16{'' if linear else ' means'}"] = Case(
-            (90,), partial(estimate_on_hopper, dim, linear, block), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+    for dim, linear in product((64, 128), (True, False)):
+        found[f"hopper tail D={dim} bf16{'' if linear else ' means'}"] = Case(
+            (90,), partial(estimate_on_hopper, dim, linear), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
     return found
 
 
