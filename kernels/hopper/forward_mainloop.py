@@ -10,14 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..lowering.primitives import LARGEST_SUM, LN2, LOWEST
+from ..lowering.primitives import LN2, LOWEST
 from ..lowering.tma import FAR
 from .forward_load import loaded_ahead, q_place, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
-from .inline_asm import lazy_rescale, round_pairs, scheduling_fence
+from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
-    by_lane,
-    by_row,
     hide_columns,
     matrix,
     not_finite,
@@ -28,41 +26,9 @@ from .primitives import (
     ring_at,
     ring_wait,
     row_lanes,
-    to_lanes,
     zero_rows,
 )
-
-
-@gluon.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW: gl.constexpr):
-    """One softmax step in base 2: (weights, alpha, row_max, row_sum), alpha being the factor on what was summed so far.
-
-    Weights are measured from row_max. FOLLOW: it is the row's largest score or one that was the largest until lately, see
-    ``lazy_rescale``; but in rows without ``follows`` [ROWS, 1], and without FOLLOW in all, it stays where it is, and alpha is 1.
-    row_max, row_sum and alpha are [ROWS, 4]: the four lanes that share a row agree on row_max, but each has a sum of its own until the end.
-    """
-    split = by_lane(scores)
-    if FOLLOW:
-        own = gl.max(gl.max(split, axis=3), axis=1) * scale_log2
-        row_max, alpha = lazy_rescale(row_max, gl.where(follows, own, LOWEST))
-        row_sum = row_sum * alpha
-    else:
-        alpha = gl.full(row_max.shape, 1.0, gl.float32, row_lanes(scores.shape[1]))
-    weights = gl.exp2(split * scale_log2 - to_lanes(row_max, scores.shape[1]))
-    return by_row(weights), alpha, row_max, row_sum + gl.sum(gl.sum(weights, axis=3), axis=1)
-
-
-@gluon.jit
-def _overflown(acc, row_sum, CHUNK: gl.constexpr):
-    """bool [ROWS, 1]: rows in which a weight or a weighted value became too large, or is not finite for another reason.
-
-    What is not finite stays so in every sum that it enters.
-    """
-    split = by_lane(acc) * 0.0
-    zero = gl.convert_layout(gl.sum(gl.sum(split, axis=3), axis=1), row_lanes(CHUNK), assert_trivial=True)
-    of_lane = ((row_sum <= LARGEST_SUM) & (zero == 0.0)) == 0
-    # The lane whose sums overflow need not be the one whose score was too large.
-    return gl.max(of_lane.to(gl.int32), axis=1)[:, None] != 0
+from .softmax import overflown, softmax_step
 
 
 @gluon.jit
@@ -113,7 +79,7 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         scores = warpgroup_mma_wait(0, deps=[token])
         visible = (keys < size)[None, :] & (keys[None, :] <= (last + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)))[:, None])
         scores = gl.where(visible, scores, float("-inf"))
-        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         ring_wait(work.v_full, i, True)
         v = matrix(ring_at(work.v, i, True))
         acc = rescale(acc, alpha)
@@ -158,7 +124,7 @@ def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows,
         ring_arrive(work.done, i, True)
     if PARTIAL:
         scores = hide_columns(scores, size)
-    weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
+    weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
     if OVERLAP:
         # Or the compiler would wait for both products before the exponentials.
         row_sum = scheduling_fence(row_sum)
@@ -175,7 +141,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
     row_max, row_sum).
 
     In the first chunk, and in the partial ones under a causal mask, row_max is the row's own. From then on ``follows`` and FOLLOW count, as
-    for ``_softmax_step``.
+    for ``softmax_step``.
     """
     CHUNK: gl.constexpr = work.k.shape[4]
     ROWS: gl.constexpr = work.q.shape[4]
@@ -211,7 +177,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
             if tile.full == 0:
                 size = gl.load(sizes - 1)
             scores = hide_columns(scores, size)
-        weights, alpha, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, every, True)
+        weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         acc = rescale(acc, alpha)
         p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
         for i in range(begin + 1, full_end):
@@ -304,7 +270,7 @@ def _attend(work, tile, n, first, group: gl.constexpr, q_buffer, lse, out_desc, 
     if OPTIMISTIC:
         acc, row_max, row_sum = _walk(work, tile, first, q, group, shift, scale_log2, every, False, CAUSAL, OVERLAP)
         own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_lanes(CHUNK)))[:, None] < rows
-        failed = _overflown(acc, row_sum, CHUNK) & own
+        failed = overflown(acc, row_sum, CHUNK) & own
         if gl.max(gl.max(failed.to(gl.int32), axis=1), axis=0) > 0:
             work.again.index(n & 1).store(gl.full([1], 1, gl.int32, one_word(4)))
         barrier()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from hopper_emulator import run
+from hopper_emulator import module, run
 
 from ssta.kernels import tail
 
@@ -111,6 +111,40 @@ def test_emulated_logits_of_many_hundreds():
     assert_right(compute_emulated(False), of)
 
 
+@emulated
+@late
+@linear
+def test_emulated_rows_that_overflow_walk_again(linear, late, monkeypatch):
+    """What they attend to most comes last, 300 doublings above what came first and above the exact part. Other rows keep their bits."""
+    of = problem([100, 70, 130], 200, heads=2, linear=linear)
+    of["bias"][0, 0, :, 150] = 8.0
+    usual = assert_right(compute_emulated(late), of)
+    q, k = of["q"].clone(), of["k_mean"].clone()
+    q[0, :, [3, 90, 299], 5], k[0, :, 150, 5] = 40.0, 40.0
+    others = torch.ones(300, dtype=torch.bool).index_fill(0, torch.tensor([3, 90, 299]), False)
+    q[0, :, others, 5] = 0
+    expected = assert_right(compute_emulated(late), of | dict(q=q * others[None, None, :, None], k_mean=k))
+    got = assert_right(compute_emulated(late), of | dict(q=q, k_mean=k))
+    assert all(torch.equal(a[:, :, others], b[:, :, others]) for a, b in zip(got[:3], expected[:3]))
+    assert (got[2][0, 0, [3, 90, 299]] - usual[2][0, 0, [3, 90, 299]] > 200).all()
+    monkeypatch.setattr(module("softmax"), "LARGEST_SUM", 0.0)
+    assert_right(compute_emulated(late), of)
+
+
+@emulated
+def test_emulated_parts_of_very_different_weight():
+    """Rows without an exact part, and rows beside whose exact part the estimate is nothing."""
+    of = problem([100, 70], 200)
+    of["lse"][:, :, ::3], of["lse"][:, :, 1::3] = -torch.inf, 400.0
+    of["tail_lse"].fill_(-torch.inf)
+    before = of["out"].clone()
+    right = expected(of)
+    compute_emulated(False)(*of.values())
+    torch.testing.assert_close(of["out"].double(), right[0], rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(of["lse"].double(), right[1], rtol=1e-5, atol=1e-4)
+    assert torch.equal(of["out"][:, :, 1::3], before[:, :, 1::3])
+
+
 def test_where_it_runs():
     assert tail.hopper_merges((9, 0), torch.bfloat16, 128) and tail.hopper_merges((9, 0), torch.bfloat16, 64)
     for other in (((8, 0), torch.bfloat16, 128), (None, torch.bfloat16, 128), ((10, 0), torch.bfloat16, 128), ((9, 0), torch.float16, 128),
@@ -137,11 +171,14 @@ LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
 @pytest.mark.gpu
 @linear
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("units", [360, 45, 1080])
-def test_on_a_gpu(units, dim, linear):
+@pytest.mark.parametrize("units, longest", [(360, 384), (360, 256), (45, 256), (1080, 384), (1080, 256)])
+def test_on_a_gpu(units, longest, dim, linear):
     """Against float64, and against the portable kernel; the same bits again."""
-    of = problem(LENGTHS * 3, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
-    of["q"][0, 0, 383, 3], of["q"][0, 0, 384, 5], of["q"][1, 2, 900, 7] = torch.nan, torch.inf, torch.nan
+    lengths = [min(length, longest) for length in LENGTHS] * 3
+    of = problem(lengths, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
+    of["q"][0, 0, longest - 1, 3], of["q"][0, 0, longest, 5], of["q"][1, 2, 900, 7] = torch.nan, torch.inf, torch.nan
+    # Overflow where the last units come.
+    of["q"][0, 1, [7, 200, 700], 3], of["k_mean"][0, 0, units - 2, 3] = 40.0, 40.0
     results, other = assert_right(compute, of), assert_right(portable, of)
     for a, b in zip(results, other):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7, equal_nan=True)
