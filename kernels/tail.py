@@ -275,7 +275,7 @@ def _estimate(
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         halves = None
         if parts > 1:
-            statistics.principal_order(k, offsets, num_blocks, ITERATIONS, order)
+            _kernels("order").principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
         if not with_mass:
             statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)

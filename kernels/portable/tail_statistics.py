@@ -1,4 +1,4 @@
-"""Portable kernels of what is known of units: their mean keys and values, second moments, covariances, and the order that halves blocks."""
+"""Portable kernels of what is known of units: their mean keys and values, second moments and covariances."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.inputs import strided
-from ..lowering.primitives import ordered
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 
 # Tokens that are summed at once where nothing is multiplied.
 SUMMED = 32
-# Tokens whose projections are looked at at once.
-WIDTH = 512
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
 
@@ -29,7 +26,14 @@ def head_at(x, batch, head, batch_stride, head_stride):
 
 
 @triton.jit
-def _unit_rows(offsets, unit, PARTS: tl.constexpr):
+def own_block(heads):
+    """(block, head, batch) of a program, batch int64. Programs that run at once are of the heads of a few blocks, whose tokens often lie
+    side by side in memory."""
+    return tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+
+
+@triton.jit
+def unit_rows(offsets, unit, PARTS: tl.constexpr):
     """(first place, places) of a unit."""
     block, part = unit // PARTS, unit % PARTS
     start = tl.load(offsets + block)
@@ -39,21 +43,25 @@ def _unit_rows(offsets, unit, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x, order, place, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, COLS] from ``column`` on of the tokens at ``place`` and behind, zeros from the ``size``-th on; ``order`` names them."""
+def _tokens_at(order, place, size, ROWS: tl.constexpr):
+    """int32 [ROWS], which tokens are at ``place`` and behind; any from the ``size``-th on. Of ``order`` they are loaded an iteration before
+    they are needed, so that nothing waits for two loads in a row."""
+    rows = tl.arange(0, ROWS)
+    if order is None:
+        return place + rows
+    else:
+        return tl.load(order + place + rows, mask=rows < size, other=0)
+
+
+@triton.jit
+def load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, COLS] from ``column`` on of ``tokens``, which are at ``place`` and behind; zeros from the ``size``-th on."""
     rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
     if order is None:
         pointers = x + place.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
     else:
-        token = tl.load(order + place + rows, mask=rows < size, other=0).to(tl.int64)
-        pointers = x + (token[:, None] * stride + dims[None, :])
+        pointers = x + (tokens.to(tl.int64)[:, None] * stride + dims[None, :])
     return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _centred(x, mean, size, ROWS: tl.constexpr):
-    """x less its mean, 0 from row ``size`` on."""
-    return tl.where((tl.arange(0, ROWS) < size)[:, None], x.to(tl.float32) - mean[None, :], 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -83,7 +91,8 @@ def _mean(x, order, first, stride, size, ROWS: tl.constexpr, COLS: tl.constexpr,
     """float32 [COLS]; not finite if a token is not."""
     total = tl.zeros([ROWS, COLS], tl.float32)
     for row in range(0, size, ROWS):
-        total += _load_tokens(x, order, first + row, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
+        tokens = _tokens_at(order, first + row, size - row, ROWS)
+        total += load_tokens(x, order, first + row, tokens, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
     return tl.sum(total, 0) / tl.maximum(size, 1)
 
 
@@ -109,10 +118,10 @@ def _folded(x, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
-             ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(mean key, COLS columns of the keys' covariance, mean value) of some tokens in float32, each read once: E[k k^T] - E[k] E[k]^T, with
-    SHIFTED of keys less the first. Without v its mean is 0."""
+def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+                    ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """(mean key, COLS columns of the sum of (k - mean) (k - mean)^T, mean value) of some tokens in float32, each read once: that of k k^T
+    less the sum of k times its mean, with SHIFTED of keys less the first. Without v its mean is 0."""
     key = tl.zeros([FOLD, DIM_PAD], tl.float32)
     value = tl.zeros([FOLD, DIM_PAD], tl.float32)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
@@ -120,33 +129,38 @@ def _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constex
     if SHIFTED:
         origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
         other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        left = _load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM)
+        place, rest, tokens = first + row, size - row, next_tokens
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = load_tokens(k, order, place, tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
         if v is not None:
-            values = _load_tokens(v, order, first + row, v_row, size - row, 0, ROWS, DIM_PAD, DIM)
+            values = load_tokens(v, order, place, tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
-            left = _less(left, origin, size - row, ROWS)
+            left = _less(left, origin, rest, ROWS)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            right = _load_tokens(k, order, first + row, k_row, size - row, column, ROWS, COLS, DIM)
+            right = load_tokens(k, order, place, tokens, k_row, rest, column, ROWS, COLS, DIM)
             if SHIFTED:
-                right = _less(right, other_origin, size - row, ROWS)
+                right = _less(right, other_origin, rest, ROWS)
             another += _folded(right, FOLD)
             acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
         key += _folded(left, FOLD)
         if v is not None:
             value += _folded(values, FOLD)
-    count = tl.maximum(size, 1).to(tl.float32)
-    mean = tl.sum(key, 0) / count
+    # A division of every entry would take four instructions.
+    inverse = 1.0 / tl.maximum(size, 1)
+    total = tl.sum(key, 0)
+    mean = total * inverse
     if SAME:
         of_columns = mean
     else:
-        of_columns = tl.sum(another, 0) / count
-    acc = acc / count - mean[:, None] * of_columns[None, :]
+        of_columns = tl.sum(another, 0) * inverse
+    acc -= total[:, None] * of_columns[None, :]
     if SHIFTED:
         mean += origin
-    return mean, acc, tl.sum(value, 0) / count
+    return mean, acc, tl.sum(value, 0) * inverse
 
 
 @triton.jit
@@ -154,8 +168,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
-    block, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, head, batch = own_block(heads)
+    column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     if order is not None:
@@ -166,12 +180,14 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     # A NaN stays one, and infinity times zero is one.
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
-        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
         if moments is None:
             key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
             value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
         else:
-            key, covariance, value = _moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME, ROWS, FOLD, COLS, DIM, DIM_PAD)
+            key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
+                                                     ROWS, FOLD, COLS, DIM, DIM_PAD)
+            covariance *= 1.0 / tl.maximum(size, 1)
             _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
@@ -187,7 +203,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
                 zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
                 _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
-        first, size = _unit_rows(offsets, block * PARTS + part, PARTS)
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
         known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
         tl.store(log_count + at + part, known, mask=column == 0)
 
@@ -210,8 +226,8 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
                     SAMPLE: tl.constexpr, SAME: tl.constexpr, SLAB: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
                     DIM_PAD: tl.constexpr):
     """``factor`` times the mean of q q^T of the queries that speak for a block, those that are not finite counted as zero."""
-    block, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    block, head, batch = own_block(heads)
+    column = tl.program_id(2) * COLS
     row, there = sampled_rows(offsets, block, blocks, tl.arange(0, SAMPLE), SAMPLE)
     dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
     pointers = head_at(q, batch, head, q_batch, q_head) + row.to(tl.int64)[:, None] * q_row
@@ -231,10 +247,10 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
                         heads, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
-    unit, column = tl.program_id(0), tl.program_id(2) * COLS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    unit, head, batch = own_block(heads)
+    column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + unit
-    first, size = _unit_rows(offsets, unit, PARTS)
+    first, size = unit_rows(offsets, unit, PARTS)
     sound = tl.load(log_count + at) > float("-inf")
     if useful is not None:
         sound = sound & (tl.load(useful + batch * heads + head) != 0)
@@ -246,90 +262,19 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        left = _centred(_load_tokens(k, order, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM), key, size - row, ROWS)
-        right = _centred(_load_tokens(v, order, first + row, v_row, size - row, column, ROWS, COLS, DIM), value, size - row, ROWS)
+        place, rest, own = first + row, size - row, next_tokens
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = _less(load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
+        right = load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
+        # Where there is no token, left is 0.
+        right = (right.to(tl.float32) - value[None, :]).to(right.dtype)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
-    _store_columns(out + at * DIM * DIM, acc / tl.maximum(size, 1), column, COLS, DIM, DIM_PAD)
+    _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
 
 
-@triton.jit
-def _numbers_below(x, size, bound, WIDTH: tl.constexpr):
-    """How many of ``size`` numbers come before ``bound`` in order."""
-    below = tl.full([], 0, tl.int32)
-    for start in range(0, size, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        keys = ordered(tl.load(x + place, mask=place < size, other=0.0))
-        below += tl.sum(((place < size) & (keys < bound)).to(tl.int32), 0)
-    return below
-
-
-@triton.jit
-def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
-    sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
-    block = tl.program_id(0)
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    at = batch * heads + head
-    first, size = _unit_rows(offsets, block, 1)
-    k = head_at(k, batch, head, k_batch, k_head)
-    _, acc, _ = _moments(k, None, None, first, size, k_row, 0, 0, SHIFTED, True, ROWS, FOLD, DIM_PAD, DIM, DIM_PAD)
-    # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The matrix is its transpose, so that every
-    # second product may be over the other axis, on which the direction lies then. Of norm 1 it lengthens nothing, and shortens the first
-    # principal direction by no more than the root of DIM a time.
-    dims = tl.arange(0, DIM_PAD)
-    direction = 1.0 + tl.sum(tl.where(dims[:, None] == dims[None, :], acc, 0.0), 0)
-    direction /= tl.maximum(tl.sqrt(tl.sum(direction * direction, 0)), 1e-20)
-    acc /= tl.maximum(tl.sqrt(tl.sum(tl.sum(acc * acc, 1), 0)), 1e-20)
-    for _step in range(ITERATIONS // 2):
-        across = tl.sum(acc * direction[None, :], 1)
-        direction = tl.sum(acc * across[:, None], 0)
-    projections += at * tokens + first
-    order += at * tokens + first
-    rows = tl.arange(0, ROWS)
-    for row in range(0, size, ROWS):
-        x = _load_tokens(k, None, first + row, k_row, size - row, 0, ROWS, DIM_PAD, DIM).to(tl.float32)
-        tl.store(projections + row + rows, tl.sum(x * direction[None, :], 1), mask=row + rows < size)
-    # Other threads read them.
-    tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found bit by bit. Of those that equal it
-    # the first fill the lower half.
-    lower_size = size // 2
-    below = _numbers_below(projections, size, 0, WIDTH)
-    middle = tl.where(below <= lower_size, 0, -(1 << 31))
-    wanted = tl.where(below <= lower_size, lower_size - below, lower_size)
-    for bit in range(31):
-        bound = middle + (1 << (30 - bit))
-        below = _numbers_below(projections, size, bound, WIDTH)
-        wanted = tl.where(below <= lower_size, lower_size - below, wanted)
-        middle = tl.where(below <= lower_size, bound, middle)
-    lowers = tl.full([], 0, tl.int32)
-    for start in range(0, size, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        inside = place < size
-        keys = ordered(tl.load(projections + place, mask=inside, other=0.0))
-        equal = (inside & (keys == middle)).to(tl.int32)
-        lower = (inside & ((keys < middle) | (equal > 0) & (tl.cumsum(equal, 0) <= wanted))).to(tl.int32)
-        wanted -= tl.sum(equal, 0)
-        before = lowers + tl.cumsum(lower, 0) - lower
-        lowers += tl.sum(lower, 0)
-        tl.store(order + tl.where(lower > 0, before, lower_size + place - before), first + place, mask=inside)
-
-
-_launch_keys, _launch_queries, _launch_covariances, _launch_order = map(
-    launcher, (_keys_kernel, _queries_kernel, _covariances_kernel, _order_kernel))
-
-
-def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
-    """Writes order of ``BlockEstimates`` for two units of a block; ``iterations`` are even."""
-    k = strided(k)
-    batch, heads, tokens, dim = k.shape
-    projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
-    config = _config("order", k)
-    constants = dict(ITERATIONS=iterations, WIDTH=WIDTH, SHIFTED=_shifted(k), ROWS=config.block_n, FOLD=_fold(config, dim),
-                     **_dims(dim))
-    _launch_order((num_blocks, batch * heads, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
+_launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
@@ -339,15 +284,15 @@ def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean
     batch, heads, units, dim = k_mean.shape
     moments = new_moments(k_mean) if with_moments else None
     config = _config("keys", k)
-    constants = dict(PARTS=parts, SHIFTED=_shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
+    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
                      **_tile(config, dim))
-    _launch_keys((units // parts, batch * heads, _columns(config, dim) if with_moments else 1),
+    _launch_keys((units // parts * heads, batch, _columns(config, dim) if with_moments else 1),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
     return moments
 
 
-def _shifted(k: Tensor) -> bool:
+def shifted(k: Tensor) -> bool:
     """Whether keys must lose what they have in common before they are squared.
 
     What E[k k^T] and E[k] E[k]^T share cancels. Of bfloat16 products, which have 16 bits, tensor cores' float32 sums lose less than storing
@@ -365,7 +310,7 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, fact
     config = _config("moments", q)
     tile = _tile(config, dim)
     del tile["ROWS"], tile["FOLD"]
-    _launch_queries((num_blocks, batch * heads, _columns(config, dim)), (q, offsets, moments),
+    _launch_queries((num_blocks * heads, batch, _columns(config, dim)), (q, offsets, moments),
                     (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
                     dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
     return moments
@@ -381,7 +326,7 @@ def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: T
     config = _config("covariances", k)
     tile = _tile(config, dim)
     del tile["FOLD"]
-    _launch_covariances((units, batch * heads, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+    _launch_covariances((units * heads, batch, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
                         (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **tile), config)
     return out
 
@@ -411,23 +356,23 @@ def _config(kernel: str, x: Tensor) -> LaunchConfig:
     return tail_config(kernel, x.shape[3], x.dtype, device_limits(x.device))
 
 
-def _dims(dim: int) -> dict[str, int]:
+def padded(dim: int) -> dict[str, int]:
     return dict(DIM=dim, DIM_PAD=max(power_of_2(dim), 16))
 
 
 def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
-    dims = _dims(dim)
-    return dict(ROWS=config.block_n, FOLD=_fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
+    dims = padded(dim)
+    return dict(ROWS=config.block_n, FOLD=fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
 
 
-def _fold(config: LaunchConfig, dim: int) -> int:
+def fold(config: LaunchConfig, dim: int) -> int:
     """Rows of 16-bit numbers that the threads of a program load at once."""
-    return min(config.block_n, config.num_warps * 32 * 8 // _dims(dim)["DIM_PAD"])
+    return min(config.block_n, config.num_warps * 32 * 8 // padded(dim)["DIM_PAD"])
 
 
 def _same(config: LaunchConfig, dim: int) -> bool:
     """Whether a program computes all columns."""
-    return config.block_m >= _dims(dim)["DIM_PAD"]
+    return config.block_m >= padded(dim)["DIM_PAD"]
 
 
 def _columns(config: LaunchConfig, dim: int) -> int:

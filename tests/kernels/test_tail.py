@@ -186,10 +186,11 @@ def test_blocks_of_equal_keys_and_values_are_estimated_exactly(linear, parts):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
-def test_halves_are_cut_across_the_first_principal_direction():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_halves_are_cut_across_the_first_principal_direction(dtype):
     """Each block's order names its tokens once, in either half by ascending place; of equal keys the first half comes first."""
     lengths = [40, 17, 0, 70, 1, 2]
-    case = tail_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=torch.float32, device=DEVICE)
+    case = tail_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=dtype, device=DEVICE)
     # A direction that stands out, so that ten iterations find it.
     along = torch.randn(2, 2, 1, 16, device=DEVICE)
     along /= along.norm(dim=-1, keepdim=True)
@@ -217,9 +218,9 @@ def test_halves_are_cut_across_the_first_principal_direction():
 
 
 def test_halves_of_more_tokens_than_are_looked_at_at_once(monkeypatch):
-    from ssta.kernels.portable import tail_statistics
+    from ssta.kernels.portable import tail_order
 
-    monkeypatch.setattr(tail_statistics, "WIDTH", 16)
+    monkeypatch.setattr(tail_order, "WIDTH", 16)
     case = tail_case([50, 16, 33], 3, parts=2, dtype=torch.float32, device=DEVICE)
     # To a whole number, so that many are equal.
     case.k[..., 1:] = 0

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from ssta.kernels import tail
 from ssta.kernels.device import device_limits
-from ssta.kernels.portable import tail_rows, tail_statistics
+from ssta.kernels.portable import tail_order, tail_rows, tail_statistics
 
 HEADS, TOKENS, DIM = 16, 113585, 128
 
@@ -41,7 +41,7 @@ def nothing_runs(monkeypatch):
     # On a GPU nothing but the result.
     monkeypatch.setattr(tail, "_half_variance", lambda queries, keys: queries.new_empty(*queries.shape[:3], keys.shape[2],
                                                                                       dtype=torch.float32))
-    for module in (tail_rows, tail_statistics):
+    for module in (tail_order, tail_rows, tail_statistics):
         monkeypatch.setattr(module, "device_limits", lambda _: limits)
         for name in [name for name in vars(module) if name.startswith("_launch_")]:
             monkeypatch.setattr(module, name, lambda *args: None)

@@ -184,7 +184,7 @@ def tail_cases() -> dict[str, Case]:
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
         found[f"tail D={dim} {name}{'' if linear else ' means'}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts, linear), TAIL if dim <= 128 else TAIL + "(?!statistics._order)",
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts, linear), TAIL if dim <= 128 else TAIL + "(?!order)",
             Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, linear, parts), ()))
     return found
 
