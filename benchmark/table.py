@@ -103,6 +103,9 @@ def filled(text: str, results: Path) -> str:
         measured = []
         for path in sorted(results.glob(f"{source}_*.csv")):
             rows = read_rows(path)
+            if make is layer_table:
+                # What the caption says is of the layer that is shown.
+                rows = [row for row in rows if row["layer"] == LAYERS[0].name]
             measured.append((make(rows, rows_beside(path)) if make in JOINED else make(rows), rows))
         tables = [captioned(lines, rows) for lines, rows in measured if len(lines) > 1]
         return place["open"] + "\n".join(tables) + place["close"] if tables else place[0]
@@ -179,8 +182,8 @@ def _attention(row: Row) -> str:
 
 
 def layer_table(rows: list[Row]) -> list[list[str]]:
-    """The first of the layers, if it was measured: dense and every padding and compensation, the slowest first."""
-    totals = [row for row in rows if row["layer"] == LAYERS[0].name and row["stage"] == "total"]
+    """Of one layer dense and every padding and compensation, the slowest first."""
+    totals = [row for row in rows if row["stage"] == "total"]
     totals.sort(key=lambda row: -float(row["median_ms"]))
     dense = {row["padding"]: float(row["median_ms"]) for row in totals}.get("dense")
     lines = [["attention", "ms", "speed-up", "extra memory"]]
