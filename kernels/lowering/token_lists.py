@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operators import operator
+from .quick_launch import FUSED
 
 # Mask entries read at once by one program.
 SEGMENT = 256
@@ -115,7 +116,7 @@ def chosen_blocks(given: Tensor, limits: Tensor | None, spans: Tensor, block_siz
     padded = triton.next_power_of_2(capacity)
     at_once = max(1, LISTS * 32 // max(padded, 32))
     _chosen_kernel[(triton.cdiv(tokens * heads, at_once),)](
-        given, limits, spans, ids, counts, full, tokens * heads, heads, capacity, block_size, LISTS=at_once, CAPACITY=padded)
+        given, limits, spans, ids, counts, full, tokens * heads, heads, capacity, block_size, LISTS=at_once, CAPACITY=padded, **FUSED)
     return ids, counts, full
 
 
@@ -137,7 +138,7 @@ def row_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
     counts = torch.empty(tokens, heads, dtype=torch.int32, device=mask.device)
     if not mask.numel():
         return ids, counts.zero_()
-    _rows_kernel[(tokens, heads)](mask.view(torch.uint8), ids, counts, *mask.stride(), heads, items, SEGMENT=SEGMENT)
+    _rows_kernel[(tokens, heads)](mask.view(torch.uint8), ids, counts, *mask.stride(), heads, items, SEGMENT=SEGMENT, **FUSED)
     return ids, counts
 
 
@@ -156,6 +157,6 @@ def _launch(mask, strides, ids, counts, full, cu_seqlens, rows, items, tokens, b
     if mask.numel():
         _lists_kernel[(rows, mask.shape[1], mask.shape[0])](
             mask.view(torch.uint8), ids, counts, full, cu_seqlens.int(), *strides, mask.shape[1], rows, items, tokens, block_size,
-            ROWS_ARE_TOKENS=rows_are_tokens, SEGMENT=SEGMENT)
+            ROWS_ARE_TOKENS=rows_are_tokens, SEGMENT=SEGMENT, **FUSED)
     else:
         counts.zero_()

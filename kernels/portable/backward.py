@@ -29,6 +29,7 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
+from ..lowering.quick_launch import FUSED
 from .config import LaunchConfig, dkv_config, dq_config
 from .gathered import gathered_dq
 
@@ -207,7 +208,7 @@ def triton_backward(
     q_view, k_view, v_view, do_view = map(view, (q, k, v, dout))
     _delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
         view(out), do_view, None if dlse is None else view(dlse), lse, delta, lse2, heads, q_len,
-        M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad)
+        M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
 
     if gathered:
         gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal, configs and for_dq)
@@ -218,7 +219,7 @@ def triton_backward(
         _dq_kernel[(q_blocks.number * parts, batch * heads)](
             q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks.read_by(heads),
             heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
-            **shape, num_warps=for_dq.num_warps, num_stages=for_dq.num_stages)
+            **shape, **for_dq.options())
 
     chunks = chunk_lists(flipped, kv_blocks, q_blocks, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
@@ -226,5 +227,5 @@ def triton_backward(
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
         k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks.read_by(heads), kv_blocks.bounds(kv_heads),
         view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
-        PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, num_warps=for_dkv.num_warps, num_stages=for_dkv.num_stages)
+        PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, **for_dkv.options())
     return dq, dk, dv

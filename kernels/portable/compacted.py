@@ -19,6 +19,7 @@ from ..blocks import BlockLists
 from ..lowering.chunks import q_partition
 from ..lowering.inputs import strided
 from ..lowering.outputs import empty_outputs
+from ..lowering.quick_launch import FUSED
 from .config import COMPACTED_BYTES
 
 # List entries read at once by one program.
@@ -174,7 +175,7 @@ def compacted_backward(
         first, last = part.first_head // share, (part.first_head + part.heads - 1) // share
         _add_kernel[(triton.cdiv(kv_len, ADD_KEYS), last - first + 1)](
             dkeys, dvalues, places, dk[part.batch], dv[part.batch], kv_len, keys.shape[2], part.blocks, part.heads, part.first_head, share,
-            KEYS=ADD_KEYS, BLOCKS=ADD_BLOCKS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+            KEYS=ADD_KEYS, BLOCKS=ADD_BLOCKS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), **FUSED)
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
@@ -219,11 +220,11 @@ def _compact(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool
     length = blocks.max_kv_length
     _source_kernel[(number, part.heads)](
         counts[batch], indices[batch], bounds, source, places, counts.shape[2], part.first_head, copy_heads // counts.shape[1],
-        part.first_block, -(-kv_len // length), length, kv_len, blocks.capacity, width, INVERSE=inverse, SEGMENT=SEGMENT)
+        part.first_block, -(-kv_len // length), length, kv_len, blocks.capacity, width, INVERSE=inverse, SEGMENT=SEGMENT, **FUSED)
     keys, values = torch.empty(2, number, part.heads, width, dim, dtype=k.dtype, device=device).unbind()
     _copy_kernel[(triton.cdiv(width, COPY_KEYS), number * part.heads)](
         k[part.batch], v[part.batch], keys, values, bounds, source, *k.stride()[1:3], *v.stride()[1:3], number, part.heads,
-        part.first_head, copy_heads // kv_heads, width, ROWS=COPY_KEYS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
+        part.first_head, copy_heads // kv_heads, width, ROWS=COPY_KEYS, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), **FUSED)
     return keys, values, bounds, places
 
 

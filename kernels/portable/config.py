@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..device import DeviceLimits
+from ..lowering.quick_launch import FUSED
 from .measured import measured
 
 # Bytes for the compacted keys and values.
@@ -23,7 +24,7 @@ class LaunchConfig:
 
     def options(self) -> dict[str, int]:
         """What Triton's launch takes of it."""
-        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages) | FUSED
 
 
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.

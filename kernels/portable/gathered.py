@@ -205,7 +205,7 @@ def gathered_forward(
         heads, heads // kv_heads, kv_len - q_len, LOG2E if elements.soft_cap else scale * LOG2E,
         scale / elements.soft_cap if elements.soft_cap else 0.0, elements.soft_cap,
         PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
-        CAUSAL=causal, CAPPED=bool(elements.soft_cap), num_warps=config.num_warps, num_stages=config.num_stages)
+        CAUSAL=causal, CAPPED=bool(elements.soft_cap), **config.options())
     return out, lse
 
 
@@ -220,7 +220,7 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
     _dq_kernel[(rows.number * parts, batch * heads)](
         *map(view, (q, k, v, dout, dq)), lse2, delta, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads),
         heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, num_warps=config.num_warps, num_stages=config.num_stages)
+        DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, **config.options())
 
 
 def _lists(blocks: BlockLists, items: Partition, heads: int) -> Lists:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import LN2, LOG2E, load_rows
+from ..lowering.quick_launch import FUSED
 from ..operators import operator
 
 # Rows of a tile, which are the query heads of some tokens, and keys that are multiplied with it at once.
@@ -69,5 +70,5 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
         _importance_kernel[(triton.cdiv(tokens, at_once), kv_heads)](
             q, k, lse, firsts, seen, out, *q.stride()[:2], *k.stride()[:2], lse.stride(0), tokens, k.shape[0], scale * LOG2E,
             GROUP=heads // kv_heads, GROUP_PAD=group_pad, TOKENS=at_once, KEYS=KEYS, DIM=dim, DIM_PAD=dim_pad,
-            num_warps=8, num_stages=3 if KEYS * dim_pad <= PREFETCHED else 1)
+            num_warps=8, num_stages=3 if KEYS * dim_pad <= PREFETCHED else 1, **FUSED)
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import load_rows, merged_lse, of_head, part_weights, store_rows
+from ..lowering.quick_launch import FUSED
 
 # Elements of a part that one program takes.
 ELEMENTS = 4096
@@ -53,5 +54,5 @@ def triton_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     rows = max(1, ELEMENTS // dim_pad)
     _merge_kernel[(triton.cdiv(tokens, rows), batch * heads)](
         tuple(map(view, outs)), tuple(map(view, lses)), view(out), lse, heads, tokens,
-        PARTS=len(outs), ROWS=rows, DIM=dim, DIM_PAD=dim_pad)
+        PARTS=len(outs), ROWS=rows, DIM=dim, DIM_PAD=dim_pad, **FUSED)
     return out, lse

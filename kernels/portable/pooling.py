@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import LOG2E, load_rows, softmax_step
+from ..lowering.quick_launch import FUSED
 
 # A block is one tile of a product on the tensor cores.
 LARGEST_BLOCK = 128
@@ -84,10 +85,10 @@ def triton_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block
         return 3 if rows * shape["DIM_PAD"] <= PREFETCHED else 1
 
     _lse_kernel[(triton.cdiv(length, 64), heads)](
-        q, k, lse2, *strides, group, length, scale * LOG2E, M=64, N=64, **shape, num_stages=stages(64))
+        q, k, lse2, *strides, group, length, scale * LOG2E, M=64, N=64, **shape, num_stages=stages(64), **FUSED)
     tile = max(triton.next_power_of_2(block_size), 16)
     _peaks_kernel[(number, heads)](
         q, k, lse2, by_token, by_block, *strides, *by_block.stride()[:2], group, length, number, scale * LOG2E,
         BLOCK=block_size, TILE=tile, COLUMNS=COLUMNS, **shape, num_warps=8 if tile > 64 else 4,
-        num_stages=stages(tile))
+        num_stages=stages(tile), **FUSED)
     return by_token

@@ -22,6 +22,7 @@ from ..device import DeviceLimits, device_limits, multiprocessors
 from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
+from ..lowering.quick_launch import FUSED
 from .config import LaunchConfig
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
@@ -236,7 +237,7 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[st
     def passing(config: LaunchConfig) -> dict[str, int]:
         return dict(M=config.block_m, N=config.block_n, **shape, **config.options())
 
-    matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8)
+    matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8, **FUSED)
     return dict(rows=passing(_WIDE if wide else _ROWS) | dict(C=min(columns, 64)),
                 units=passing(_WIDE if wide else _UNITS if limits.tma else _UNITS_BEFORE_HOPPER),
                 matrix=matrices | dict(num_stages=1 if wide else 2), tokens=matrices | dict(num_stages=1))

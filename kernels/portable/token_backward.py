@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, lse_in_base_2, store_rows
+from ..lowering.quick_launch import FUSED
 from ..token_lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
 from .token_forward import gather_rows, key_tiles, list_parts, listed_block, listed_keys, load_tile
@@ -208,7 +209,7 @@ def triton_token_backward(
     _delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS),)](
         out, dout, lse if dlse is None else dlse, lse, delta, lse2, *out.stride()[:2], *dout.stride()[:2],
         *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
-        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"])
+        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
 
     config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
     k_tiles = v_tiles = None
@@ -217,7 +218,7 @@ def triton_token_backward(
     _dq_kernel[(tokens, kv_heads)](
         q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
         *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
-        num_warps=config.num_warps, num_stages=config.num_stages)
+        **config.options())
 
     config = token_dkv_config(dim, v_dim, lists.block_size)
     parts, blocks = triton.cdiv(lists.block_size, config.block_n), len(inverse.starts)
@@ -226,9 +227,9 @@ def triton_token_backward(
     _dkv_kernel[(len(pieces.lists) * parts,)](
         q, k, v, dout, dk, dv, dk_parts, dv_parts, lse2, delta, lists.spans, inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts,
         inverse.counts, *pieces, *strides, *dk.stride()[:2], *dv.stride()[:2], kv_heads, blocks, rows, scale * LOG2E, scale,
-        PARTS=parts, M=config.block_m, N=config.block_n, **shape, num_warps=config.num_warps, num_stages=config.num_stages)
+        PARTS=parts, M=config.block_m, N=config.block_n, **shape, **config.options())
     for x, x_parts, size in ((dk, dk_parts, dim), (dv, dv_parts, v_dim)):
         _add_kernel[(blocks * kv_heads * parts,)](
             x_parts, x, inverse.starts, inverse.sizes, pieces.number, pieces.slots, *x.stride()[:2], blocks, rows,
-            PARTS=parts, N=config.block_n, DIM=size, DIM_PAD=max(triton.next_power_of_2(size), 16))
+            PARTS=parts, N=config.block_n, DIM=size, DIM_PAD=max(triton.next_power_of_2(size), 16), **FUSED)
     return dq, dk, dv

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device import device_limits, multiprocessors
 from ..lowering.inputs import tma_ok
 from ..lowering.primitives import LOG2E, finish_softmax, load_rows, merged_lse, part_weights, softmax_step
+from ..lowering.quick_launch import FUSED
 from ..token_lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
 
@@ -190,8 +191,8 @@ def triton_token_forward(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
         CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
         BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,
-        num_warps=config.num_warps, num_stages=config.num_stages)
+        **config.options())
     if splits > 1:
         _merge_kernel[(tokens * heads,)](parts, part_lse, out, lse, tokens * heads, SPLITS=splits,
-                                         SPLITS_PAD=triton.next_power_of_2(splits), VDIM=v_dim, VDIM_PAD=v_dim_pad)
+                                         SPLITS_PAD=triton.next_power_of_2(splits), VDIM=v_dim, VDIM_PAD=v_dim_pad, **FUSED)
     return out, lse

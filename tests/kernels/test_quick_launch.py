@@ -1,5 +1,7 @@
 """Launches that skip what an earlier launch has settled take the same arguments, and only where nothing else is compiled."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,9 +10,11 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+import ssta.kernels
 from ssta.kernels.kept import Kept
 from ssta.kernels.lowering import quick_launch
-from ssta.kernels.lowering.quick_launch import QuickLaunch, Settled, Tiles, fit, launcher_known
+from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Settled, Tiles, fit, launcher_known
+from ssta.kernels.portable.config import LaunchConfig
 
 
 class Recorder:
@@ -48,7 +52,7 @@ def test_the_second_launch_passes_by_the_compiler():
     tiles = Tiles(x, (), lambda x: "tiles")
     launch(KEY, GRID, (tiles,), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
     launch(KEY, GRID, (tiles,), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
-    assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4))]
+    assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4, **FUSED))]
     assert compiled.runs == [(*GRID, 7, "function", "metadata", None, None, None, "tiles", y.data_ptr(), 0, 6, 0.5, 64)]
 
 
@@ -281,3 +285,15 @@ def test_settled_outputs_are_new_and_as_the_ones_that_they_were_settled_by():
     assert not {y.data_ptr() for y in first} & {y.data_ptr() for y in second}
     sizes = Settled.contiguous(None, by[0], (2, 3, 4), (5,)).sizes
     assert [size[:3] for size in sizes] == [((2, 3, 4), (12, 4, 1), torch.bfloat16), ((5,), (1,), torch.bfloat16)]
+
+
+def test_every_launch_asks_for_products_and_sums_in_one_instruction():
+    """From Triton 3.10 on they are two where nobody asks, and Triton 3.9 warns of that."""
+    folder = Path(ssta.kernels.__file__).parent
+    launches = [ast.unparse(node) for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and "kernel" in ast.unparse(node.func.value)]
+    assert len(launches) > 20
+    # The tail's backward, whose options come by name.
+    given = ("**FUSED", ".options()", "**launches[")
+    assert [launch for launch in launches if not any(word in launch for word in given)] == []
+    assert LaunchConfig(64, 64, 4, 2).options()["enable_fp_fusion"]

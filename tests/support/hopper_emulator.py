@@ -302,7 +302,7 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, launch_cooperative_grid=False, launch_pdl=False, **constants):
+        def launch(*arguments, num_warps, maxnreg, enable_fp_fusion, launch_cooperative_grid=False, launch_pdl=False, **constants):
             device = [Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()) if
                       isinstance(x, torch.Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
 
