@@ -1,4 +1,4 @@
-"""The measured tables of README.md and benchmark/README.md, and the plots, made from benchmark/results/*.csv.
+"""The measured tables of README.md and of benchmark/*.md, and the plots, made from benchmark/results/*.csv.
 
     python benchmark/table.py            rewrites the tables and, where matplotlib is installed, the plots
     python benchmark/table.py --check    changes nothing; fails when a document does not show what the CSVs hold
@@ -10,7 +10,7 @@ A document marks a place by two lines, between which this script writes:
 
 NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that it
 was measured on below it. A place without a CSV is left as it is. The main README has the shortest one, `layer`; all others stand in
-benchmark/README.md.
+benchmark/README.md and benchmark/kernels.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rows import (
 from shapes import LAYERS
 from stages import STAGES
 
-DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md")
+DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md", Path(__file__).parent / "kernels.md")
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
 
 
