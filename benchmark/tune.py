@@ -181,9 +181,11 @@ def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
     large = [HopperForwardConfig(warpgroups, chunk, 2 * (128 // head_dim) * (128 // chunk), overlap, q_registers=q_registers)
              for warpgroups, chunk, overlap, q_registers in product((2, 3), (64, 128), (False, True), (False, True))
              if (warpgroups, chunk, head_dim) != (3, 128, 128) and (not q_registers or (warpgroups, head_dim) == (2, 128))]
-    small = [HopperForwardConfig(1, chunk, 3 * 64 * 128 // (chunk * head_dim * (programs - 1)), overlap, programs, q_registers)
-             for chunk, overlap, (programs, q_registers) in product((64, 128), (False, True), ((2, False), (2, True), (3, False)))
-             if head_dim == 64 and (chunk, programs) != (128, 3) or (chunk, programs) == (64, 2)]
+    # Chunk, stages and programs of one warpgroup.
+    shapes = [(64, 6, 2), (128, 3, 2), (64, 3, 3)] if head_dim == 64 else [(64, 3, 2)]
+    small = [HopperForwardConfig(1, chunk, stages, overlap, programs, q_registers)
+             for (chunk, stages, programs), overlap, q_registers in product(shapes, (False, True), (False, True))
+             if programs == 2 or not q_registers]
     return large + small
 
 

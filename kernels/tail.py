@@ -284,8 +284,9 @@ def _estimate(
         matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
         # The kernel that compares queries with units reads numbers of four bytes faster.
         wide = torch.empty(half_variance.shape, dtype=torch.float32, device=q.device)
+        at_once = ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v)
         for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
-            if ahead and capability(k.device) == (9, 0) and _hopper_statistics().readable(k, v):
+            if at_once:
                 keys = statistics.new_moments(k_mean[shared])
                 _hopper_statistics().hopper_key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
                                                            keys, covariances[shared], statistics.SLAB)

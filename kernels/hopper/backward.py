@@ -24,9 +24,9 @@ from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import tma_ready, tma_tiles
 from .backward_iterator import Lists
-from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, fill_selector, load, wait_turn
+from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
-from .primitives import barrier_ring, ring_init
+from .primitives import barrier_ring, fill_selector, ring_init
 from .spin_timeouts import counter, spin_timeouts
 
 __all__ = ["constants", "hopper_backward", "spin_timeouts"]

@@ -14,7 +14,19 @@ from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
-from .primitives import by_thread, by_thread_layout, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_wait, zero_rows
+from .primitives import (
+    by_thread,
+    by_thread_layout,
+    matrix,
+    one_word,
+    product_layout,
+    read_word,
+    ring_arrive,
+    ring_at,
+    ring_free,
+    ring_wait,
+    zero_rows,
+)
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
 # without waiting, and counts that.
@@ -94,7 +106,7 @@ def store_number(ring, i, number):
 @gluon.jit
 def _read_number(ring, i, WARPS: gl.constexpr):
     """The number that ``store_number`` left, in a partition of so many warps."""
-    return gl.max(ring_at(ring, i).load(one_word(WARPS)), axis=0)
+    return read_word(ring_at(ring, i), WARPS)
 
 
 @gluon.jit
@@ -139,15 +151,6 @@ def _wait_q(work, i, zeroed, group: gl.constexpr, PARTIAL_QUERIES: gl.constexpr)
             ring_wait(work.zeroed, zeroed)
             zeroed += 1
     return zeroed
-
-
-@gluon.jit
-def fill_selector(selector):
-    """Ones in columns 0 to 2 of the first matrix and 8 to 10 of the second."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
-    for half in gl.static_range(2):
-        selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
 
 
 @gluon.jit

@@ -1,10 +1,10 @@
 """Hopper forward kernel: one warp brings tiles in by TMA, warpgroups of 64 query rows each multiply and take softmax.
 
 As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
-longest lists first; of blocks of up to 64 rows twice as many programs, of one warpgroup. What a tile begins with is brought in while the
-one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the partial ones, which a
-ragged tail cuts; the scores of the next chunk are computed while the values of this one are added up. Of a causal mask the chunks that the
-diagonal cuts come first, one at a time.
+longest lists first; of blocks of up to 64 rows two or three times as many programs, of one warpgroup. What a tile begins with is brought in
+while the one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the partial ones,
+which a ragged tail cuts; the scores of the next chunk are computed while the values of this one are added up. Of a causal mask the chunks
+that the diagonal cuts come first, one at a time.
 """
 
 from functools import partial
@@ -31,9 +31,9 @@ from .forward_merge import merge_parts, partial_results
 from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
-# Registers at entry are what the file holds for all programs of a multiprocessor: 168 for 4 + 4 + 1 warps and 128 for 4 + 4 + 4 + 1 or for
-# two programs of 4 + 1, as warps are counted in fours. Then warp_specialize gives the loading warp 40 or 32, and the multiplying ones 232,
-# 160 or 216.
+# Registers at entry are what the file holds for all programs of a multiprocessor: 168 for 4 + 4 + 1 warps, 128 for 4 + 4 + 4 + 1 or for two
+# programs of 4 + 1, 80 for three, as warps are counted in fours. Then warp_specialize gives the loading warp 40 or 32, and the multiplying
+# ones 232, 160, 216 or 120.
 REGISTER_FILE = 65_536
 
 

@@ -8,7 +8,7 @@ from ..lowering.chunks import ENTRY, HEADER
 from ..lowering.tma import FAR
 from .gluon_compat import aggregate, barrier, copy_in
 from .inline_asm import wait_for_previous_kernel
-from .primitives import one_word, ring_arrive, ring_at, ring_free, ring_wait
+from .primitives import one_word, read_word, ring_arrive, ring_at, ring_free, ring_wait
 
 # Numbers of a tile in shared memory.
 FIELDS = gl.constexpr(9)
@@ -85,14 +85,10 @@ def read_tile(work, n):
     """The program's ``n``-th tile, for a warpgroup."""
     ring_wait(work.tile_full, n, True)
     first = (n & 1) * FIELDS
-    return Tile(_word(work.tiles.index(first), 4), _word(work.tiles.index(first + 1), 4), _word(work.tiles.index(first + 2), 4),
-                _word(work.tiles.index(first + 3), 4), _word(work.tiles.index(first + 4), 4), _word(work.tiles.index(first + 5), 4),
-                _word(work.tiles.index(first + 6), 4), _word(work.tiles.index(first + 7), 4), _word(work.tiles.index(first + 8), 4))
-
-
-@gluon.jit
-def _word(memory, WARPS: gl.constexpr):
-    return gl.max(memory.load(one_word(WARPS)), axis=0)
+    return Tile(read_word(work.tiles.index(first), 4), read_word(work.tiles.index(first + 1), 4), read_word(work.tiles.index(first + 2), 4),
+                read_word(work.tiles.index(first + 3), 4), read_word(work.tiles.index(first + 4), 4),
+                read_word(work.tiles.index(first + 5), 4), read_word(work.tiles.index(first + 6), 4),
+                read_word(work.tiles.index(first + 7), 4), read_word(work.tiles.index(first + 8), 4))
 
 
 @gluon.jit
@@ -239,7 +235,7 @@ def loaded_ahead(work, tile):
 def walk_again(work, n, WARPS: gl.constexpr):
     """Whether the program walks over its ``n``-th tile's list a second time, once all warpgroups know; for a partition of WARPS warps."""
     ring_wait(work.walked, n, True)
-    return _word(work.again.index(n & 1), WARPS) != 0
+    return read_word(work.again.index(n & 1), WARPS) != 0
 
 
 @gluon.jit

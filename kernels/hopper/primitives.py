@@ -138,6 +138,23 @@ def one_word(warps):
 
 
 @gluon.jit
+def read_word(memory, WARPS: gl.constexpr):
+    """The number that stands in one word of shared memory, in a partition of so many warps."""
+    return gl.max(memory.load(one_word(WARPS)), axis=0)
+
+
+@gluon.jit
+def fill_selector(selector):
+    """Ones in columns 0 to 2 of the first of some matrices [64, 16], in 8 to 10 of the second: by which products add up the three parts of
+    a number."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
+    NUMBER: gl.constexpr = selector.shape[0]
+    for half in gl.static_range(NUMBER):
+        selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
 def matrix(buffer):
     """A [1, ..., rows, D] tile as the matrix it is."""
     return buffer.reshape([buffer.shape[len(buffer.shape) - 2], buffer.shape[len(buffer.shape) - 1]])

@@ -25,9 +25,11 @@ from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
     barrier_ring,
+    fill_selector,
     matrix,
     one_word,
     product_layout,
+    read_word,
     rescale,
     ring_arrive,
     ring_at,
@@ -58,7 +60,7 @@ class Work:
     k: gl.shared_memory_descriptor           # [K_STAGES, 1, 1, UNITS, D]: mean keys, then the matrix and the exact part
     v: gl.shared_memory_descriptor           # [V_STAGES, 1, 1, UNITS, D]: mean values
     bias: gl.shared_memory_descriptor        # [K_STAGES, UNITS, 16]: in three columns the parts of their biases, in scores before scale
-    selector: gl.shared_memory_descriptor    # [ROWS, 16]: ones in those columns
+    selector: gl.shared_memory_descriptor    # [1, ROWS, 16]: ones in those columns
     again: gl.shared_memory_descriptor       # [1]: whether weights overflowed
     q_full: gl.shared_memory_descriptor      # [1]: TMA has written it
     k_full: gl.shared_memory_descriptor      # one a stage: TMA has written it, and the loading warp the biases
@@ -146,7 +148,7 @@ def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inve
         _load_units(work, 0, 0, k_desc, v_desc, bias, units, inverse)
         _load_rest(work, work.steps, matrix_desc, out_desc)
         mbarrier.wait(work.walked.index(0), 0)
-        if gl.max(work.again.load(one_word(1)), axis=0) != 0:
+        if read_word(work.again, 1) != 0:
             _load_units(work, work.steps + REST, work.steps, k_desc, v_desc, bias, units, inverse)
             _load_rest(work, 2 * work.steps + REST, matrix_desc, out_desc)
 
@@ -155,7 +157,7 @@ def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inve
 def _product(work, q, i, zero):
     """Begins the scores of the ``i``-th use of the ring, with biases: one more step of 16."""
     biases = ring_at(work.bias, i, True).permute((1, 0))
-    token = warpgroup_mma(work.selector, biases, zero, use_acc=False, is_async=True)
+    token = warpgroup_mma(work.selector.index(0), biases, zero, use_acc=False, is_async=True)
     return warpgroup_mma(q, matrix(ring_at(work.k, i, True)).permute((1, 0)), token, is_async=True)
 
 
@@ -311,11 +313,10 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, UNITS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, UNITS, D], v_desc.layout)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    biases, selector = gl.allocate_shared_memory(dtype, [K_STAGES, UNITS, 16], BIASES), gl.allocate_shared_memory(dtype, [ROWS, 16], BIASES)
+    biases = gl.allocate_shared_memory(dtype, [K_STAGES, UNITS, 16], BIASES)
+    selector = gl.allocate_shared_memory(dtype, [1, ROWS, 16], BIASES)
     again = gl.allocate_shared_memory(gl.int32, [1], word)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([ROWS, 16], gl.int32, layout)
-    selector.store(gl.where(columns < 3, 1.0, 0.0).to(dtype))
+    fill_selector(selector)
     q_full, walked = barrier_ring(1), barrier_ring(1)
     k_full, v_full, k_done, v_done = barrier_ring(K_STAGES), barrier_ring(V_STAGES), barrier_ring(K_STAGES), barrier_ring(V_STAGES)
     ring_init(q_full, 1)
