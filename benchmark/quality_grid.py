@@ -70,7 +70,7 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
-              small_tiles(tiles.others[0]), by_noise(main), refreshed(main), allocations(main), by_similarity(main), presets(),
+              small_tiles(tiles.others[0]), by_noise(main), refreshed(main), by_similarity(main), presets(),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
@@ -123,11 +123,6 @@ def refreshed(tile: Triple) -> Iterator[Entry]:
         yield Entry("refresh", f"linear {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **LINEAR), Schedule(refresh=steps))
     yield Entry("refresh", f"linear {MIDDLE:g}, warm-up 15 %, refresh 5", kept(tile, MIDDLE, **LINEAR),
                 Schedule(dense_steps=0.15, refresh=5))
-
-
-def allocations(tile: Triple) -> Iterator[Entry]:
-    for way, options in {"dropped": DROPPED, "linear": LINEAR}.items():
-        yield Entry("by head", f"{way} {MIDDLE:g}, by head", kept(tile, MIDDLE, allocation="head", **options))
 
 
 def small_tiles(tile: Triple) -> Iterator[Entry]:

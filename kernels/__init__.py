@@ -15,7 +15,7 @@ if __name__ != "kernels":
     from .prologue.lengths import valid_lengths
     from .prologue.projection import Projection, RMSNorm
     from .prologue.reorder import gather_blocks, take_tokens
-    from .prologue.select import keep_blocks, score_blocks, select_blocks, spread_blocks, topk_blocks
+    from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
     from .prologue.steps import Steps
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
     from .tail import CAP, ITERATIONS, BlockEstimates, estimate_blocks, per_query_head, sampled_queries, useful_heads
@@ -28,7 +28,7 @@ if __name__ != "kernels":
         "require_int", "require_number", "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast",
         # what prepares and selects for it
         "Deferred", "Projection", "RMSNorm", "Steps", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
-        "spread_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths",
+        "take_tokens", "token_rstd", "topk_blocks", "valid_lengths",
         # what stands in for blocks that were not selected
         "CAP", "ITERATIONS", "BlockEstimates", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads",
     ]

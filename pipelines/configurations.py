@@ -125,7 +125,7 @@ def changed(config: SSTAConfig, changes: dict[str, Any]) -> SSTAConfig:
     if changes.get("density") is not None:
         beside = {"topk": None, "threshold": 0.0, "budget": None}
     elif config.density is not None and changes.keys() & {"topk", "threshold"}:
-        beside = {"density": None, "allocation": "row"}
+        beside = {"density": None}
     if changes.get("compensation") == "none":
         beside["compensation_parts"] = 1
         if config.sampling_type == "error":

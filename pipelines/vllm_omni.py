@@ -17,7 +17,7 @@ VARIABLE = "SSTA_VLLM_OMNI"
 # The backend that SSTA stands in for: its names are an enumeration to which a plug-in cannot add. This one's own kernels run on Ascend
 # NPUs alone, so that on a GPU nothing is lost, and its options are the ones that SSTA needs.
 STANDS_IN_FOR = "RAINFUSION_ATTN"
-FIELDS = ("adaptive_pool", "allocation", "compensation", "compensation_parts", "kernel_thw", "lambda_", "mask_share_within_head",
+FIELDS = ("adaptive_pool", "compensation", "compensation_parts", "kernel_thw", "lambda_", "mask_share_within_head",
           "pad_type", "sampling_type", "sparse_type", "tile_thw")
 OPTIONS = ("sparsity", "start_step", "end_step", "precision", "skip_layers")
 

@@ -65,9 +65,8 @@ def ssta_3d_attention(
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
-    allocation: str = SSTAConfig.allocation, compensation: str = SSTAConfig.compensation,
-    compensation_parts: int = SSTAConfig.compensation_parts, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    group: ProcessGroup | DeviceMesh | None = None,
+    compensation: str = SSTAConfig.compensation, compensation_parts: int = SSTAConfig.compensation_parts, scale: float | None = None,
+    deterministic: bool = True, impl: str = "auto", group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Selective and sliding tile attention over a video of (t, h, w) tokens followed by ``text_len`` tokens of text.
 
@@ -88,7 +87,7 @@ def ssta_3d_attention(
         group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
             the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
-            density, allocation: what is attended to; see ``SSTAConfig``.
+            density: what is attended to; see ``SSTAConfig``.
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
@@ -98,7 +97,7 @@ def ssta_3d_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
-              None, density, allocation, compensation, compensation_parts)
+              None, density, compensation, compensation_parts)
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
     named = sampling_type is None or type(sampling_type) is str
     plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
@@ -237,7 +236,7 @@ def ssta_layer(
         if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
             scores = estimates.scores()
     if selection is None:
-        selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores, exchanged=exchanged)
+        selection = select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores, exchanged=exchanged)
         if estimates is not None:
             selection = replace(selection, useful=estimates.useful)
     del scores

@@ -1,4 +1,4 @@
-"""How many of the best-scored tiles each query tile gets: topk, a threshold, or a density spread over rows or over whole heads."""
+"""How many of the best-scored tiles each query tile gets: topk, a threshold, or a density."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .kernels import spread_blocks, topk_blocks
+from .kernels import topk_blocks
 from .memo import remember
 
 # Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
 TEMPERATURE = 0.01
 LEAST_TILES = 8
-# Percent of the tiles that each row has at least where a head spreads its density.
-LEAST_PERCENT = 3
 # Added to sums of fractions before they are cut off, so that whole numbers stay whole: far above the rounding of float64, far below a
 # fraction that means something.
 SLACK = 1e-6
@@ -82,27 +80,6 @@ def row_counts(
         window: the tiles in the window of each tile of a grid.
     """
     return _row_counts(_sizes(tile_grids, window), density, device)
-
-
-def head_counts(
-    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, forced: Tensor, scores: Tensor,
-) -> Tensor:
-    """How many tiles beyond its window each row gets if the best of all rows of a head are taken: int32 ``[B, H, N]``.
-
-    A head has round(density x N^2) tile pairs in all, or those of the window where these are more. Each row has at least 3 % of the tiles
-    (not more than the mean row has) and at least 1. Of equal scores the first row's are better, and in a row the first; NaN counts as -inf.
-
-    Args:
-        tile_grids, window: as in ``row_counts``.
-        forced: bool ``[T, T]``, the window for the first N of T tiles.
-        scores: float32 ``[B, H, N, N]``, comparable across rows.
-    """
-    grids = _sizes(tile_grids, window)
-    total = sum([tiles for tiles, _ in grids])
-    least = max(1, min(-(-LEAST_PERCENT * total // 100), int(row_level(grids, density))))
-    asked = sum([tiles * max(least - inside, 0) for tiles, inside in grids])
-    pairs = int(density * total * total + 0.5) - sum([tiles * inside for tiles, inside in grids])
-    return spread_blocks(forced, scores, max(pairs, asked), least)
 
 
 def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:

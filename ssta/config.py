@@ -14,7 +14,6 @@ from .kernels import require_bool, require_number
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 SAMPLING_TYPES = ("similarity", "importance", "error")
 COMPENSATIONS = ("none", "mean", "linear")
-ALLOCATIONS = ("row", "head")
 PAD_TYPES = ("none", "zero", "repeat")
 # Each is a mean of its own for every tile.
 MOST_CELLS = 4096
@@ -46,9 +45,7 @@ class SSTAConfig:
         budget: a function ``f(scores) -> keep`` from float32 ``[B, H, N, N]`` to bool of the same shape, in place of ``topk``
             and ``threshold``. It may write to the scores, and keep nothing.
         density: instead of ``topk``, the share in (0, 1] of the video's tile pairs that is computed exactly, window included, whatever the
-            canvas. A window that alone is more is computed whole.
-        allocation: how ``density`` is spread over the query tiles: "row" = the same number of key tiles for each (to within one),
-            "head" = the best scored of all rows of a head, with at least 3 % of the tiles in each row.
+            canvas: the same number of key tiles for each query tile, to within one. A window that alone is more is computed whole.
         compensation: what the video tiles that are not computed exactly contribute: "none" = nothing, as published; "mean" = each its mean
             key and value; "linear" = these with a first-order correction from its covariances. See ``ssta.compensation``.
         compensation_parts: 1 or 2 estimates for each tile; with 2 its tokens are split by their keys' first principal direction.
@@ -72,7 +69,6 @@ class SSTAConfig:
     adaptive_pool: tuple[int, int, int] | None = None
     budget: Callable[[Tensor], Tensor] | None = None
     density: float | None = None
-    allocation: str = "row"
     compensation: str = "none"
     compensation_parts: int = 1
     variants: tuple[tuple[int, Mapping[str, object]], ...] = ()
@@ -139,10 +135,7 @@ class SSTAConfig:
                                  f"got {self.adaptive_pool}")
 
     def _check_density(self) -> None:
-        require_choice("allocation", self.allocation, ALLOCATIONS)
         if self.density is None:
-            if self.allocation != "row":
-                raise ValueError(f"allocation must be 'row' without a density, which it spreads, got {self.allocation!r}")
             return
         self._settle("density", require_number("density", self.density))
         if not 0 < self.density <= 1:

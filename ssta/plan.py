@@ -72,8 +72,7 @@ class Plan:
         self.fixed = fixed_tiles(tiles, config.kernel_thw, config.sparse_type)
         self.estimates = config.compensation != "none" and tiles.num_video_tiles > 0
         # Whether ``_select`` is for this config, whose scores are then of the tiles' means or given.
-        self.selects = (config.sparse_type != "sta" and tiles.num_video_tiles > 0 and config.threshold == 0 and config.pool_cells is None
-                        and config.allocation == "row")
+        self.selects = (config.sparse_type != "sta" and tiles.num_video_tiles > 0 and config.threshold == 0 and config.pool_cells is None)
         self.by_error = self.estimates and config.scored_by == "error" and config.sparse_type != "sta"
         self.lambda_ = config.lambda_ if config.scored_by == "importance" else None
         self.k_per_row: int | Tensor = min(config.row_topk, tiles.num_video_tiles)
@@ -104,7 +103,7 @@ class Plan:
             if self.selects and not keep_scores:
                 selection = Selection(self._select(tiled, text_mask, scores), useful=None if estimates is None else estimates.useful)
             else:
-                selection = select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores)
+                selection = select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores)
                 if estimates is not None:
                     selection = replace(selection, useful=estimates.useful)
         q, k, v = tiled.release_q(), tiled.k, tiled.v

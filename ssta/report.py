@@ -178,7 +178,7 @@ def explain(
     tiled, scores = layout.tile_qkv(query, key, key), None
     if config.scored_by == "error" and layout.num_video_tiles:
         scores = estimate_tiles(tiled, config, scale).scores()
-    selection = select_tiles(tiled, config, text, scores=scores, scale=scale)
+    selection = select_tiles(tiled, config, text, scores=scores)
     blocks = copy(selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.sparse_type != "block_attn" else None

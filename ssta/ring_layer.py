@@ -54,7 +54,7 @@ def ring_layer(
             means = rings.sum(means)
         arriving = rings.send(k, v)
         if selection is None:
-            selection = _selected(rows, means, tiles, config, text_mask, scale, keep_scores, exchanged)
+            selection = _selected(rows, means, tiles, config, text_mask, keep_scores, exchanged)
     run = _Run(rings, of_ring, rows, arriving, of_ring.lists(selection.blocks), dict(scale=scale, deterministic=deterministic, impl=impl))
     if wants_gradient(q, k, v):
         out, route = _Attention.apply(q, k, v, run)
@@ -120,13 +120,13 @@ def tile_own(of_ring: RingTiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Own,
     return _Own(q, k, v), torch.cat(parts, 1)
 
 
-def _selected(own: _Own, means: Tensor | None, tiles: TileLayout, config: SSTAConfig, text_mask: TextMask | None, scale: float,
+def _selected(own: _Own, means: Tensor | None, tiles: TileLayout, config: SSTAConfig, text_mask: TextMask | None,
               keep_scores: bool, exchanged: Exchanged) -> Selection:
     q_means = k_means = None
     if means is not None:
         # As ``scoring.descriptors`` has them.
         q_means, k_means = means.to(own.q.dtype).float().split([own.q.shape[1], own.k.shape[1]], 1)
-    return select_tiles(TiledQKV(tiles, own.q, own.k, own.v, q_means, k_means), config, text_mask, scale=scale, keep_scores=keep_scores,
+    return select_tiles(TiledQKV(tiles, own.q, own.k, own.v, q_means, k_means), config, text_mask, keep_scores=keep_scores,
                         exchanged=exchanged)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
 
 import torch
 from torch import Tensor
@@ -69,17 +68,6 @@ def tile_scores(q_descriptors: Tensor, k_descriptors: Tensor, config: SSTAConfig
     else:
         scorer = similarity if lambda_ is None else partial(importance, lambda_=lambda_)
     return score_tiles(q_descriptors, k_descriptors, scorer)
-
-
-def across_rows(scores: Tensor, scale: float, cells: tuple[int, int, int] | None = None) -> Tensor:
-    """Similarities ``[B, H, N, N]`` made comparable across rows: the logarithm of their softmax over each row, so of the share of attention
-    that a query tile gives a key tile as their means see it. The order within a row stays; rows without a finite maximum give NaN.
-
-    Args:
-        scale: attention's factor on the scores.
-        cells: of the descriptors; a similarity is the sum of theirs.
-    """
-    return (scores * (scale if cells is None else scale / prod(cells))).log_softmax(-1)
 
 
 def score_tiles(q_descriptors: Tensor, k_descriptors: Tensor, scorer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

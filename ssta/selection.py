@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .budget import checked_keep, head_counts, row_counts, topk_counts
+from .budget import checked_keep, row_counts, topk_counts
 from .config import SSTAConfig
-from .kernels import BlockLists, keep_blocks, resolve_scale, select_blocks, topk_blocks, without_autocast
+from .kernels import BlockLists, keep_blocks, select_blocks, topk_blocks, without_autocast
 from .layout import TiledQKV, TileLayout
 from .memo import remember
 from .parallel import Exchanged
-from .scoring import across_rows, descriptors, tile_scores
+from .scoring import descriptors, tile_scores
 from .text import TextMask
 from .window import near, window_size
 
@@ -28,10 +28,9 @@ class Selection:
         blocks: lists ``[B or 1, H or 1, N + M]``, of the window, the budget and the text together; the leading dimensions are 1 where
             nothing depends on them.
         scores: float32 ``[B, H, N, N]``, of key tiles (columns) for query tiles; H = 1 where heads share. None where no budget was asked
-            for ("sta", or no video), or where scores were not to be kept. Where "similarity" spreads a density over the rows of a
-            head, they are what compares across rows: logarithms of a softmax over each row.
+            for ("sta", or no video), or where scores were not to be kept.
         k_per_row: how many of the best scored each query tile got: an int, int32 ``[B, H, N]`` with a threshold, or with a density
-            int32 ``[B or 1, H or 1, N]``, how many of them beyond the window. None where a budget of the user's own chose, and where scores
+            int32 ``[1, 1, N]``, how many of them beyond the window. None where a budget of the user's own chose, and where scores
             are None.
         own: bool ``[B, H, N, N]``, what a budget of the user's own kept; else None.
         apart: bool ``[N, N]``, the tiles that ``k_per_row`` leaves out of account, which with a density are those of the window; else None.
@@ -57,7 +56,7 @@ class Selection:
 
 def select_tiles(
     tiled: TiledQKV, config: SSTAConfig, text_mask: Tensor | TextMask | None = None, *, scores: Tensor | None = None,
-    scale: float | None = None, keep_scores: bool = True, exchanged: Exchanged | None = None,
+    keep_scores: bool = True, exchanged: Exchanged | None = None,
 ) -> Selection:
     """The tiles that each tile attends to. Never waits for the device, and is never differentiated.
 
@@ -66,7 +65,6 @@ def select_tiles(
         config: without variants, which ``SSTAConfig.for_canvas`` resolves.
         text_mask: a TextMask, or what ``TextMask.of`` takes.
         scores: float32 ``[B, H, N, N]`` in place of those of descriptors: what "error" selects by, which ``BlockEstimates.scores`` gives.
-        scale: attention's factor on the scores; default 1 / sqrt(D). Rows of a head are compared with it.
         keep_scores: False frees the scores' memory; the Selection then has its ``blocks`` only.
         exchanged: the ranks that have the other heads, where heads are shared out.
 
@@ -76,7 +74,7 @@ def select_tiles(
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return select_tiles(tiled, config, text_mask, scores=scores, scale=scale, keep_scores=keep_scores, exchanged=exchanged)
+            return select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores, exchanged=exchanged)
     layout, q = tiled.layout, tiled.held_q()
     active = k_per_row = own = apart = None
     text = None if text_mask is None else TextMask.of(text_mask, q.shape[0], layout.tokens, q.device)
@@ -91,15 +89,14 @@ def select_tiles(
     if chosen:
         # Autocast would compute the scores in half precision.
         with without_autocast(q.device.type):
-            scores = _scores(tiled, config, scores, scale, exchanged)
+            scores = _scores(tiled, config, scores, exchanged)
             if config.budget is not None:
                 own = checked_keep(config.budget, scores)
             elif config.density is None:
                 k_per_row = topk_counts(scores, config.row_topk, config.threshold)
             else:
                 apart = fixed.forced[:layout.num_video_tiles, :layout.num_video_tiles]
-                k_per_row = row_counts(layout.tile_grids, fixed.window, config.density, layout.device) if config.allocation == "row" \
-                    else head_counts(layout.tile_grids, fixed.window, config.density, fixed.forced, scores)
+                k_per_row = row_counts(layout.tile_grids, fixed.window, config.density, layout.device)
     else:
         scores = None
     if scores is None or k_per_row is None:
@@ -110,9 +107,7 @@ def select_tiles(
     return Selection(blocks, scores, k_per_row, own, apart) if keep_scores else Selection(blocks)
 
 
-def _scores(
-    tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, scale: float | None, exchanged: Exchanged | None,
-) -> Tensor:
+def _scores(tiled: TiledQKV, config: SSTAConfig, given: Tensor | None, exchanged: Exchanged | None) -> Tensor:
     """float32 ``[B, H, N, N]``; H = 1 where heads share."""
     if given is not None:
         return given
@@ -124,10 +119,7 @@ def _scores(
             # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
             q_means, k_means = exchanged.all_heads(q_means, k_means)
         q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
-    scores = tile_scores(q_means, k_means, config)
-    if config.allocation == "row" or config.scored_by != "similarity":
-        return scores
-    return across_rows(scores, resolve_scale(scale, tiled.k.shape[3]), config.pool_cells)
+    return tile_scores(q_means, k_means, config)
 
 
 class FixedTiles(NamedTuple):

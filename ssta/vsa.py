@@ -116,7 +116,7 @@ def vsa_layer(
     tiled = tiles.tile_qkv(query, key, value)
     assert config.density is not None
     if selection is None:
-        selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale, keep_scores=False)
+        selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), keep_scores=False)
     q_mean, k_mean, v_mean = (_means(x, tiles, known) for x, known in (
         (tiled.held_q(), tiled.q_mean), (tiled.k, tiled.k_mean), (tiled.v, None)))
     pooled = dense_attention(q_mean, k_mean, v_mean, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out

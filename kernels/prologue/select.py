@@ -50,25 +50,6 @@ def select_blocks(
     return _select_in_torch(forced, scores, active, k_per_row, beyond)
 
 
-def spread_blocks(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
-    """How many blocks beyond the forced ones each row gets if the best of all rows of a head are taken: int32 ``[B, H, N]``.
-
-    For ``select_blocks`` with ``beyond``, which then takes these very blocks: of equal scores those of the first row are better, and in a
-    row the first; NaN counts as -inf. Never waits for the device.
-
-    Args:
-        forced, scores: as there.
-        number: blocks that each head gets beyond the forced ones, at most those there are.
-        least: blocks that a row has at least, the forced ones included; at most N. What rows need for that is part of ``number``, which
-            must suffice.
-
-    Runs by Triton's kernels on a GPU, else in plain torch; the result is the same.
-    """
-    if kernels_run(forced):
-        return _spread(forced.contiguous(), scores.contiguous(), number, least)
-    return _spread_in_torch(forced, scores, number, least)
-
-
 def topk_blocks(scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
     """True at the ``k_per_row`` best of each row of ``scores [..., N]``, as ``select_blocks`` takes them: bool of their shape.
 
@@ -112,24 +93,10 @@ def _select_in_torch(
     return keep_blocks(forced, topk_blocks(scores, k_per_row, apart), active)
 
 
-def _spread_in_torch(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
-    apart = forced[:scores.shape[-1], :scores.shape[-1]]
-    sure = topk_blocks(scores, (least - apart.sum(-1)).clamp(min=0), apart)
-    # Every head spends as much on it.
-    left = number - (least - apart.sum(-1)).clamp(min=0).sum()
-    best = topk_blocks(scores.flatten(-2), left, (sure | apart).flatten(-2)).view_as(sure)
-    return (sure | best).sum(-1, dtype=torch.int32)
-
-
 @lru_cache
 def _kernels() -> ModuleType:
     """Loaded when first asked for, because triton is; an import in place of it would take half a microsecond of every call."""
     return import_module(".select_kernel", __package__)
-
-
-@operator("spread_blocks", lambda forced, scores, number, least: scores.new_empty(scores.shape[:3], dtype=torch.int32))
-def _spread(forced: Tensor, scores: Tensor, number: int, least: int) -> Tensor:
-    return import_module(".spread_kernel", __package__).spread(forced, scores, number, least)
 
 
 @operator("score_blocks", lambda q, k, lambda_, cosine: q.new_empty(*q.shape[:3], k.shape[2]))

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import BlockLists, gather_blocks, kernels_run, score_blocks, select_blocks, spread_blocks, take_tokens, topk_blocks
+from ssta.kernels import BlockLists, gather_blocks, kernels_run, score_blocks, select_blocks, take_tokens, topk_blocks
 from ssta.kernels.prologue.lengths import _lengths_in_torch
 from ssta.kernels.prologue.reorder import _take_in_torch, new_tokens
-from ssta.kernels.prologue.select import _select_in_torch, _spread_in_torch
+from ssta.kernels.prologue.select import _select_in_torch
 from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
 from ssta.selection import select_tiles
@@ -119,34 +119,6 @@ def test_selected_blocks_are_the_best_and_the_forced(scored, dense, masked, seed
         assert torch.equal(indices[filled], expected[1][filled]) and (indices[~filled] == -7).all()
 
 
-@settings(max_examples=12)
-@given(st.sampled_from((1, 2, 5, 9, 11)), st.integers(0, 2), st.sampled_from((0, 3, 7, 1000)), st.integers(0, 1000))
-@pytest.mark.slow
-def test_blocks_spread_over_a_head_are_the_best_of_all_its_rows(scored, dense, values, seed):
-    """By the kernels and in plain torch; among few values there are many ties, infinities, NaN and both zeros."""
-    from ssta.kernels.prologue.spread_kernel import spread
-
-    generator = torch.Generator().manual_seed(seed)
-    strange = torch.tensor([-torch.inf, torch.nan, -0.0, 0.0, 1e-40, torch.inf, -1e30])
-    values = torch.cat((strange[:values], torch.randn(max(values - 7, 0), generator=generator))) if values else torch.tensor([torch.nan])
-    scores = values[torch.randint(0, len(values), (1, 2, scored, scored), generator=generator)].to(DEVICE)
-    forced = (torch.rand(scored + dense, scored + dense, generator=generator) < 0.3).to(DEVICE)
-    apart = forced[:scored, :scored].tolist()
-    least = seed % (scored + 1)
-    asked = [max(least - sum(row), 0) for row in apart]
-    free = scored**2 - sum(map(sum, apart))
-    for number in {sum(asked) if seed % 2 else free, (sum(asked) + free) // 2}:
-        expected = []
-        for head in scores.masked_fill(scores.isnan(), -torch.inf).flatten(0, 1).tolist():
-            ranked = sorted((-head[i][j], i, j) for i in range(scored) for j in range(scored) if not apart[i][j])
-            taken = [place for i in range(scored) for place in [place for place in ranked if place[1] == i][:asked[i]]]
-            taken += [place for place in ranked if place not in taken][:number - len(taken)]
-            expected.append([sum(place[1] == i for place in taken) for i in range(scored)])
-        expected = torch.tensor(expected, dtype=torch.int32, device=DEVICE)[None]
-        assert torch.equal(_spread_in_torch(forced, scores, number, least), expected)
-        assert torch.equal(spread(forced, scores, number, least), expected)
-
-
 def test_topk_blocks_rank_nan_below_everything_but_minus_infinity():
     scores = torch.tensor([[float("nan"), -1.0, -torch.inf, 2.0]])
     assert topk_blocks(scores, 2).tolist() == [[False, True, False, True]]
@@ -189,7 +161,6 @@ def test_the_operators_keep_their_contract():
     scores = torch.randn(2, 2, 9, 9, device=DEVICE)
     for op, arguments in ((ops.take_tokens, (q, layout.source)), (ops.gather_blocks, (q, k, v, layout.source, layout.offsets, 4)),
                           (ops.score_blocks, (means, means, 0.7, True)), (ops.select_blocks, (forced, scores, None, None, 3, True)),
-                          (ops.spread_blocks, (forced, scores, 30, 1)),
                           (ops.valid_lengths, (torch.rand(2, 7, device=DEVICE) < 0.5, *tile_places(layout), layout.lengths, 1))):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -213,12 +184,10 @@ def test_kernels_run_by_themselves_on_a_gpu(tokens):
     n = layout.num_video_tiles
     assert torch.equal(lists.to_mask()[..., :n, :n], topk_blocks(scores, 20))
     forced[:n, :n] = torch.rand(n, n, device=DEVICE) < 0.1
-    for number in (n * n // 5, n * n // 3):
-        counts = spread_blocks(forced, scores, number, 2)
-        assert torch.equal(counts, _spread_in_torch(forced, scores, number, 2)) and (counts.sum(-1) == number).all()
-        lists = BlockLists(*select_blocks(forced, scores, counts, beyond=True), layout.offsets, layout.offsets, max_q_length=384,
-                           max_kv_length=384)
-        assert torch.equal(lists.to_mask()[..., :n, :n], topk_blocks(scores, counts, forced[:n, :n]) | forced[:n, :n])
+    counts = torch.randint(0, n // 2, scores.shape[:3], device=DEVICE, dtype=torch.int32)
+    lists = BlockLists(*select_blocks(forced, scores, counts, beyond=True), layout.offsets, layout.offsets, max_q_length=384,
+                       max_kv_length=384)
+    assert torch.equal(lists.to_mask()[..., :n, :n], topk_blocks(scores, counts, forced[:n, :n]) | forced[:n, :n])
 
 
 @pytest.fixture
@@ -263,11 +232,10 @@ def test_a_layer_through_the_kernels_is_the_layer_in_plain_torch(request, paddin
         torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("allocation", ["row", "head"])
-def test_a_density_through_the_kernels_is_that_of_plain_torch(request, allocation):
+def test_a_density_through_the_kernels_is_that_of_plain_torch(request):
     """The same lists, where rows tie too; and traced into one graph, where the kernels are operators."""
     layout = tile_layout(TokenLayout((VideoGrid(1, 3, 3), DenseRun(2))), (1, 1, 1), device=DEVICE)
-    config = SSTAConfig(tile_thw=(1, 1, 1), kernel_thw=(1, 1, 3), density=0.5, allocation=allocation, compensation="mean")
+    config = SSTAConfig(tile_thw=(1, 1, 1), kernel_thw=(1, 1, 3), density=0.5, compensation="linear")
     x, scores = torch.zeros(2, 1, 11, 4, device=DEVICE), torch.randint(0, 4, (2, 1, 9, 9), device=DEVICE).float()
     tiled = TiledQKV(layout, x, x, x)
 

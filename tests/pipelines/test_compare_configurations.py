@@ -19,7 +19,7 @@ from ssta.pipelines.configurations import Configuration, dense, parse_configurat
 def pipe(monkeypatch):
     """A Wan pipeline whose family has a top-k by default, and presets."""
     estimated = SSTAConfig(density=0.2, compensation="linear", compensation_parts=2, sampling_type="error")
-    presets = {"dense enough": lambda: (SSTAConfig(density=0.3, allocation="head"), Schedule()),
+    presets = {"dense enough": lambda: (SSTAConfig(density=0.3, lambda_=0.5), Schedule()),
                "estimated": lambda: (estimated, Schedule())}
     family = replace(WAN, default_config=lambda: SSTAConfig(topk=32, variants=((1, {"topk": 8}),)), presets=presets)
     monkeypatch.setattr(configurations, "family_of", lambda model: family)
@@ -32,7 +32,7 @@ def test_names(pipe):
     assert parse_configuration("stock", pipe) == Configuration("stock", None)
     assert parse_configuration("dense", pipe) == dense(pipe) and dense(pipe).schedule == Schedule(dense_steps=1)
     assert dense(pipe).all_dense and not default.all_dense and not Configuration("stock", None).all_dense
-    assert parse_configuration("dense enough", pipe).config == SSTAConfig(density=0.3, allocation="head")
+    assert parse_configuration("dense enough", pipe).config == SSTAConfig(density=0.3, lambda_=0.5)
 
 
 def test_presets_of_all_families(pipe):
@@ -56,15 +56,15 @@ def test_fields(pipe):
     # Those of the schedule alone leave the configuration its variants.
     assert parse_configuration("dense_steps=0.5", pipe).config == parse_configuration("default", pipe).config
     made = parse_configuration("dense enough,dense_steps=0.5,tile_thw=4x8x8", pipe)
-    assert made.config == SSTAConfig(density=0.3, allocation="head", tile_thw=(4, 8, 8)) and made.schedule == Schedule(dense_steps=0.5)
+    assert made.config == SSTAConfig(density=0.3, lambda_=0.5, tile_thw=(4, 8, 8)) and made.schedule == Schedule(dense_steps=0.5)
 
 
 @pytest.mark.parametrize("text, config", [
     ("density=0.2", SSTAConfig(density=0.2)),
-    ("density=.2,allocation=head,compensation=linear", SSTAConfig(density=0.2, allocation="head", compensation="linear")),
+    ("density=.2,lambda_=0.5,compensation=linear", SSTAConfig(density=0.2, lambda_=0.5, compensation="linear")),
     ("topk=None", SSTAConfig()),
-    ("dense enough,topk=5", SSTAConfig(topk=5)),
-    ("dense enough,density=0.1", SSTAConfig(density=0.1, allocation="head")),
+    ("dense enough,topk=5", SSTAConfig(topk=5, lambda_=0.5)),
+    ("dense enough,density=0.1", SSTAConfig(density=0.1, lambda_=0.5)),
     ("estimated,compensation=none", SSTAConfig(density=0.2)),
     ("estimated,compensation=mean,compensation_parts=1",
      SSTAConfig(density=0.2, compensation="mean", sampling_type="error"))])

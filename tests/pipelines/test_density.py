@@ -114,7 +114,7 @@ def test_it_takes_the_place_of_the_family_s_budget_in_all_variants():
 
 
 def test_it_takes_the_place_of_another_density():
-    assert with_density(replace(TILES, density=0.7, allocation="head"), 0.2, chosen=True) == replace(TILES, density=0.2, allocation="head")
+    assert with_density(replace(TILES, density=0.7), 0.2, chosen=True) == replace(TILES, density=0.2)
     varied = replace(TILES, density=0.7, variants=((1, {"density": 0.9, "tile_thw": (1, 4, 4)}),))
     assert with_density(varied, 0.2, chosen=True).for_canvas((1, 8, 8)) == replace(TILES, tile_thw=(1, 4, 4), density=0.2)
 

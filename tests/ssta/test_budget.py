@@ -1,4 +1,4 @@
-"""Budgets of a density against the three-loop definition, over rows and over whole heads, on awkward grids and strange scores."""
+"""Budgets of a density against the three-loop definition, on awkward grids and strange scores."""
 
 import math
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
 from ssta.budget import _row_counts, row_counts
 from ssta.layout import TiledQKV
-from ssta.scoring import across_rows
 from ssta.selection import select_tiles
 from ssta.window import near, window_size
 
@@ -62,9 +61,8 @@ def test_rows_share_a_density_and_keep_their_window(grids, window, density, spar
 
 
 @settings(max_examples=150)
-@given(GRIDS, WINDOWS, DENSITIES, st.sampled_from(("ssta", "block_attn")), st.sampled_from(("row", "head")), st.booleans(),
-       st.integers(0, 1000))
-def test_a_density_keeps_the_best_beside_the_window(grids, window, density, sparse_type, allocation, strange, seed):
+@given(GRIDS, WINDOWS, DENSITIES, st.sampled_from(("ssta", "block_attn")), st.booleans(), st.integers(0, 1000))
+def test_a_density_keeps_the_best_beside_the_window(grids, window, density, sparse_type, strange, seed):
     layout, generator = layout_of(grids, text=2), torch.Generator().manual_seed(seed)
     n = layout.num_video_tiles
     scores = torch.randn(2, 2, n, n, generator=generator)
@@ -72,83 +70,47 @@ def test_a_density_keeps_the_best_beside_the_window(grids, window, density, spar
         scores = torch.tensor(STRANGE)[torch.randint(0, len(STRANGE), scores.shape, generator=generator)]
         scores[1, 0, 0] = math.nan
     before = scores.clone()
-    found, mask, inside = select(layout, scores, kernel_thw=window, density=density, allocation=allocation, sparse_type=sparse_type)
+    found, mask, inside = select(layout, scores, kernel_thw=window, density=density, sparse_type=sparse_type)
     assert torch.equal(scores.nan_to_num(7), before.nan_to_num(7)), "given scores are not written to"
     assert mask[..., n:].all() and mask[..., n:, :].all()
-    spread = oracle.best_of_head if allocation == "head" else \
-        lambda scores, window, density: oracle.best_beyond(scores, window, oracle.spread_over_rows(window, density)[0])
+    counts = oracle.spread_over_rows(inside.tolist(), density)[0]
     for head, kept in zip(scores.masked_fill(scores.isnan(), -math.inf).flatten(0, 1).tolist(), mask[..., :n, :n].flatten(0, 1)):
-        assert kept.tolist() == spread(head, inside.tolist(), density)[0]
+        assert kept.tolist() == oracle.best_beyond(head, inside.tolist(), counts)[0]
     assert torch.equal(mask[..., :n, :n], found.kept | inside) and not (found.kept & inside).any()
     assert torch.equal(found.kept.sum(-1), found.k_per_row.expand(2, 2, n))
     if density == 1:
         assert mask.all()
 
 
-@pytest.mark.parametrize("allocation", ["row", "head"])
 @pytest.mark.parametrize("grid, density", [((5, 3, 3), 0.16), ((5, 3, 3), 0.61), ((4, 9, 10), 0.16), ((1, 4, 79), 0.1), ((6, 6, 10), 0.3),
                                            ((4, 9, 10), 0.09), ((7, 1, 1), 0.5)])
 @pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
-def test_the_density_is_met(grid, density, allocation, sparse_type):
+def test_the_density_is_met(grid, density, sparse_type):
     layout = layout_of([grid])
     n = layout.num_video_tiles
     kernel_thw = (1, 1, 3) if n < 100 else (3, 3, 3)
     scores = torch.randn(1, 2, n, n).exp() * torch.rand(n, 1).exp()
-    _, mask, window = select(layout, scores, kernel_thw=kernel_thw, density=density, allocation=allocation, sparse_type=sparse_type)
+    _, mask, window = select(layout, scores, kernel_thw=kernel_thw, density=density, sparse_type=sparse_type)
     found = mask.double().mean((-1, -2))
     assert ((found / density - 1).abs() <= max(0.02, 1 / (density * n**2))).all()
     assert (mask | ~window).all()
-    least = min(0.03, math.floor(density * n) / n) if allocation == "head" else math.floor(density * n) / n
-    assert (mask.double().mean(-1) >= least).all()
+    assert (mask.double().mean(-1) >= math.floor(density * n) / n).all()
 
 
 def test_other_grids_give_up_what_the_window_of_one_takes():
     layout = layout_of([(1, 8, 8), (1, 1, 40)])
-    for allocation in ("row", "head"):
-        _, mask, window = select(layout, torch.rand(1, 1, 104, 104), kernel_thw=(1, 7, 7), density=0.32, allocation=allocation)
-        assert abs(float(mask.double().mean()) / 0.32 - 1) < 0.02 and torch.equal(mask[0, 0, :64], window[:64]) == (allocation == "row")
-
-
-def test_the_best_of_a_head_hold_no_less_mass_than_as_many_of_each_row():
-    layout = layout_of([(5, 3, 3)])
-    q, k = (torch.randn(1, 3, 45, 16) * torch.rand(1, 1, 45, 1).exp() for _ in range(2))
-    shares = (q @ k.mT / 4).softmax(-1)
-    mass = {}
-    for allocation in ("row", "head"):
-        config = SSTAConfig(tile_thw=(1, 1, 1), kernel_thw=(1, 1, 3), density=0.2, allocation=allocation)
-        mask = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
-        assert (mask.sum((-1, -2)) == 9 * 45).all()
-        mass[allocation] = (shares * mask).sum((-1, -2))
-    assert (mass["head"] > mass["row"]).all()
-
-
-def test_rows_are_compared_by_the_share_of_attention():
-    scores = torch.randn(1, 2, 9, 9)
-    torch.testing.assert_close(across_rows(scores + torch.randn(9, 1), 0.5), across_rows(scores, 0.5))
-    torch.testing.assert_close(across_rows(scores, 0.5).exp(), (scores / 2).softmax(-1))
-    torch.testing.assert_close(across_rows(8 * scores, 0.5, (2, 2, 2)), across_rows(scores, 0.5))
-    assert torch.equal(across_rows(100 * scores, 9.0).argsort(-1), scores.argsort(-1)), "logarithms do not underflow"
-
-
-def test_rows_are_compared_with_the_scale_of_attention():
-    layout = layout_of([(1, 1, 20)])
-    q, k = torch.randn(2, 1, 1, 20, 4).unbind()
-    config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=0.25, allocation="head")
-    default, same, sharper = (select_tiles(TiledQKV(layout, q, k, k), config, scale=scale) for scale in (None, 0.5, 8.0))
-    assert torch.equal(default.blocks.to_mask(), same.blocks.to_mask()) and not torch.equal(default.k_per_row, sharper.k_per_row)
-    assert default.k_per_row.sum() == sharper.k_per_row.sum() == 100
+    _, mask, window = select(layout, torch.rand(1, 1, 104, 104), kernel_thw=(1, 7, 7), density=0.32, sparse_type="ssta")
+    assert abs(float(mask.double().mean()) / 0.32 - 1) < 0.02 and torch.equal(mask[0, 0, :64], window[:64])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling_type", ["similarity", "importance"])
-@pytest.mark.parametrize("allocation", ["row", "head"])
-def test_a_tile_that_is_not_finite_is_taken_last(allocation, sampling_type, bad):
+def test_a_tile_that_is_not_finite_is_taken_last(sampling_type, bad):
     layout = layout_of([(1, 1, 12)])
     q, k = torch.randn(2, 1, 2, 12, 4).unbind()
     k[0, 1, 5, 2] = bad
     for density in (0.5, 11 / 12):
-        config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=density, allocation=allocation,
-                            sampling_type=sampling_type)
+        config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=density, sampling_type=sampling_type)
         mask = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
         assert (mask.sum((-1, -2)) == round(density * 144)).all() and not mask[0, 1, :, 5].any()
 
@@ -170,11 +132,10 @@ def test_counts_of_many_densities_are_not_all_kept():
     assert again is row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("allocation", ["row", "head"])
-def test_a_layer_with_a_density_is_one_graph(allocation):
+def test_a_layer_with_a_density_is_one_graph():
     torch._dynamo.reset()
     layout = TokenLayout.video_text((3, 4, 5), 7)
-    config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=0.6, allocation=allocation)
+    config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=0.6)
     q, k, v = torch.randn(3, 1, 2, 67, 8).unbind()
     mask = torch.arange(7)[None] < 3
 
@@ -188,7 +149,6 @@ def test_everything_at_a_density_of_one_is_dense_attention():
     layout = TokenLayout.video_text((3, 4, 5), 7)
     q, k, v = torch.randn(3, 1, 2, 67, 8, dtype=torch.float64).unbind()
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    for allocation in ("row", "head"):
-        for sparse_type in ("ssta", "block_attn"):
-            config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=1.0, allocation=allocation, sparse_type=sparse_type)
-            torch.testing.assert_close(ssta_attention(q, k, v, layout, config), dense)
+    for sparse_type in ("ssta", "block_attn"):
+        config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=1.0, sparse_type=sparse_type)
+        torch.testing.assert_close(ssta_attention(q, k, v, layout, config), dense)

@@ -53,7 +53,7 @@ def followed(monkeypatch):
     (dict(sampling_type="importance"), [None]), (dict(topk=None, density=0.6), [mask(3, 7), mask(0, 4)]),
     (dict(mask_share_within_head=True), [mask(3).int(), mask(5).int()]), (dict(pad_type="zero"), [mask(1), mask(7)]),
     (dict(pad_type="repeat", sparse_type="block_attn"), [None]), (dict(sparse_type="sta"), [mask(2), mask(0)]),
-    (dict(topk=None, density=0.6, allocation="head"), [None]), (dict(threshold=0.5), [mask(2)]),
+    (dict(threshold=0.5), [mask(2)]),
     (dict(compensation="linear"), [mask(4)])],
     ids=lambda of: str(of) if isinstance(of, dict) else "")
 @torch.no_grad()
@@ -74,7 +74,7 @@ def test_a_plan_gives_the_bits_of_a_layer_without_one(changes, masks, monkeypatc
             assert torch.equal(ssta_attention(*qkv, LAYOUT, config, text_mask=shared), out)
     # The first call of a kind makes the plan.
     assert steps.count("run") == (2 if masks[0] is None else 4)
-    assert ("_select" in steps) == (changes.keys().isdisjoint({"allocation", "threshold"}) and changes.get("sparse_type") != "sta")
+    assert ("_select" in steps) == ("threshold" not in changes and changes.get("sparse_type") != "sta")
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ def test_the_tiled_copies_do_not_outlive_attention(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0},
-                                     {"topk": None, "density": 0.7}, {"topk": None, "density": 0.7, "allocation": "head"}])
+                                     {"topk": None, "density": 0.7}])
 @pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
 def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
     layout = tile_layout(LAYOUT, CONFIG.tile_thw)

@@ -60,8 +60,7 @@ def cases(draw, head_dim=8, dtypes=(torch.float32, torch.bfloat16, torch.float64
     threshold = draw(st.sampled_from((0.0, 0.3, 0.9))) if sampling == "similarity" else 0.0
     budget = dict(topk=draw(st.integers(1, 20)), sparse_type=draw(st.sampled_from(("sta", "block_attn", "moba", "ssta"))))
     if threshold == 0 and budget["sparse_type"] != "sta" and draw(st.booleans()):
-        budget = dict(sparse_type=budget["sparse_type"], density=draw(st.sampled_from((0.01, 0.16, 0.3, 0.55, 0.999, 1.0))),
-                      allocation=draw(st.sampled_from(("row", "head"))))
+        budget = dict(sparse_type=budget["sparse_type"], density=draw(st.sampled_from((0.01, 0.16, 0.3, 0.55, 0.999, 1.0))))
     config = SSTAConfig(
         tile_thw=draw(TILES), kernel_thw=draw(st.tuples(*[st.integers(1, 3)] * 3)), threshold=threshold, **budget,
         lambda_=draw(st.sampled_from((0.0, 0.7, 1.0))), sampling_type=sampling, pad_type=draw(st.sampled_from(PADDINGS)),

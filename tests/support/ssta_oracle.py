@@ -167,33 +167,6 @@ def best_beyond(scores, window, counts):
     return kept, margin
 
 
-def best_of_head(scores, window, density):
-    """The same where the best of all rows are taken: at least 3 % of the tiles of each row, but no more than rows have in the mean."""
-    n = len(scores)
-    level = spread_over_rows(window, density)[1]
-    least = max(1, min(math.ceil(Fraction(3, 100) * n), math.floor(level)))
-    kept, margin = best_beyond(scores, window, [max(least, sum(row)) for row in window])
-    left = math.floor(Fraction(str(density)) * n * n + Fraction(1, 2)) - sum(map(sum, kept))
-    free = sorted(((i, j) for i in range(n) for j in range(n) if not kept[i][j]), key=lambda at: (-scores[at[0]][at[1]], at))
-    for i, j in free[:max(left, 0)]:
-        kept[i][j] = True
-    if 0 < left < len(free):
-        (a, b), (c, d) = free[left - 1:left + 1]
-        margin = min(margin, scores[a][b] - scores[c][d])
-    return kept, margin
-
-
-def of_density(scores, window, config, width):
-    """(what a density keeps, window included; how close the closest decision is). width: (head_dim, cells of a descriptor)."""
-    if config.allocation == "row":
-        return best_beyond(scores, window, spread_over_rows(window, config.density)[0])
-    if config.scored_by == "similarity":
-        dim, cells = width
-        rows = torch.tensor(scores, dtype=torch.float64) / (cells * dim**0.5)
-        scores = (rows - rows.logsumexp(-1, keepdim=True)).tolist()
-    return best_of_head(scores, window, config.density)
-
-
 @dataclass
 class Selection:
     """mask: bool [B, H, T, T]; kept[b][i]: the slots of tile i that are real under text_mask; clear: no decision of the budget is so close
@@ -241,7 +214,8 @@ def select(q, k, segments, config, valid=None):
                     mask[b, h, i, chosen] = True
                     clear = clear and score_margin > 1e-5 * max(map(abs, scores[i])) and mass_margin > 2e-4
             if n and config.density is not None:
-                spread, margin = of_density(scores, mask[b, h, :n, :n].tolist(), config, (q.shape[-1], math.prod(cells or (1,))))
+                window = mask[b, h, :n, :n].tolist()
+                spread, margin = best_beyond(scores, window, spread_over_rows(window, config.density)[0])
                 mask[b, h, :n, :n] = torch.tensor(spread)
                 clear = clear and margin > 1e-5 * max(abs(score) for row in scores for score in row)
     return Selection(tiles, mask, kept, clear)

@@ -34,7 +34,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention
-from ssta.config import ALLOCATIONS
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa
 from ssta.kernels.interfaces.native_sparse_attention.selected import selected_attention
@@ -88,9 +87,8 @@ def layer(padding: str) -> None:
     for scores in ("similarity", "importance"):
         ssta_3d_attention(q, k, v, (5, 9, 11), topk=3, tile_thw=(4, 6, 6), text_len=text, text_mask=mask, sampling_type=scores,
                           pad_type=padding)
-    for allocation in ALLOCATIONS:
-        config = SSTAConfig(tile_thw=(4, 6, 6), kernel_thw=(1, 1, 1), density=0.6, allocation=allocation, pad_type=padding)
-        ssta_attention(q, k, v, TokenLayout.video_text((5, 9, 11), text), config, text_mask=mask)
+    config = SSTAConfig(tile_thw=(4, 6, 6), kernel_thw=(1, 1, 1), density=0.6, pad_type=padding)
+    ssta_attention(q, k, v, TokenLayout.video_text((5, 9, 11), text), config, text_mask=mask)
 
 
 def token_lists() -> None:
