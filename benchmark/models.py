@@ -46,7 +46,7 @@ class ModelShape:
     config: SSTAConfig = SSTAConfig(topk=32)
 
     def build(self, device: str, dtype: torch.dtype) -> nn.Module:
-        """The transformer with random weights in the dtypes that ``from_pretrained(torch_dtype=dtype)`` gives them."""
+        """The transformer with random weights in the dtypes that ``from_pretrained(dtype=dtype)`` gives them."""
         torch.manual_seed(0)
         with torch.device(device):
             model = getattr(diffusers, self.model)(**self.options, num_layers=self.blocks).eval().requires_grad_(False)

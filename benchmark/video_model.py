@@ -142,7 +142,7 @@ class VideoModel(nn.Module):
         return self.dit(x, sigma * 1000, condition, return_dict=False)[0]
 
     def as_loaded(self, dtype: torch.dtype) -> VideoModel:
-        """This model, ready to sample, with its weights in the dtypes that ``from_pretrained(torch_dtype=dtype)`` gives a transformer."""
+        """This model, ready to sample, with its weights in the dtypes that ``from_pretrained(dtype=dtype)`` gives a transformer."""
         wide = self.dit._keep_in_fp32_modules or ()
         for name, parameter in self.dit.named_parameters():
             if not any(part in name.split(".") for part in wide):

@@ -57,7 +57,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--loss", choices=("diffusion", "distill"), default="distill",
                         help="against the clip's own velocity, or that of the frozen dense model (default %(default)s)")
     parser.add_argument("--density", type=float, default=0.15, help="share of the tile pairs that is computed (default %(default)s)")
-    parser.add_argument("--ramp", type=int, metavar="STEPS", help="in which the density falls from 1 (default a fifth of --steps)")
+    parser.add_argument("--ramp", type=int, metavar="STEPS",
+                        help="in which the density falls from 1 (default a fifth of --steps, or with --resume as it was)")
     parser.add_argument("--compensation", choices=("none", "mean", "linear"), help="of what is left out; the family's if left out")
     parser.add_argument("--steps", type=int, default=500, help="of the optimizer (default %(default)s)")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train a LoRA of this rank; 0, the default, trains all weights")
@@ -90,8 +91,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.rate = 1e-4 if options.lora else 1e-5
     if not 0 < options.rate < math.inf:
         parser.error(f"--rate must be positive, got {options.rate}")
-    if options.ramp is None:
-        options.ramp = options.steps // 5
     return options
 
 
@@ -109,6 +108,11 @@ def require_settings(fsdp: Any) -> None:
             raise ValueError(f"{name} must be {wanted} in accelerate's settings, for {why}")
 
 
+def _training(checkpoint: Path) -> dict[str, Any]:
+    """How many steps a checkpoint has seen, and with which settings."""
+    return json.loads((checkpoint / "training.json").read_text())
+
+
 class Training:
     """One run, from the command line to the files."""
 
@@ -119,6 +123,8 @@ class Training:
         files = data.clip_files(options.clips) if options.clips else data.cached_files(options.cache)
         self.folder = options.output / "checkpoints"
         self.last = self._last_checkpoint()
+        if options.ramp is None:
+            options.ramp = options.steps // 5 if self.last is None else _training(self.last)["settings"]["ramp"]
         precision = options.precision or ("bf16" if torch.cuda.is_available() and not options.cpu else "no")
         self.accelerator = accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=options.accumulate,
                                                      cpu=options.cpu)
@@ -280,10 +286,11 @@ class Training:
                                                                        "clips": [path.name for path in self.files]}
 
     def _resume(self, folder: Path) -> None:
-        there = json.loads((folder / "training.json").read_text())
+        there = _training(folder)
         for name, value in self._settings().items():
             if there["settings"].get(name) != value:
-                raise ValueError(f"--resume must go on with {name} = {there['settings'].get(name)}, as in {folder}, got {value}")
+                option = f"--{name.replace('_', '-')}" if name in SAME else name
+                raise ValueError(f"--resume must go on with {option} {there['settings'].get(name)}, as in {folder}, got {value}")
         self.accelerator.load_state(str(folder))
         self.steps_done = there["steps"]
         log = self.options.output / "log.csv"

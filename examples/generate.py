@@ -29,6 +29,9 @@ from ssta.pipelines.family import family_of
 from ssta.pipelines.presets import preset_settings
 from ssta.pipelines.quality import describe, require_video_writer, write_video
 
+# What imageio writes with ffmpeg's H.264.
+VIDEO_FILES = (".mp4", ".mov", ".mkv", ".avi")
+
 
 @dataclass(frozen=True)
 class Example:
@@ -60,13 +63,15 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
     join_ranks(options)
     try:
         require_video_writer()
+        require_output(options.output)
         pipe = load(example, options)
         config, schedule = settings(options, pipe)
         call = call_of(example, options, pipe)
         with apply_ssta(pipe, config, schedule=schedule) as handle:
             share_out(pipe)
             if options.compile:
-                pipe.transformer.compile_repeated_blocks(fullgraph=True)
+                for transformer in transformers(pipe):
+                    transformer.compile_repeated_blocks(fullgraph=True)
             video = generate("sparse", pipe, call, options.seed)
             if is_first():
                 print(handle.report(), flush=True)
@@ -108,11 +113,21 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
     parser.add_argument("--offload", action="store_true", help="keep only the model that is running on the GPU")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")
-    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="file to write")
+    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="file to write: " + ", ".join(VIDEO_FILES))
     options = parser.parse_args(arguments)
     if example.image_pipeline is None:
         options.image = None
     return options
+
+
+def require_output(path: Path) -> None:
+    """Raises ValueError where no video could be written: better before a long generation than after it."""
+    if path.suffix.lower() not in VIDEO_FILES:
+        raise ValueError(f"--output must end with one of {', '.join(VIDEO_FILES)}, got {path}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--output must be a file in a folder that exists, got {path}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--output must be a file that may be written, got {path}")
 
 
 def ranks() -> int:
@@ -140,10 +155,15 @@ def join_ranks(options: argparse.Namespace) -> None:
 
 def share_out(pipe: Any) -> None:
     """Shares the tokens of every forward out over the ranks, any number of them. What was removed with SSTA is put back."""
-    for name in ("transformer", "transformer_2"):
-        transformer = getattr(pipe, name, None)
-        if ranks() > 1 and transformer is not None and transformer._parallel_config is None:
+    for transformer in transformers(pipe):
+        if ranks() > 1 and transformer._parallel_config is None:
             transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks(), ulysses_anything=True))
+
+
+def transformers(pipe: Any) -> list[Any]:
+    """The pipeline's transformers: Wan 2.2 has two, one for each range of noise levels."""
+    found = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
+    return [transformer for transformer in found if transformer is not None]
 
 
 def load(example: Example, options: argparse.Namespace) -> Any:
@@ -151,7 +171,7 @@ def load(example: Example, options: argparse.Namespace) -> Any:
     name, model = (example.pipeline, example.model) if options.image is None else (example.image_pipeline, example.image_model)
     model = options.model or model
     say(f"loading {model}")
-    pipe = getattr(diffusers, name).from_pretrained(model, torch_dtype=torch.bfloat16)
+    pipe = getattr(diffusers, name).from_pretrained(model, dtype=torch.bfloat16)
     example.prepare(pipe)
     # Decoding at full resolution in one piece can take more memory than denoising.
     if hasattr(pipe.vae, "enable_tiling"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .attention import LayerResult, ssta_layer
 from .config import SSTAConfig
-from .inputs import check_inputs
+from .inputs import check_inputs, require_layout
 from .kernels import PatternFacts, autocast_inputs, block_sparse_attention, choose_route
 from .layout import checked_layout
 from .selection import Selection, window_lists
@@ -50,6 +50,7 @@ def dense_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    require_layout(layout)
     whole, runs = None, TokenLayout(tuple([DenseRun(segment.length) for segment in layout.segments]))
     if rings is not None:
         if text_mask is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
@@ -17,8 +18,7 @@ from .sequence import TokenLayout
 def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig,
                  shards: Shards | Rings | None = None) -> None:
     """That they fit one another, and ``layout``, or a rank's share of it; a layer's first step after autocast."""
-    if not isinstance(layout, TokenLayout):
-        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    require_layout(layout)
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
     _check_tensor("query", query)
@@ -36,7 +36,8 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         if shards is not None:
             shards.check(name, x)
         elif shape[2] != layout.length:
-            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}")
+            raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {shape[2]} in shape {tuple(shape)}"
+                             + _tokens_first(shape, layout.length))
         if shape[0] != batch or shape[3] != dim:
             raise ValueError(f"{name} must have query's batch {batch} and head_dim {dim}, got shape {tuple(shape)}")
         if x.dtype != dtype:
@@ -51,6 +52,24 @@ def check_inputs(query: Input, key: Input, value: Input, layout: TokenLayout, co
         raise ValueError(f"query's heads must be a multiple of key's {shape[1]}, got {heads}")
     if shards is not None:
         shards.deal_heads(heads, shape[1])
+
+
+def require_layout(layout: TokenLayout) -> TokenLayout:
+    """``layout``, a TokenLayout.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    return layout
+
+
+def _tokens_first(shape: Sequence[int], length: int) -> str:
+    """A hint for an error where ``length`` tokens stand where heads should."""
+    if shape[1] != length or shape[2] == length:
+        return ""
+    return f"; the order of axes is [batch, heads, tokens, head_dim], so transpose(1, 2) of the shape {tuple(shape)} that came may be meant"
 
 
 def _check_tensor(name: str, x: Input) -> None:
@@ -73,7 +92,8 @@ def check_lengths(query: Tensor, layout: TokenLayout) -> None:
     length, text_len = query.shape[2], layout.dense_length
     if layout.length == length:
         return
+    hint = _tokens_first(query.shape, layout.length)
     if text_len > length:
-        raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}")
+        raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}{hint}")
     raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
-                     f"got {layout.video[0].thw} = {layout.video_length}")
+                     f"got {layout.video[0].thw} = {layout.video_length}{hint}")

@@ -203,7 +203,7 @@ def _matplotlib(report: Report, path: str | Path | None):
         import matplotlib.patches
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("ssta's pictures require matplotlib: pip install ssta[plot]") from error
+        raise ImportError("ssta's pictures require matplotlib: pip install matplotlib") from error
     if not isinstance(report, Report):
         raise TypeError(f"report must be a Report, which explain returns, got {type(report).__name__}")
     if path is not None:
@@ -326,7 +326,12 @@ def _patches(matplotlib, kinds: list[int], hatched: bool = False) -> list:
 
 
 def _add_legend(figure: Figure, handles: list) -> None:
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    """One row of entries under the picture, or as many rows as its width takes."""
+    for columns in range(len(handles), 0, -1):
+        legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _finish(figure: Figure, path: str | Path | None) -> Figure:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .attention import LayerResult
-from .checks import require_choice
+from .checks import LARGEST, require_choice, require_runnable
 from .config import SSTAConfig
 from .inputs import check_inputs
 from .kernels import (
@@ -33,6 +33,7 @@ from .kernels import (
     require_bool,
     require_int,
     require_number,
+    require_strided,
     resolve_scale,
     without_autocast,
 )
@@ -41,9 +42,10 @@ from .sequence import DenseRun, TokenLayout
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}
-# Of the published code, and the blocks of TurboDiffusion's checkpoints.
+# EPS is the published code's, the block sizes are those of TurboDiffusion's checkpoints.
 EPS = 1e-5
 Q_BLOCK, KV_BLOCK = 128, 64
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = SSTAConfig()
 
 
@@ -58,17 +60,19 @@ def sparse_linear_attention(
         query: ``[B, H, S, D]``, any strides whose last is 1. Under autocast all tensors are cast to its dtype.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
-        weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. Any floating-point dtype.
-        bias: ``[D]``; None = none.
+        weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. float16, bfloat16, float32 or float64,
+            on query's device.
+        bias: ``[D]``, dtype and device as for weight; None = none.
         density: in (0, 1], the share of the key blocks that each query block attends to exactly (TurboDiffusion's ``sla_topk``).
         feature_map: "softmax", "elu" (plus 1) or "relu".
-        q_block, kv_block: tokens of a query block and of a key block; the last ones may be shorter.
+        q_block, kv_block: tokens of a query block and of a key block, at most 2**31 - 1; the last ones may be shorter.
         scale: factor on the scores of the exact part; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which kernel runs; "auto" chooses by device, dtype and shape. The linear part is two products in plain torch.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key, value, weight and bias; the selection is a constant.
+        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value, weight and bias, not under torch.func; the
+        selection is a constant.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
@@ -99,8 +103,10 @@ def sla_layer(
     require_bool("deterministic", deterministic)
     require_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
-        require_int(name, size, 1)
+        if require_int(name, size, 1) > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST} tokens, got {size}")
     scale = resolve_scale(scale, dim)
+    require_runnable(impl, q)
     if selection is None:
         with torch.no_grad(), without_autocast(q.device.type):
             selection = Selection(_select(q, k, density, q_block, kv_block))
@@ -123,8 +129,9 @@ def check_density(density: float) -> float:
 
 
 def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be a tensor of float16, bfloat16, float32 or float64, got {getattr(x, 'dtype', type(x).__name__)}")
+    require_strided(name, x)
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} for this head_dim, got {tuple(x.shape)}")
     if x.device != device:

@@ -41,7 +41,7 @@ from .scoring import tile_means
 from .selection import Selection, select_tiles
 from .sequence import DenseRun, TokenLayout
 
-# Of the published checkpoints.
+# The tile that the published checkpoints were trained with.
 TILE = (4, 4, 4)
 
 
@@ -65,7 +65,8 @@ def video_sparse_attention(
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key, value and gate; the selection is a constant.
+        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value and gate, not under torch.func; the selection is
+        a constant.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
@@ -128,7 +129,7 @@ def vsa_layer(
     if gate is None:
         out = exact + spread
     else:
-        # Without gradients nobody asks for the exact part again.
+        # Where no gradient is recorded, the exact part is not needed again and can hold the result.
         out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
     return LayerResult(out, selection, route)
 
@@ -150,7 +151,7 @@ def _check_gate(gate: Tensor, query: Input) -> None:
         raise ValueError(f"gate must be on query's device {query.device}, got {gate.device}")
 
 
-# Means over tiles, and what a tile has handed to its tokens: up to a tile's length each is the other's gradient, and both are gathers.
+# _means averages over tiles, _spread hands a tile's value to its tokens. But for a factor, the tile's length, each is the other's gradient.
 
 
 def _means(x: Tensor, layout: TileLayout, known: Tensor | None) -> Tensor:

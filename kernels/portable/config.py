@@ -39,10 +39,11 @@ class _Row(NamedTuple):
     wide: LaunchConfig
 
 
-# Kinds of GPUs: with asynchronous products, measured on an H200; and three that are not measured but compiled, for which the rows say what
-# spills no registers in the loop over full chunks, keeps two copies of a streamed tile, multiplies little twice (as eight warps on 64 rows
-# do), and else is as large as fits: "large", 163 KB of shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA
-# (RTX 50). FlexAttention's table and FlashAttention-2's launches are near.
+# There is a row for each kind of GPU. "asynchronous" was measured on an H200. Nobody has measured the other three: "large", 163 KB of
+# shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA (RTX 50). They are what the compiler makes best: no
+# registers spilled in the loop over full chunks, two copies of a streamed tile, little multiplied twice (as eight warps on 64 rows do), and
+# otherwise as large as fits. FlexAttention's table and FlashAttention-2's launches are close to them. benchmark/tune.py --save measures on
+# the GPU at hand, and what it writes is taken instead.
 _TABLE = {
     # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
     # Of 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in three
@@ -117,12 +118,13 @@ def gathered_config(
 ) -> LaunchConfig:
     """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
 
-    ``ordered``, under a causal order among listed keys, one stage: with two or three, Triton 3.6 on an H200 hides keys that a row should
-    see where blocks of one key make tiles of 32 (the 16-1 cases of tests/interfaces/test_flashinfer.py); the compiled code shows no cause.
+    With ``ordered``, a causal order among the listed keys, there is one stage. With two or three, kernels that Triton 3.6 compiled for an
+    H200 leave out keys that a row should see, where blocks of one key make tiles of 32; the compiled code does not show why. The test
+    test_a_causal_order_needs_one_stage in tests/interfaces/test_flashinfer.py fails once a version of Triton does not.
 
-    A tile holds keys of any blocks, so their length plays no part. Not measured, but what compiles for sm_90a without spilling registers
-    and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys spill 900 and 128 keys 8,900.
-    At head_dim 256 with masks only 32 rows escape the serialised wgmma, and spill 500.
+    A tile holds keys of any blocks, so the blocks' length plays no part. The numbers are not measured: they are what compiles for sm_90a
+    without spilling registers and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys
+    spill 900 and 128 keys 8,900. At head_dim 256 with masks only 32 rows escape the serialised wgmma, and spill 500.
     """
     if head_dim > 128:
         best = LaunchConfig(32, 32, 4, 2) if limited else LaunchConfig(128, 32, 8, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import subprocess
 import sys
@@ -89,6 +90,29 @@ def test_mistakes_end_with_one_sentence(arguments, message, script, monkeypatch)
     with pytest.raises(SystemExit, match=message):
         run(module, generate, "WAN", *arguments)
     assert not written
+
+
+def test_a_file_that_could_not_be_written_is_said_before_anything_is_loaded(script, monkeypatch, tmp_path):
+    module, generate, _ = script("wan")
+    monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "folder.mp4").mkdir()
+    for output, message in (("no_extension", "--output must end with one of .mp4, .mov, .mkv, .avi, got .*no_extension"),
+                            ("a.png", "--output must end with one of"), ("folder.mp4", "--output must be a file in a folder that exists"),
+                            ("missing/a.mp4", "--output must be a file in a folder that exists, got .*missing/a.mp4")):
+        with pytest.raises(SystemExit, match=f"error: {message}"):
+            run(module, generate, "WAN", "--output", str(tmp_path / output))
+
+
+def test_both_transformers_of_a_pipeline_are_compiled(script, monkeypatch, tmp_path):
+    module, generate, _ = script("wan")
+    pipe, compiled = wan_with_frames(), []
+    pipe.register_modules(transformer_2=copy.deepcopy(pipe.transformer))
+    pipe.register_to_config(boundary_ratio=0.5)
+    monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", lambda model, **_: pipe)
+    monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", lambda model, fullgraph: compiled.append(model))
+    run(module, generate, "WAN", "--height", "96", "--width", "128", "--num-frames", "9", "--num-inference-steps", "2", "--compile",
+        "--output", str(tmp_path / "a.mp4"))
+    assert [id(model) for model in compiled] == [id(pipe.transformer), id(pipe.transformer_2)]
 
 
 def test_a_video_that_begins_with_an_image(script, monkeypatch):

@@ -74,13 +74,13 @@ def frames(path: Path):
     yield from (127 + 127 * torch.sin(x / (9 + len(path.stem)))).byte()[..., None].expand(20, 300, 260, 3)
 
 
-def tune(script, made, name: str, output: Path, *arguments: str) -> list[dict]:
+def tune(script, made, name: str, output: Path, *arguments: str, ramp: tuple[str, ...] = ("--ramp", "2")) -> list[dict]:
     """Runs it; the rows of its log."""
     weights, cache = made(name)
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()
     script.finetune.main([
-        "--model", str(weights), "--cache", str(cache), "--output", str(output), "--cpu", "--steps", "4", "--ramp", "2", "--density", "0.3",
+        "--model", str(weights), "--cache", str(cache), "--output", str(output), "--cpu", "--steps", "4", *ramp, "--density", "0.3",
         "--log-every", "1", "--sample-every", "0", "--checkpoint-every", "2", "--rate", "1e-2", "--warm-up", "0", *arguments])
     return list(csv.DictReader((output / "log.csv").open()))
 
@@ -154,10 +154,19 @@ def test_going_on_gives_the_same_bits_as_never_having_stopped(script, made, tmp_
     if "--lora" in arguments:
         # The weights that are not trained are in no checkpoint.
         assert not (tmp_path / "parts" / "checkpoints" / "000002" / "model.safetensors").exists()
-        with pytest.raises(SystemExit, match="error: --resume must go on with lora = 2, as in .*, got 3"):
+        with pytest.raises(SystemExit, match="error: --resume must go on with --lora 2, as in .*, got 3"):
             tune(script, made, "wan", tmp_path / "parts", "--lora", "3", "--resume")
         with pytest.raises(SystemExit, match="error: --output .* must be new, got one with checkpoints; --resume goes on"):
             tune(script, made, "wan", tmp_path / "parts", *arguments)
+
+
+def test_a_longer_training_goes_on_with_the_ramp_it_had(script, made, tmp_path):
+    tune(script, made, "wan", tmp_path, "--lora", "2", "--steps", "2", ramp=())
+    rows = tune(script, made, "wan", tmp_path, "--lora", "2", "--steps", "6", "--resume", ramp=())
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 7)]
+    # A fifth of two steps is none, of six steps one.
+    with pytest.raises(SystemExit, match="error: --resume must go on with --ramp 0, as in .*, got 1"):
+        tune(script, made, "wan", tmp_path, "--lora", "2", "--steps", "8", "--resume", ramp=("--ramp", "1"))
 
 
 def test_checkpointing_changes_nothing(script, made, tmp_path):

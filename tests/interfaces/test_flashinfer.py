@@ -97,6 +97,22 @@ def test_block_sparse_against_float64(device, dtype, backend, limits, heads, R, 
                    scale=options.get("sm_scale"), soft_cap=options.get("logits_soft_cap", 0.0))
 
 
+@pytest.mark.gpu
+@pytest.mark.xfail(raises=AssertionError, reason="Triton 3.6 hides keys where loads are pipelined: gathered_config takes one stage. Where "
+                   "this passes, ordered= has no use there any more.")
+def test_a_causal_order_needs_one_stage(monkeypatch):
+    from ssta.kernels.portable import config, gathered
+
+    def pipelined(*arguments, ordered: bool, **options):
+        return config.gathered_config(*arguments, **options)
+
+    monkeypatch.setattr(gathered, "gathered_config", pipelined)
+    for dtype in (torch.float16, torch.bfloat16):
+        for limits in ("causal", "causal and soft cap"):
+            for heads in ((2, 2), (4, 1)):
+                test_block_sparse_against_float64("cuda", dtype, "auto", limits, heads, 16, 1, 40, 20)
+
+
 @everywhere
 @pytest.mark.parametrize("limits", ["plain", "causal", "soft cap", "causal and soft cap"])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])

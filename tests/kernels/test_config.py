@@ -10,7 +10,7 @@ from ssta.kernels import device
 from ssta.kernels.device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config, split
 from ssta.kernels.portable import measured
-from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
+from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config, gathered_config
 
 
 @pytest.mark.parametrize("tokens, heads, head_dim, warpgroups", [
@@ -63,6 +63,16 @@ def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_
     assert config.programs * (kept + 1700) <= HOPPER_SHARED_MEMORY + 1024
     others = [hopper_forward_config(head_dim, rows, kv_block, causal, optimistic) for rows, causal in ((65, False), (64, True))]
     assert all(other.warpgroups > 1 and other.programs == 1 for other in others)
+
+
+@pytest.mark.parametrize("limits", [
+    DeviceLimits(227 << 10, tma=True, products="wgmma"), DeviceLimits(163 << 10, tma=False), DeviceLimits(99 << 10, tma=False)],
+    ids=["hopper", "a100", "rtx"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_a_causal_order_among_listed_keys_takes_one_stage(head_dim, rows, limits):
+    # With more, rows miss keys: tests/interfaces/test_flashinfer.py, test_a_causal_order_needs_one_stage.
+    assert gathered_config(head_dim, rows, True, limits, stationary=1, ordered=True).num_stages == 1
 
 
 GPU = "NVIDIA GeForce RTX 4090"

@@ -239,12 +239,23 @@ def test_bad_input_says_what_is_wrong(changes, error, words):
 @pytest.mark.parametrize("changes, error, words", [
     ({"layout": (2, 4, 4)}, TypeError, "layout must be a TokenLayout, got tuple"),
     ({"config": {}}, TypeError, "config must be an SSTAConfig, got dict"),
-    ({"layout": TokenLayout.video_text((2, 4, 4))}, ValueError, "query must have the layout's 32 tokens, got 40"),
+    ({"layout": TokenLayout.video_text((2, 4, 4))}, ValueError, "query must have the layout's 32 tokens, got 40 in shape .1, 1, 40, 16.$"),
 ])
 def test_bad_layouts_and_configs_say_what_is_wrong(changes, error, words):
     arguments = {"layout": TokenLayout.video_text((2, 4, 4), 8), "config": SSTAConfig(), **changes}
     with pytest.raises(error, match=words):
         ssta_attention(*torch.zeros(3, 1, 1, 40, 16), **arguments)
+
+
+def test_heads_behind_the_tokens_are_told_from_a_wrong_length():
+    x = torch.zeros(1, 40, 2, 16)
+    hint = r"; the order of axes is \[batch, heads, tokens, head_dim\], so transpose\(1, 2\) of the shape \(1, 40, 2, 16\) that came"
+    with pytest.raises(ValueError, match="text_len must be at most the sequence's 2 tokens, got 8" + hint):
+        ssta_3d_attention(x, x, x, (2, 4, 4), topk=1, text_len=8)
+    with pytest.raises(ValueError, match="thw must multiply to the 2 video tokens of query .* = 40" + hint):
+        ssta_3d_attention(x, x, x, (2, 4, 5), topk=1)
+    with pytest.raises(ValueError, match="query must have the layout's 40 tokens, got 2 in shape .*" + hint):
+        ssta_attention(x, x, x, TokenLayout.video_text((2, 4, 4), 8), SSTAConfig())
 
 
 @pytest.mark.parametrize("fields, error, words", [

@@ -378,11 +378,19 @@ def test_a_layout_without_video_has_no_frames_to_draw():
     assert len(plot_density(report).axes) == 1
 
 
+def test_the_legend_fits_into_every_picture(report):
+    for figure in (plot_block_mask(report), plot_selection(report), plot_density(report)):
+        figure.canvas.draw()
+        legend, = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0
+
+
 def test_without_matplotlib_the_message_names_the_extra(report, monkeypatch):
     for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install ssta\[plot\]"):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         plot_density(report)
 
 

@@ -64,13 +64,22 @@ def test_rows_without_features_get_the_bias_in_float16_too():
 @pytest.mark.parametrize("change, error, message", [
     (dict(weight=torch.zeros(4, 8)), ValueError, r"weight must have shape \(8, 8\) for this head_dim, got \(4, 8\)"),
     (dict(bias=torch.zeros(4)), ValueError, r"bias must have shape \(8,\) for this head_dim, got \(4,\)"),
-    (dict(weight=[1.0]), TypeError, "weight must be a floating-point tensor, got list"),
-    (dict(weight=None), TypeError, "weight must be a floating-point tensor, got NoneType"),
+    (dict(weight=[1.0]), TypeError, "weight must be a tensor of float16, bfloat16, float32 or float64, got list"),
+    (dict(weight=None), TypeError, "weight must be a tensor of float16, bfloat16, float32 or float64, got NoneType"),
+    (dict(weight=torch.zeros(8, 8).to(torch.float8_e4m3fn)), TypeError, "weight must be a tensor of float16, .*, got torch.float8_e4m3fn"),
+    (dict(weight=torch.zeros(8, 8).to_sparse()), TypeError, "weight must be a dense, strided tensor, got torch.sparse_coo"),
+    (dict(weight=torch.zeros(8, 8).to_mkldnn()), TypeError, "weight must be a dense, strided tensor, got torch._mkldnn"),
+    (dict(bias=torch.zeros(8).to(torch.float8_e4m3fn)), TypeError, "bias must be a tensor of float16, .*, got torch.float8_e4m3fn"),
+    (dict(bias=torch.zeros(8).to_sparse()), TypeError, "bias must be a dense, strided tensor, got torch.sparse_coo"),
+    (dict(bias=torch.zeros(8).to_mkldnn()), TypeError, "bias must be a dense, strided tensor, got torch._mkldnn"),
     (dict(query=torch.zeros(1, 2, 0, 8)), ValueError, r"with at least one token, got shape \(1, 2, 0, 8\)"),
     (dict(density=0.0), ValueError, r"density must lie in \(0, 1\], a share of the key blocks, got 0.0"),
     (dict(feature_map="hedgehog"), ValueError, "feature_map must be one of 'softmax', 'elu', 'relu', got 'hedgehog'"),
     (dict(deterministic=1), TypeError, "deterministic must be a bool, got int"),
     (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
+    (dict(q_block=2**31), ValueError, "q_block must be at most 2147483647 tokens, got 2147483648"),
+    (dict(kv_block=2**31), ValueError, "kv_block must be at most 2147483647 tokens, got 2147483648"),
+    (dict(impl="fast"), ValueError, "impl must be one of"),
     (dict(query=torch.zeros(2, 12, 8)), ValueError, "query must be .batch, heads, tokens, head_dim. with at least one token, got shape"),
     (dict(value=torch.zeros(1, 2, 11, 8)), ValueError, "value must have"),
 ])
@@ -78,6 +87,13 @@ def test_refuses(change, error, message):
     x = torch.zeros(1, 2, 12, 8)
     with pytest.raises(error, match=message):
         sparse_linear_attention(**dict(query=x, key=x, value=x, weight=torch.zeros(8, 8)) | change)
+
+
+def test_what_cannot_run_is_refused_before_anything_is_selected(monkeypatch):
+    monkeypatch.setattr("ssta.sla._select", lambda *_: pytest.fail("selected"))
+    x = torch.zeros(1, 2, 12, 8)
+    with pytest.raises(ValueError, match="impl='hopper' "):
+        sparse_linear_attention(x, x, x, torch.zeros(8, 8), impl="hopper")
 
 
 @pytest.mark.gpu

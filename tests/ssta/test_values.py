@@ -156,6 +156,11 @@ def test_dense_attention_is_the_softmax_over_valid_tokens(layout, masked):
     torch.testing.assert_close(torch.autograd.grad(result.out.sum(), q), torch.autograd.grad(expected.sum(), q), rtol=1e-9, atol=1e-9)
 
 
+def test_dense_attention_refuses_what_is_no_layout():
+    with pytest.raises(TypeError, match="layout must be a TokenLayout, got tuple"):
+        dense_attention(*torch.zeros(3, 1, 2, 30, 4), (2, 3, 5))
+
+
 @pytest.mark.parametrize("sparse_type", ["sta", "ssta", "block_attn"])
 @pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"pad_type": "zero"}])
 def test_meta_tensors_have_a_shape_with_every_selection(sparse_type, changes):

@@ -16,7 +16,6 @@ from ...routing import KERNEL_DTYPES
 from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, require_values, unpack_heads
 from .within_blocks import attention_within_blocks, listed_keys
 
-LOG2E = 1.4426950408889634
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -96,7 +95,7 @@ class Plan:
             out = new_out.to(self.o_dtype) if out is None else out.copy_(new_out)
             if not return_lse:
                 return out, None
-            new_lse = new_lse * LOG2E
+            new_lse = new_lse * math.log2(math.e)
             return out, new_lse if lse is None else lse.copy_(new_lse)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, impl: str) -> tuple[Tensor, Tensor]:
