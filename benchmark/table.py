@@ -1,25 +1,28 @@
 """The measured tables of README.md and of benchmark/*.md, and the plots, made from benchmark/results/*.csv.
 
     python benchmark/table.py            rewrites the tables and, where matplotlib is installed, the plots
-    python benchmark/table.py --check    changes nothing; fails when a document does not show what the CSVs hold
+    python benchmark/table.py --check    changes nothing; fails when a document does not show what the CSVs hold; prints stale rows
+    python benchmark/table.py --fresh    the same, and fails when a row is stale
 
 A document marks a place by two lines, between which this script writes:
 
     <!-- table:NAME -->
     <!-- /table -->
 
-NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that it
-was measured on below it. A place without a CSV is left as it is. The main README has the shortest one, `layer`; all others stand in
-benchmark/README.md and benchmark/kernels.md.
+NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that
+it was measured on below it, and a line where code under its rows has changed since (staleness.py). That line may lag behind the code:
+nobody who changes a kernel has to touch the documents. A place without a CSV is left as it is. The main README has the shortest tables;
+all others stand in benchmark/README.md and benchmark/kernels.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import staleness
 from measure import RESULTS
 from quality_tables import equal_time_table, fine_tune_table, quality_table, samples_table
 from rows import (
@@ -44,28 +47,65 @@ from shapes import LAYERS
 from stages import STAGES
 
 DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md", Path(__file__).parent / "kernels.md")
+# The lines about staleness in a document.
+NOTE = re.compile(r"^\n(?=Stale: |Unknown: )|^(?:Stale|Unknown): .*\n", re.M)
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail when a document does not show what the CSVs hold, and change nothing")
+    parser.add_argument("--fresh", action="store_true", help="as --check, and fail too when a row is stale, or when git cannot say")
     options = parser.parse_args(argv)
     texts = {path: path.read_text() for path in DOCUMENTS}
-    renewed = {path: filled(text, RESULTS) for path, text in texts.items()}
-    stale = {path: [old["name"] for old, new in zip(PLACE.finditer(texts[path]), PLACE.finditer(renewed[path])) if old[0] != new[0]]
-             for path in DOCUMENTS}
-    if options.check:
-        for path, names in stale.items():
-            if names:
-                raise SystemExit(f"{path.name} in {path.parent} does not show what benchmark/results holds for {', '.join(names)}: "
-                                 f"run python benchmark/table.py")
-    for path, names in stale.items():
+    renewed = {path: filled(text, RESULTS, stale_line) for path, text in texts.items()}
+    if options.check or options.fresh:
+        check(texts, renewed)
+        old = print_stale(RESULTS)
+        if old and options.fresh:
+            raise SystemExit(f"to be measured again: {', '.join(old)}")
+        return
+    for path in DOCUMENTS:
+        names = differing(texts[path], renewed[path])
         if names:
             path.write_text(renewed[path])
         print(f"{path}: {'rewrote ' + ', '.join(names) if names else 'every table shows what benchmark/results holds'}")
-    if not options.check:
-        draw(RESULTS)
+    draw(RESULTS)
+
+
+def check(texts: dict[Path, str], renewed: dict[Path, str]) -> None:
+    """Ends the program where a document does not show what the CSVs hold. What it says about staleness may be older than the code."""
+    for path, text in texts.items():
+        names = differing(NOTE.sub("", text), NOTE.sub("", renewed[path]))
+        if names:
+            raise SystemExit(f"{path.name} in {path.parent} does not show what benchmark/results holds for {', '.join(names)}: "
+                             f"run python benchmark/table.py")
+        late = differing(text, renewed[path])
+        print(f"{path}: every table shows what benchmark/results holds")
+        if late:
+            print(f"    but what is stale has changed for {', '.join(late)}: python benchmark/table.py brings it up to date")
+
+
+def differing(old: str, new: str) -> list[str]:
+    """The names of the places whose text differs."""
+    return [before["name"] for before, after in zip(PLACE.finditer(old), PLACE.finditer(new)) if before[0] != after[0]]
+
+
+def print_stale(results: Path) -> list[str]:
+    """Prints which rows of which CSVs are stale, or may be, and returns those CSVs' names."""
+    found = []
+    for path in sorted(results.glob("*.csv")):
+        for age in staleness.ages(path.stem, read_rows(path)):
+            if not age.fresh:
+                print(f"{path.name}, {age.rows} rows: {age}")
+                found.append(path.name)
+    return list(dict.fromkeys(found))
+
+
+def stale_line(name: str, rows: list[Row]) -> str:
+    """What stands below a table of ``rows`` of the CSV ``name`` where they are stale, or may be."""
+    lines = [f"{age}.\n" for age in staleness.ages(name, rows) if not age.fresh]
+    return "\n" + "".join(lines) if lines else ""
 
 
 def draw(results: Path, sources: Iterable[str] = ()) -> None:
@@ -87,8 +127,8 @@ def draw(results: Path, sources: Iterable[str] = ()) -> None:
             print(f"drew {path.with_suffix('.png')}")
 
 
-def filled(text: str, results: Path) -> str:
-    """``text`` with the table of every NAME_*.csv in ``results`` between its marks.
+def filled(text: str, results: Path, below: Callable[[str, list[Row]], str] = lambda name, rows: "") -> str:
+    """``text`` with the table of every NAME_*.csv in ``results`` between its marks, and under it what ``below`` says of its rows.
 
     Raises:
         ValueError: a mark with a name that no table has, or one without its end.
@@ -100,14 +140,15 @@ def filled(text: str, results: Path) -> str:
         if place["name"] not in TABLES:
             raise ValueError(f"table:NAME must be one of {', '.join(TABLES)}, got {place['name']!r}")
         source, make = TABLES[place["name"]]
-        measured = []
+        tables: list[str] = []
         for path in sorted(results.glob(f"{source}_*.csv")):
             rows = read_rows(path)
             if make is layer_table:
                 # What the caption says is of the layer that is shown.
                 rows = [row for row in rows if row["layer"] == LAYERS[0].name]
-            measured.append((make(rows, rows_beside(path)) if make in JOINED else make(rows), rows))
-        tables = [captioned(lines, rows) for lines, rows in measured if len(lines) > 1]
+            lines = make(rows, rows_beside(path)) if make in JOINED else make(rows)
+            if len(lines) > 1:
+                tables.append(captioned(lines, rows) + below(path.stem, rows))
         return place["open"] + "\n".join(tables) + place["close"] if tables else place[0]
 
     return PLACE.sub(fill, text)

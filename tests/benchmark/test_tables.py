@@ -1,6 +1,7 @@
 """The documents and plots of the benchmarks show what the CSVs hold."""
 
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -40,6 +41,7 @@ def made_up(tmp_path, monkeypatch):
     other.write_text("<!-- table:around -->\n<!-- /table -->\n<!-- table:missing -->\n<!-- /table -->\n")
     monkeypatch.setattr(table, "DOCUMENTS", (readme, other))
     monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [])
     return table, readme, other
 
 
@@ -73,6 +75,137 @@ kept
     table.main(["--check"])
     table.main([])
     assert "every table shows" in capsys.readouterr().out
+
+
+# Rows that are older than the code
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A git repository with kernels; commit(**files), "folder__name" for folder/name.py, returns the commit's name."""
+    tree = tmp_path / "tree"
+
+    def git(*command):
+        run = subprocess.run(["git", "-C", str(tree), "-c", "user.name=x", "-c", "user.email=x@x", *command],
+                             capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.strip()
+
+    def commit(**files):
+        for name, text in files.items():
+            path = tree / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        git("add", ".")
+        git("commit", "-q", "-m", "x")
+        return git("rev-parse", "--short=10", "HEAD")
+
+    tree.mkdir()
+    git("init", "-q")
+    return tree, commit
+
+
+KERNEL = '''"""A kernel."""
+
+
+def f(x):
+    """Adds."""
+    return x + 1  # one
+'''
+
+
+def ages_in(tree, *commits, name="kernels_h200", device="NVIDIA H200"):
+    import staleness
+
+    staleness._changed_code.cache_clear()
+    return staleness.ages(name, [dict(commit=commit, device=device) for commit in commits], tree)
+
+
+def test_rows_are_stale_when_code_under_them_changes(repository):
+    tree, commit = repository
+    first = commit(kernels__hopper__forward=KERNEL, kernels__portable__forward=KERNEL, kernels__tail=KERNEL, ssta__attention=KERNEL)
+    words = KERNEL.replace("A kernel", "Another").replace("Adds", "One more").replace("x + 1  # one", "(x +\n 1)")
+    second = commit(kernels__hopper__forward=words)
+
+    def changed(*commits, **more):
+        return [age.changed for age in ages_in(tree, *commits, **more)]
+
+    assert changed(first, second) == [(), ()], "comments, docstrings and layout are not code"
+    third = commit(kernels__hopper__forward=words.replace("+", "-"), kernels__hopper__backward=KERNEL)
+    both = ("kernels/hopper/backward.py", "kernels/hopper/forward.py")
+    assert changed(first, second, third, first) == [both, both, ()]
+    assert changed(first, name="kernels_a100", device="NVIDIA A100") == [()], "it runs kernels/portable"
+    commit(kernels__tail="def g(): pass\n", pipelines__report="x = 1\n", ssta__vsa="x = 1\n")
+    assert changed(third) == [()]
+    assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/tail.py",)]
+    (tree / "ssta" / "attention.py").unlink()
+    (tree / "kernels" / "__init__.py").write_text("from .tail import g\n")
+    assert changed(third, name="host_h200") == [("kernels/tail.py", "ssta/attention.py")], "the working tree counts, names in doors do not"
+
+
+def test_what_is_said_of_stale_rows(repository):
+    tree, commit = repository
+    first = commit(kernels__hopper__forward=KERNEL, kernels__op=KERNEL)
+    assert [age.fresh for age in ages_in(tree, first)] == [True]
+    commit(kernels__hopper__forward="x = 1\n")
+    age, = ages_in(tree, first, first)
+    assert str(age) == f"Stale: 1 file under these rows changed since commit {first} (kernels/hopper 1)" and age.rows == 2
+    commit(kernels__hopper__backward="x = 1\n", kernels__op="x = 1\n")
+    age, = ages_in(tree, first)
+    assert str(age).endswith(f"3 files under these rows changed since commit {first} (kernels/hopper 2, kernels 1)")
+
+
+def test_without_the_commit_nothing_is_known(repository, tmp_path):
+    tree, commit = repository
+    first = commit(kernels__op="x = 1\n")
+    commit(kernels__op="x = 2\n")
+    subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{tree}", str(tmp_path / "shallow")], check=True)
+    (tmp_path / "bare").mkdir()
+    for folder, named in ((tmp_path / "shallow", first), (tmp_path / "bare", first), (tree, "unknown")):
+        age, = ages_in(folder, named)
+        assert age.changed is None and not age.fresh
+        assert str(age) == f"Unknown: whether code under these rows changed since commit {named}, which git does not have here"
+
+
+def test_every_csv_says_what_it_depends_on():
+    import measure
+    import staleness
+
+    for path in measure.RESULTS.glob("*.csv"):
+        staleness.ages(path.stem, [])
+    with pytest.raises(ValueError, match="must say in SOURCES what speed_h200.csv depends on"):
+        staleness.ages("speed_h200", [])
+    library = [path.relative_to(staleness.ROOT).as_posix() for path in sorted(staleness.ROOT.glob("kernels/**/*.py"))]
+    for kind, patterns in staleness.SOURCES.items():
+        assert any(staleness.matches(path, patterns, "hopper") for path in library), kind
+
+
+def test_stale_rows_are_shown_and_fail_only_where_fresh_ones_are_wanted(made_up, monkeypatch, capsys):
+    table, readme, other = made_up
+    table.main([])
+    clean = readme.read_text()
+    aged = table.staleness.Age("abc", 11, ("kernels/op.py",))
+    monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [aged])
+    capsys.readouterr()
+    table.main(["--check"])
+    said = capsys.readouterr().out
+    assert readme.read_text() == clean and "what is stale has changed for kernels: python benchmark/table.py" in said
+    assert f"kernels_card.csv, 11 rows: {aged}" in said
+    with pytest.raises(SystemExit, match="to be measured again: kernels_card.csv"):
+        table.main(["--fresh"])
+    table.main([])
+    caption = "commit abc, 2026-01-02\n"
+    assert readme.read_text() == clean.replace(caption, f"{caption}\n{aged}.\n")
+    capsys.readouterr()
+    table.main(["--check"])
+    assert "has changed" not in capsys.readouterr().out
+    monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [table.staleness.Age("abc", 11, ())])
+    table.main(["--fresh"])
+    table.main([])
+    assert readme.read_text() == clean
+
+
+# Tables and plots
 
 
 def test_other_inputs_have_lines_of_their_own_and_are_left_out_of_plots(made_up):
