@@ -38,12 +38,11 @@ class BlockEstimates:
 
     Attributes:
         parts: units of a block.
-        linear: whether covariances and h take part in the estimate.
         log_count: float32 ``[B, Hkv, U]``, log of a unit's tokens; -inf where it has none, or its block holds NaN or inf: nothing is
             estimated of that.
-        half_variance: h, ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it; None where neither the estimate
-            nor a score asks for it. bfloat16, because it waits while attention runs; float32 or float64 where plain torch runs.
-        mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it; None where h is.
+        half_variance: h, ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it. bfloat16, because it waits while
+            attention runs; float32 or float64 where plain torch runs.
+        mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it.
         order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
             unit; None where that is its own. (int64 ``[B, Hkv, N, L]``, places of a block by projection, where plain torch made it.)
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; None where plain torch runs, which makes them anew for
@@ -53,10 +52,9 @@ class BlockEstimates:
     """
 
     parts: int
-    linear: bool
     log_count: Tensor
-    half_variance: Tensor | None = None
-    mass: Tensor | None = None
+    half_variance: Tensor
+    mass: Tensor
     order: Tensor | None = None
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
@@ -66,7 +64,6 @@ class BlockEstimates:
     def scores(self) -> Tensor:
         """mass x h / tokens, float32 ``[B, H, N, N]``: how far each block's estimate may be off, for each key that computing it costs; -inf
         for blocks that hold NaN or inf."""
-        assert self.mass is not None and self.half_variance is not None
         if self.k_mean is not None:
             with torch.no_grad():
                 return _scores(self.mass, self.half_variance, self.log_count, self.parts)
@@ -103,18 +100,17 @@ class TailForward:
         tail_lse: float32 ``[B, H, P]``, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other blocks.
         bias: float32 ``[B, H, N, U]``: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated. Empty
             where no backward is to come, and so is the mixture.
-        mixture: bfloat16 ``[B, H, N, U]``, rows dense but not contiguous: the damped weights of covariances in a query block's matrix;
-            None without covariances.
+        mixture: bfloat16 ``[B, H, N, U]``, rows dense but not contiguous: the damped weights of covariances in a query block's matrix.
     """
 
     share: Tensor
     tail_lse: Tensor
     bias: Tensor
-    mixture: Tensor | None
+    mixture: Tensor
 
 
 def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, *, scale: float, parts: int,
-                    linear: bool, with_mass: bool, useful: Tensor | None = None) -> BlockEstimates:
+                    useful: Tensor | None = None) -> BlockEstimates:
     """What selection and estimate need to know of the first ``num_blocks`` blocks, by Triton's kernels; a constant to autograd.
 
     Args:
@@ -125,22 +121,16 @@ def estimate_blocks(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks
         longest: an upper bound on their tokens.
         scale: factor on the scores.
         parts: 1 or 2 units of a block.
-        linear: whether covariances and h are to take part in the estimate.
-        with_mass: whether mass and h are wanted though they do not.
         useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again.
     """
-    with_mass = with_mass or linear
     # A graph that is compiled would look for the operator's gradient.
     with torch.no_grad():
-        ahead = linear and _computed_ahead(q, k, num_blocks, parts)
+        ahead = _computed_ahead(q, k, num_blocks, parts)
         log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = _estimate(
-            q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
-        known = dict(covariances=covariances) if ahead else {}
-        if with_mass:
-            known |= dict(half_variance=half_variance, mass=mass)
-            useful = useful_heads(error) if useful is None else useful
-    return BlockEstimates(parts, linear, log_count, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean, useful=useful,
-                          **known)
+            q, k, v, offsets, num_blocks, longest, scale, parts, ahead)
+        useful = useful_heads(error) if useful is None else useful
+    return BlockEstimates(parts, log_count, half_variance, mass, order=order if parts > 1 else None, k_mean=k_mean, v_mean=v_mean,
+                          useful=useful, covariances=covariances if ahead else None)
 
 
 def add_tail(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, blocks: BlockLists,
@@ -171,11 +161,10 @@ def tail_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offs
     assert estimates.k_mean is not None and estimates.v_mean is not None, "kernels made the estimates"
     run = _add_operator if watched(out) else _add
     tail_lse, share, bias, mixture = run(
-        out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count,
-        estimates.half_variance if estimates.linear else None, estimates.mass if estimates.linear else None, estimates.useful,
-        estimates.order, estimates.k_mean, estimates.v_mean, estimates.covariances if estimates.linear else None, num_blocks, longest,
+        out, lse, q, k, v, offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance, estimates.mass,
+        estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, estimates.covariances, num_blocks, longest,
         estimates.parts, scale, keep)
-    return TailForward(share, tail_lse, bias, mixture if estimates.linear else None)
+    return TailForward(share, tail_lse, bias, mixture)
 
 
 @lru_cache
@@ -233,7 +222,7 @@ def _computed_ahead(q: Tensor, k: Tensor, num_blocks: int, parts: int) -> bool:
             and 2 * entries <= WAITING_ROOM * q.numel() * q.element_size())
 
 
-def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
+def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
            tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
     """``combine`` of the portable kernels, by Hopper's own where it can."""
     if q.is_cuda and hopper_merges(capability(q.device), q.dtype, q.shape[3]):
@@ -245,28 +234,25 @@ def _merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, 
 
 
 def _new_estimates(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool, ahead: bool,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, ahead: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised; what is not wanted is empty."""
     batch, heads, tokens, dim = q.shape
     kv_heads, units = k.shape[1], num_blocks * parts
     pairs = batch, heads, num_blocks, units
     return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
-            q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
-            q.new_empty(pairs if with_mass else (0,), dtype=torch.bfloat16),
+            q.new_empty(pairs, dtype=torch.bfloat16), q.new_empty(pairs, dtype=torch.bfloat16),
             q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
             k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
-            q.new_empty((batch, heads, num_blocks) if with_mass else (0,), dtype=torch.float32),
+            q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
             k.new_empty((batch, kv_heads, units, dim * dim) if ahead else (0,), dtype=torch.bfloat16))
 
 
 @operator("estimate_blocks", _new_estimates)
 def _estimate(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, linear: bool,
-    with_mass: bool, ahead: bool,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int, ahead: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, linear, with_mass, ahead)
+    new = _new_estimates(q, k, v, offsets, num_blocks, longest, scale, parts, ahead)
     log_count, half_variance, mass, order, k_mean, v_mean, error, covariances = new
     if not q.numel():
         return tuple(x.zero_() for x in new)  # type: ignore[return-value]
@@ -277,9 +263,6 @@ def _estimate(
         if parts > 1:
             _kernels("order").principal_order(k, offsets, num_blocks, ITERATIONS, order)
             halves = order
-        if not with_mass:
-            statistics.key_statistics(k, v, offsets, k_mean, v_mean, log_count, halves, parts, False)
-            return new
         # Of symmetric matrices half is kept.
         matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * statistics.packed_size(k.shape[3]) // k.shape[3]**2)
         # The kernel that compares queries with units reads numbers of four bytes faster.
@@ -292,13 +275,13 @@ def _estimate(
                                                            keys, covariances[shared], statistics.SLAB)
             else:
                 keys = statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
-                                                 None if halves is None else halves[shared], parts, True)
+                                                 None if halves is None else halves[shared], parts)
                 if ahead:
                     covariances[shared] = statistics.covariances(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared],
                                                                  log_count[shared], None, None, parts)
             wide[own] = _half_variance(statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
             del keys
-        rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, linear, CAP, mass, half_variance, error)
+        rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
     return new
 
 
@@ -317,26 +300,26 @@ def _scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) 
 
 def _new_tail(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
-    half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    half_variance: Tensor, mass: Tensor, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
     covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tail_lse, share, bias and mixture, uninitialised; the last is empty where there is none, the last two unless they are to be kept."""
+    """tail_lse, share, bias and mixture, uninitialised; the last two are empty unless they are to be kept."""
     batch, heads, tokens, _ = q.shape
     return (q.new_empty(batch, heads, tokens, dtype=torch.float32), q.new_empty(batch, heads, num_blocks, dtype=torch.float32),
-            *_new_pairs(q, heads if keep else 0, num_blocks, parts, half_variance is not None))
+            *_new_pairs(q, heads if keep else 0, num_blocks, parts))
 
 
-def _new_pairs(q: Tensor, heads: int, num_blocks: int, parts: int, mixed: bool) -> tuple[Tensor, Tensor]:
+def _new_pairs(q: Tensor, heads: int, num_blocks: int, parts: int) -> tuple[Tensor, Tensor]:
     """bias and mixture of some heads, uninitialised."""
     units = num_blocks * parts
     # Rows of 16 bytes: what torch multiplies fast.
-    mixture = q.new_empty(q.shape[0], heads, num_blocks, -(-units // 8) * 8 if mixed else 0, dtype=torch.bfloat16)
+    mixture = q.new_empty(q.shape[0], heads, num_blocks, -(-units // 8) * 8, dtype=torch.bfloat16)
     return q.new_empty(q.shape[0], heads, num_blocks, units, dtype=torch.float32), mixture[..., :units]
 
 
 def _add(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, indices: Tensor, log_count: Tensor,
-    half_variance: Tensor | None, mass: Tensor | None, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
+    half_variance: Tensor, mass: Tensor, useful: Tensor | None, order: Tensor | None, k_mean: Tensor, v_mean: Tensor,
     covariances: Tensor | None, num_blocks: int, longest: int, parts: int, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     new = _new_tail(out, lse, q, k, v, offsets, counts, indices, log_count, half_variance, mass, useful, order, k_mean, v_mean,
@@ -351,12 +334,6 @@ def _add(
     statistics, rows = _kernels("statistics"), _kernels("rows")
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         left = torch.empty(share.shape, dtype=torch.int32, device=q.device)
-        if half_variance is None:
-            bias = kept_bias if keep else _new_pairs(q, heads, num_blocks, parts, False)[0]
-            rows.unit_bias(log_count, None, rows.block_lists(counts, indices, heads, num_blocks), useful, CAP, bias, left)
-            _merge(out, lse, q, k_mean, v_mean, bias, left, None, tail_lse, offsets, longest, scale, share)
-            return new
-        assert mass is not None
         used = useful if useful is None or heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
         pairs = heads // kv_heads * num_blocks**2 * parts
         held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel() + (0 if covariances is None else 2 * covariances.numel())
@@ -366,10 +343,10 @@ def _add(
             if keep:
                 bias, mixture = kept_bias[own], kept_mixture[own]
             else:
-                bias, mixture = _new_pairs(some, some.shape[1], num_blocks, parts, True)
+                bias, mixture = _new_pairs(some, some.shape[1], num_blocks, parts)
             lists = rows.block_lists(*(_of_group(x, heads, own, shared) for x in (counts, indices)), some.shape[1], num_blocks)
-            rows.unit_bias(log_count[shared], half_variance[own], lists, None if useful is None else useful[own], CAP, bias, left[own],
-                           mass[own], mixture)
+            rows.unit_bias(log_count[shared], half_variance[own], mass[own], lists, None if useful is None else useful[own], CAP, bias,
+                           left[own], mixture)
             if covariances is not None:
                 squares = covariances[shared]
             else:

@@ -72,7 +72,7 @@ def _new_gradients(
 @operator("add_tail_backward", _new_gradients)
 def _backward(
     dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, mixture: Tensor | None, log_count: Tensor, order: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, mixture: Tensor, log_count: Tensor, order: Tensor | None,
     k_mean: Tensor, v_mean: Tensor, longest: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for exact, exact_lse, q, k and v; arguments as for ``triton_tail_backward``."""
@@ -86,17 +86,15 @@ def _backward(
     exact_lse = exact_lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     # Those of a block's units, and of its queries with their gradients.
-    matrices = 0 if mixture is None else blocks * (parts + 2 * q.shape[1] // kv_heads)
+    matrices = blocks * (parts + 2 * q.shape[1] // kv_heads)
     with torch.no_grad(), without_autocast(q.device.type), torch.cuda.device_of(q):
         for own, shared in _head_groups(q, kv_heads, matrices, TAIL_ROOM):
             halves = None if order is None else order[shared]
-            matrix = mixed = None
-            if mixture is not None:
-                covariances = statistics.covariances(
-                    k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], halves, None, parts)
-                mixed = _by_kv_head(mixture[own], covariances.shape[1])
-                matrix = torch.bmm(mixed, covariances.flatten(0, 1))
-                del covariances
+            covariances = statistics.covariances(
+                k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], halves, None, parts)
+            mixed = _by_kv_head(mixture[own], covariances.shape[1])
+            matrix = torch.bmm(mixed, covariances.flatten(0, 1))
+            del covariances
             backward.triton_tail_backward(
                 dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], None if dlse is None else dlse[own], exact[own],
                 exact_lse[own], out[own], lse[own], tail_lse[own], q[own], k[shared], v[shared], offsets, longest, bias[own],

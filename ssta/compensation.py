@@ -13,7 +13,7 @@ covariances C_u of keys with values and S_u of keys; G_I is the second moment of
 
 For tiles drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
 of its mean key. Real tiles have bounded tails, so both are damped where h > 1. The queries that speak for their tile in h and m are spread
-over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. "mean" leaves h and M out. A head
+over it: 32 or, of tiles of more than 128 tokens, 64. Errors are the same within 1 % as where all do. A head
 whose tiles' tokens differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
 Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the halves count as constants.
@@ -98,15 +98,14 @@ def estimate_tiles(tiled: TiledQKV, config: SSTAConfig, scale: float, useful: Te
 
     Args:
         tiled: q, k and v in the order of the tiles.
-        config: its compensation, which is not "none", its parts, and whether "error" selects.
+        config: its compensation, which is not "none", and its parts.
         scale: factor on the scores.
-        useful: ``BlockEstimates.useful`` of the call whose selection is attended to again; "error" need not select then.
+        useful: ``BlockEstimates.useful`` of the call whose selection is attended to again.
     """
     q, k, v, layout = tiled.held_q(), tiled.k, tiled.v, tiled.layout
     if kernels_run(q):
         return estimate_blocks(q, k, v, layout.offsets, layout.num_video_tiles, _longest(layout), scale=scale,
-                               parts=config.compensation_parts, linear=config.compensation == "linear",
-                               with_mass=config.scored_by == "error" and useful is None, useful=useful)
+                               parts=config.compensation_parts, useful=useful)
     # Autocast would compute in half precision.
     with torch.no_grad(), without_autocast(q.device.type):
         return _estimate_in_torch(q, k, v, layout, config, scale, useful)
@@ -171,15 +170,13 @@ def _wide(x: Tensor) -> Tensor:
 def _estimate_in_torch(
     q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, config: SSTAConfig, scale: float, useful: Tensor | None = None,
 ) -> BlockEstimates:
-    tiles, parts, linear = _tiles(layout), config.compensation_parts, config.compensation == "linear"
+    tiles, parts = _tiles(layout), config.compensation_parts
     q_tiles, k_tiles, v_tiles = (tiles.cut(_wide(x)) for x in (q, k, v))
     finite = (k_tiles.isfinite() & v_tiles.isfinite()).flatten(3).all(-1)
     k_tiles = k_tiles.masked_fill(~finite[..., None, None], 0)
     order = _principal_order(k_tiles, tiles) if parts > 1 else None
     members, counts = tiles.members(parts)
     log_count = counts.to(k_tiles.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    if not linear and (config.scored_by != "error" or useful is not None):
-        return BlockEstimates(parts, linear, log_count, order=order, useful=useful)
     k_mean, k_spread = _units(k_tiles, members, counts, order)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], q.shape[1]).flatten(2, 3)
     sampled, counted = tiles.sample()
@@ -189,17 +186,16 @@ def _estimate_in_torch(
     queries, number = queries.masked_fill(~sound, 0), counted.sum(1).clamp(min=1)[:, None]
     half_variance = 0.5 * scale**2 * ((queries.mT @ queries / number[..., None]).flatten(3) @ variance.flatten(3).mT)
     logits = scale * queries.flatten(2, 3) @ per_query_head(k_mean.flatten(2, 3), q.shape[1]).mT
-    bias = _bias(log_count, half_variance if linear else None, q.shape[1])
-    mass = (logits.unflatten(2, sampled.shape) + bias.expand(-1, -1, tiles.number, -1)[..., None, :]).softmax(-1).nan_to_num(0)
+    bias = _bias(log_count, half_variance)
+    mass = (logits.unflatten(2, sampled.shape) + bias[..., None, :]).softmax(-1).nan_to_num(0)
     mass = (mass * sound).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
-    return BlockEstimates(parts, linear, log_count, half_variance, mass, order, useful=useful)
+    return BlockEstimates(parts, log_count, half_variance, mass, order, useful=useful)
 
 
-def _bias(log_count: Tensor, half_variance: Tensor | None, heads: int) -> Tensor:
-    """``[B, H, N or 1, U]``: what a unit's logit has beside its mean key's."""
-    bias = per_query_head(log_count, heads)[:, :, None]
-    return bias if half_variance is None else bias + half_variance.clamp(max=CAP)
+def _bias(log_count: Tensor, half_variance: Tensor) -> Tensor:
+    """``[B, H, N, U]``: what a unit's logit has beside its mean key's."""
+    return per_query_head(log_count, half_variance.shape[1])[:, :, None] + half_variance.clamp(max=CAP)
 
 
 def _principal_order(k_tiles: Tensor, tiles: _Tiles) -> Tensor:
@@ -237,26 +233,23 @@ def _compensate_in_torch(
     (k_mean, k_spread), (v_mean, v_spread) = (
         _units(tiles.cut(_wide(x)).masked_fill(unsound, 0), members, counts, estimates.order) for x in (k, v))
     k_mean, v_mean = (per_query_head(x.flatten(2, 3), heads) for x in (k_mean, v_mean))
-    half_variance = estimates.half_variance if estimates.linear else None
+    half_variance = estimates.half_variance
     selected = blocks.to_mask()[..., :tiles.number, :tiles.number].repeat_interleave(estimates.parts, -1)
     useful = estimates.useful
     if useful is not None:
         selected = selected | ~useful[..., None, None]
-    bias = _bias(estimates.log_count, half_variance, heads).masked_fill(selected, -torch.inf)
+    bias = _bias(estimates.log_count, half_variance).masked_fill(selected, -torch.inf)
     logits = scale * tiles.join(q_tiles) @ k_mean.mT + bias.index_select(2, tiles.of_slot)
     # A row that leaves nothing out has no estimate; measured from 0 its weights are 0 instead of NaN.
     nothing = logits.isneginf().all(-1, keepdim=True)
     tail_lse = logits.masked_fill(nothing, 0).logsumexp(-1, keepdim=True)
     weights = (logits - tail_lse).exp()
-    tail = weights @ v_mean
-    if half_variance is not None:
-        covariance = per_query_head((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), heads)
-        damping = (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
-        assert estimates.mass is not None
-        left = estimates.mass.masked_fill(selected, 0)
-        mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * damping
-        matrix = (mixture @ covariance.flatten(3)).unflatten(3, covariance.shape[-2:])
-        tail = tail + scale * tiles.join(q_tiles @ matrix)
+    covariance = per_query_head((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), heads)
+    damping = (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
+    left = estimates.mass.masked_fill(selected, 0)
+    mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * damping
+    matrix = (mixture @ covariance.flatten(3)).unflatten(3, covariance.shape[-2:])
+    tail = weights @ v_mean + scale * tiles.join(q_tiles @ matrix)
     exact, exact_lse = out[:, :, :tiles.slots], lse[:, :, :tiles.slots, None]
     total = torch.logaddexp(exact_lse, tail_lse)
     merged = (exact_lse - total).exp() * exact + (tail_lse - total).exp() * tail

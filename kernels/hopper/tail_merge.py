@@ -131,11 +131,9 @@ def _load_rest(work, i, matrix_desc, out_desc):
     """The matrix and the exact part, from the ``i``-th use of the ring on."""
     UNITS: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
-    if matrix_desc is not None:
-        for piece in gl.static_range(D // UNITS):
-            _load_k(work, i + piece, matrix_desc, work.head, work.block * D + piece * UNITS)
-        i = i + D // UNITS
-    _load_k(work, i, out_desc, work.head, work.row)
+    for piece in gl.static_range(D // UNITS):
+        _load_k(work, i + piece, matrix_desc, work.head, work.block * D + piece * UNITS)
+    _load_k(work, i + D // UNITS, out_desc, work.head, work.row)
 
 
 @gluon.jit
@@ -251,15 +249,14 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
         divisor = gl.where(some, row_sum, 1.0)
         row_tail = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
         factor = 1.0 / divisor
-        if PIECES > 0:
-            # scale q M is added before all is multiplied by scale.
-            acc = acc * (factor / scale)[:, None]
-            factor = gl.full([ROWS], 1.0, gl.float32, by_rows) * scale
-            for piece in gl.static_range(PIECES):
-                ring_wait(work.k_full, rest + piece, True)
-                token = warpgroup_mma(q.slice(piece * UNITS, UNITS, 1), matrix(ring_at(work.k, rest + piece, True)), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[token])
-                ring_arrive(work.k_done, rest + piece, True)
+        # scale q M is added before all is multiplied by scale.
+        acc = acc * (factor / scale)[:, None]
+        factor = gl.full([ROWS], 1.0, gl.float32, by_rows) * scale
+        for piece in gl.static_range(PIECES):
+            ring_wait(work.k_full, rest + piece, True)
+            token = warpgroup_mma(q.slice(piece * UNITS, UNITS, 1), matrix(ring_at(work.k, rest + piece, True)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[token])
+            ring_arrive(work.k_done, rest + piece, True)
         row_lse = gl.load(lse + lines, mask=lines < rows, other=0.0) * (1 / LN2)
         larger = gl.maximum(row_lse, row_tail)
         exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
@@ -329,7 +326,7 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     fence_async_shared()
     work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
                 (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
-    REST: gl.constexpr = 1 + (0 if matrix_desc is None else D // UNITS)
+    REST: gl.constexpr = 1 + D // UNITS
     gl.warp_specialize([
         (_merge, (work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
         (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units, inverse, REST)),
@@ -337,7 +334,7 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
 
 
 def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
-                      matrix: Tensor | None, tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
+                      matrix: Tensor, tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
     """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128, q and out ``mergeable``."""
     batch, heads, tokens, dim = q.shape
     blocks, units = bias.shape[2:]
@@ -345,10 +342,10 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     shares = torch.empty(batch, heads, blocks, parts, dtype=torch.float32, device=q.device)
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
     fixed = constants(dim)
-    key = (q.get_device(), q.dtype, matrix is None, fit(numbers), *fixed.values())
+    key = (q.get_device(), q.dtype, fit(numbers), *fixed.values())
     _launch(key, (batch * heads * blocks * parts, 1, 1),
             (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
-             None if matrix is None else tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
+             tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
             (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
     torch.sum(shares, -1, out=share)
 

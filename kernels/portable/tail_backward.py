@@ -93,14 +93,13 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
     c = -delta
     acc = tl.zeros([M, DIM_PAD], tl.float32)
-    if matrix is not None:
-        # M dO of each row, by columns of M.
-        m = matrix + ((batch * heads + head) * blocks + block) * DIM * DIM
-        for column in range(0, DIM, C):
-            part = _patch(of_head(dout, batch, head) + row.to(tl.int64) * dout.row + column, dout.row, rows, DIM - column, M, C)
-            acc = _with_moments(part, tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc)
-        c += scale * tl.sum(acc * queries.to(tl.float32), 1)
-        acc = acc * b[:, None]
+    # M dO of each row, by columns of M.
+    m = matrix + ((batch * heads + head) * blocks + block) * DIM * DIM
+    for column in range(0, DIM, C):
+        part = _patch(of_head(dout, batch, head) + row.to(tl.int64) * dout.row + column, dout.row, rows, DIM - column, M, C)
+        acc = _with_moments(part, tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc)
+    c += scale * tl.sum(acc * queries.to(tl.float32), 1)
+    acc = acc * b[:, None]
     # +inf makes every weight of a row 0.
     row_lse2 = lse_in_base_2(tl.where(estimated, row_lse, float("-inf")))
     # What a row attends to exactly may hold NaN, and 0 times that is NaN.
@@ -199,12 +198,11 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
     dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
     k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
     dk_head, dv_head = of_head(dk, batch, kv_head), of_head(dv, batch, kv_head)
-    if dcovariance is not None:
-        dc = dcovariance + of_unit * DIM * DIM
-        to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
-        to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
-        key = tl.load(of_head(k_mean, batch, kv_head) + unit * k_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-        value = tl.load(of_head(v_mean, batch, kv_head) + unit * v_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    dc = dcovariance + of_unit * DIM * DIM
+    to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
+    to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
+    key = tl.load(of_head(k_mean, batch, kv_head) + unit * k_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    value = tl.load(of_head(v_mean, batch, kv_head) + unit * v_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     for at in range(first, last, M):
         rows = at + place < last
         token = start + at + place
@@ -213,13 +211,12 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         token = token[:, None].to(tl.int64)
         new_dk = tl.zeros([M, C], tl.float32) + dkey[None, :]
         new_dv = tl.zeros([M, C], tl.float32) + dvalue[None, :]
-        if dcovariance is not None:
-            mask = rows[:, None] & (dims < DIM)[None, :]
-            keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0)
-            values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0)
-            keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
-            new_dv = _with_moments(keys.to(k.ptr.dtype.element_ty), to_values, new_dv)
-            new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)
+        mask = rows[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0)
+        values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0)
+        keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
+        new_dv = _with_moments(keys.to(k.ptr.dtype.element_ty), to_values, new_dv)
+        new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)
         mask = rows[:, None] & (columns < DIM)[None, :]
         new_dk, new_dv = tl.where(sound, new_dk * factor, 0.0), tl.where(sound, new_dv * factor, 0.0)
         tl.store(dk_head + token * dk.row + columns[None, :], new_dk.to(dk.ptr.dtype.element_ty), mask=mask)
@@ -246,8 +243,8 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[st
 def triton_tail_backward(
     dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
     exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int,
-    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor | None,
-    mixture: Tensor | None, scale: float,
+    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor,
+    mixture: Tensor, scale: float,
 ) -> None:
     """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
 
@@ -264,7 +261,7 @@ def triton_tail_backward(
         order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``, contiguous.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
         matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
-            the query heads of a key/value head are rows of one product. None for means alone.
+            the query heads of a key/value head are rows of one product.
         scale: factor on the scores.
     """
     exact, out, dout, q, k, v, k_mean, v_mean = map(strided, (exact, out, dout, q, k, v, k_mean, v_mean))
@@ -291,15 +288,12 @@ def triton_tail_backward(
         share, scale * LOG2E, scale, **launches["units"])
     dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
 
-    dcovariance = None
     patches = triton.cdiv(dim, launches["matrix"]["C"])
-    if matrix is not None:
-        assert mixture is not None
-        dmatrix = torch.empty_like(matrix)
-        _tail_matrix_kernel[(blocks, batch * heads, patches)](
-            q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
-        dcovariance = torch.bmm(mixture.mT, dmatrix)
-        del dmatrix
+    dmatrix = torch.empty_like(matrix)
+    _tail_matrix_kernel[(blocks, batch * heads, patches)](
+        q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
+    dcovariance = torch.bmm(mixture.mT, dmatrix)
+    del dmatrix
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](
         view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
         units, PARTS=parts, **launches["tokens"])

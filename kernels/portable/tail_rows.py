@@ -32,8 +32,7 @@ def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_gr
 def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, left, mixture, lists_batch, lists_head, lists_group,
                  capacity, heads, group, blocks, units, mixture_row,
                  CAP: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """A block's biases; and unless they are None how many units are estimated, and the mixture: what these have of their mass together,
-    damped."""
+    """A block's biases, how many units are estimated, and the mixture: what these have of their mass together, damped."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
@@ -42,42 +41,37 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
     for start in range(0, units, WIDTH):
         unit = start + tl.arange(0, WIDTH)
         value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
-        if half_variance is not None:
-            h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
-            value += tl.minimum(h, CAP)
+        h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+        value += tl.minimum(h, CAP)
         if useful is not None:
             value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
         tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
-    if counts is not None:
-        # Other threads wrote what is written over.
-        tl.debug_barrier()
-        listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
-        for start in range(0, count, WIDTH):
-            place = start + tl.arange(0, WIDTH)
-            item = tl.load(listed + place, mask=place < count, other=-1)
-            for part in tl.static_range(PARTS):
-                known = (item >= 0) & (item < blocks)
-                tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
-    if left is not None:
-        tl.debug_barrier()
-        number = tl.zeros([WIDTH], tl.int32)
-        total = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, units, WIDTH):
-            unit = start + tl.arange(0, WIDTH)
-            estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-            number += estimated.to(tl.int32)
-            if mixture is not None:
-                total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
-        tl.store(left + row, tl.sum(number, 0))
-        if mixture is not None:
-            factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
-            for start in range(0, units, WIDTH):
-                unit = start + tl.arange(0, WIDTH)
-                estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
-                h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
-                share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
-                share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-                tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
+    # Other threads wrote what is written over.
+    tl.debug_barrier()
+    listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
+    for start in range(0, count, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        item = tl.load(listed + place, mask=place < count, other=-1)
+        for part in tl.static_range(PARTS):
+            known = (item >= 0) & (item < blocks)
+            tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
+    tl.debug_barrier()
+    number = tl.zeros([WIDTH], tl.int32)
+    total = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, units, WIDTH):
+        unit = start + tl.arange(0, WIDTH)
+        estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+        number += estimated.to(tl.int32)
+        total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
+    tl.store(left + row, tl.sum(number, 0))
+    factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
+    for start in range(0, units, WIDTH):
+        unit = start + tl.arange(0, WIDTH)
+        estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+        h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+        share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
+        share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
+        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
 
 @triton.jit
@@ -115,7 +109,7 @@ def _logits(a, b, bias, scale_log2):
 
 @triton.jit
 def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 scale_log2, SAMPLE: tl.constexpr, LINEAR: tl.constexpr, CAP: tl.constexpr,
+                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
     that has no more; h rounded, and the sum of mass x h."""
@@ -141,9 +135,8 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
-        if LINEAR:
-            mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-            bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
+        mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
+        bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
         scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
         higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
@@ -167,8 +160,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
         h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
-        if LINEAR:
-            bias += tl.minimum(h, CAP)
+        bias += tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
@@ -213,23 +205,22 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
         values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
     acc, row_tail = finish_softmax(acc, row_max, row_sum)
-    if matrix is not None:
-        acc *= 1 / scale
-        matrix += (at * blocks + block) * DIM * DIM
-        for column in tl.static_range(0, DIM_PAD, DEPTH):
-            depth = column + tl.arange(0, DEPTH)
-            part = tl.load(matrix + depth[:, None] * DIM + dims[None, :], mask=(depth < DIM)[:, None] & (dims < DIM)[None, :], other=0.0)
-            if DEPTH == DIM_PAD:
-                x = queries
-            else:
-                x = tl.load(q + row.to(tl.int64) * q_row + (lines[:, None] * q_row + depth[None, :]),
-                            mask=inside[:, None] & (depth < DIM)[None, :], other=0.0)
-            # Float16 has not the range of the matrix.
-            if queries.dtype == tl.float32:
-                acc = tl.dot(x, part.to(tl.float32), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(x.to(tl.bfloat16), part, acc)
-        acc *= scale
+    acc *= 1 / scale
+    matrix += (at * blocks + block) * DIM * DIM
+    for column in tl.static_range(0, DIM_PAD, DEPTH):
+        depth = column + tl.arange(0, DEPTH)
+        part = tl.load(matrix + depth[:, None] * DIM + dims[None, :], mask=(depth < DIM)[:, None] & (dims < DIM)[None, :], other=0.0)
+        if DEPTH == DIM_PAD:
+            x = queries
+        else:
+            x = tl.load(q + row.to(tl.int64) * q_row + (lines[:, None] * q_row + depth[None, :]),
+                        mask=inside[:, None] & (depth < DIM)[None, :], other=0.0)
+        # Float16 has not the range of the matrix.
+        if queries.dtype == tl.float32:
+            acc = tl.dot(x, part.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x.to(tl.bfloat16), part, acc)
+    acc *= scale
 
     row_lse = tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0)
     larger = tl.maximum(row_lse, row_tail)
@@ -250,34 +241,25 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
 _launch_bias, _launch_score, _launch_mass, _launch_combine = map(launcher, (_bias_kernel, _score_kernel, _mass_kernel, _combine_kernel))
 
 
-def _of_lists(lists: Lists | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if lists is None else (lists.counts, lists.indices)
-
-
-def _numbers(lists: Lists | None) -> tuple[int, int, int, int]:
-    """Strides, heads that share a list, and capacity."""
-    return (0, 0, 1, 0) if lists is None else (lists.batch, lists.head, lists.group, lists.capacity)
-
-
 def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lists:
     """The first ``blocks`` of what lists for ``heads`` query heads name."""
     counts = counts.contiguous()
     return Lists(counts, indices.contiguous(), *shared_strides(counts, heads), indices.shape[-1], blocks)
 
 
-def unit_bias(log_count: Tensor, half_variance: Tensor | None, lists: Lists | None, useful: Tensor | None, cap: float, bias: Tensor,
-              left: Tensor | None = None, mass: Tensor | None = None, mixture: Tensor | None = None) -> Tensor:
-    """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's.
+def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float, bias: Tensor,
+              left: Tensor, mixture: Tensor) -> None:
+    """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
+    how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
 
-    -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in heads not
-    ``useful``, bool ``[B, H]``. With ``left``, int32 ``[B, H, N]``, also how many a block estimates; and then with ``mass``, bfloat16
-    like h, ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
+    The bias is -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in
+    heads not ``useful``, bool ``[B, H]``.
     """
     batch, heads, blocks, units = bias.shape
-    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, *_of_lists(lists), useful, bias, left, mixture),
-                 (*_numbers(lists), heads, heads // log_count.shape[1], blocks, units, 0 if mixture is None else mixture.stride(2)), (),
+    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
+                 (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
+                  mixture.stride(2)), (),
                  dict(CAP=cap, PARTS=units // blocks, WIDTH=WIDTH), None)
-    return bias
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) -> None:
@@ -288,10 +270,10 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) 
 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
-                 linear: bool, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count and, if ``linear``, min(h, ``cap``), mean of
-    ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in
-    ``rounded``, like mass, h, which comes in float32."""
+                 cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
+    block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
+    mass, h, which comes in float32."""
     q = strided(q)
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
@@ -299,10 +281,10 @@ def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Te
     _launch_mass((-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                  (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
-                 dict(SAMPLE=sample, LINEAR=linear, CAP=cap, **sizes), config)
+                 dict(SAMPLE=sample, CAP=cap, **sizes), config)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor | None,
+def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
             tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
     """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``share``, float32 ``[B, H, N]``."""

@@ -13,8 +13,6 @@ from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 
-# Tokens that are summed at once where nothing is multiplied.
-SUMMED = 32
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
 
@@ -87,16 +85,6 @@ def _store_symmetric(out, x, column, TWICE: tl.constexpr, COLS: tl.constexpr, DI
 
 
 @triton.jit
-def _mean(x, order, first, stride, size, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """float32 [COLS]; not finite if a token is not."""
-    total = tl.zeros([ROWS, COLS], tl.float32)
-    for row in range(0, size, ROWS):
-        tokens = _tokens_at(order, first + row, size - row, ROWS)
-        total += load_tokens(x, order, first + row, tokens, stride, size - row, 0, ROWS, COLS, DIM).to(tl.float32)
-    return tl.sum(total, 0) / tl.maximum(size, 1)
-
-
-@triton.jit
 def _first_token(x, order, first, size, stride, column, COLS: tl.constexpr, DIM: tl.constexpr):
     """float32 [COLS] of the token at ``first``, zeros where there is none."""
     if order is not None:
@@ -165,9 +153,9 @@ def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.
 
 @triton.jit
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
-                 tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr, SUMMED: tl.constexpr,
+                 tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Of a block's units: means, log of the tokens and, unless it is None, the keys' covariance."""
+    """Of a block's units: means, log of the tokens and the keys' covariance."""
     block, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
@@ -181,14 +169,10 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
         first, size = unit_rows(offsets, block * PARTS + part, PARTS)
-        if moments is None:
-            key = _mean(k, order, first, k_row, size, SUMMED, DIM_PAD, DIM)
-            value = _mean(v, order, first, v_row, size, SUMMED, DIM_PAD, DIM)
-        else:
-            key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
-                                                     ROWS, FOLD, COLS, DIM, DIM_PAD)
-            covariance *= 1.0 / tl.maximum(size, 1)
-            _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
+        key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
+                                                 ROWS, FOLD, COLS, DIM, DIM_PAD)
+        covariance *= 1.0 / tl.maximum(size, 1)
+        _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
         unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
@@ -199,9 +183,8 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             zeros = tl.zeros([DIM_PAD], k_mean.dtype.element_ty)
             tl.store(k_mean + (at + part) * DIM + dims, zeros, mask=mine)
             tl.store(v_mean + (at + part) * DIM + dims, zeros, mask=mine)
-            if moments is not None:
-                zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
-                _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
+            zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
+            _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
         first, size = unit_rows(offsets, block * PARTS + part, PARTS)
         known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
@@ -278,15 +261,14 @@ _launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
-                   parts: int, with_moments: bool) -> Tensor | None:
+                   parts: int) -> Tensor:
     """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     k, v = strided(k), strided(v)
     batch, heads, units, dim = k_mean.shape
-    moments = new_moments(k_mean) if with_moments else None
+    moments = new_moments(k_mean)
     config = _config("keys", k)
-    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SUMMED=SUMMED, SLAB=SLAB,
-                     **_tile(config, dim))
-    _launch_keys((units // parts * heads, batch, _columns(config, dim) if with_moments else 1),
+    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim))
+    _launch_keys((units // parts * heads, batch, _columns(config, dim)),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
     return moments

@@ -11,7 +11,7 @@ from ssta.kernels import tail
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 
 
-def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu", extra=0, linear=True):
+def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu", extra=0):
     """What ``combine`` takes, by name: blocks of ``lengths`` tokens and ``extra`` tokens that are of none; some units are not estimated,
     for some blocks not one."""
     tokens, blocks = sum(lengths) + extra, len(lengths)
@@ -23,7 +23,7 @@ def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu
     bias = torch.randn(batch, heads, blocks, units, device=device) * 3 + 8
     bias[torch.rand_like(bias) < 0.2] = -torch.inf
     bias[:, 1, 1] = -torch.inf
-    matrix = (0.2 * rows(heads * blocks, dim)).view(batch * kv_heads, -1, dim * dim) if linear else None
+    matrix = (0.2 * rows(heads * blocks, dim)).view(batch * kv_heads, -1, dim * dim)
     longest = max(lengths)
     return dict(out=out, lse=torch.randn(batch, heads, tokens, device=device) + 10, q=q, k_mean=rows(kv_heads, units),
                 v_mean=rows(kv_heads, units), bias=bias, left=(bias > -torch.inf).sum(-1).int(), matrix=matrix,
@@ -36,16 +36,14 @@ def expected(of):
     q, bias = of["q"].double(), of["bias"].double() * torch.tensor(2.0).double().log()
     k, v = (of[name].double().repeat_interleave(q.shape[1] // of["k_mean"].shape[1], 1) for name in ("k_mean", "v_mean"))
     out, lse, tail_lse, share = (of[name].double().clone() for name in ("out", "lse", "tail_lse", "share"))
-    matrices = None if of["matrix"] is None else of["matrix"].double().view(*bias.shape[:3], q.shape[3], q.shape[3])
+    matrices = of["matrix"].double().view(*bias.shape[:3], q.shape[3], q.shape[3])
     bounds = of["offsets"].tolist()
     for block in range(bias.shape[2]):
         rows = slice(bounds[block], bounds[block + 1])
         logits = of["scale"] * q[:, :, rows] @ k.mT + bias[:, :, block, None]
         nothing = logits.isneginf().all(-1)
         tail_lse[:, :, rows] = logits.logsumexp(-1)
-        tail = logits.softmax(-1) @ v
-        if matrices is not None:
-            tail = tail + of["scale"] * q[:, :, rows] @ matrices[:, :, block]
+        tail = logits.softmax(-1) @ v + of["scale"] * q[:, :, rows] @ matrices[:, :, block]
         total = torch.logaddexp(lse[:, :, rows], tail_lse[:, :, rows])
         of_exact = (lse[:, :, rows] - total).exp()
         merged = of_exact[..., None] * out[:, :, rows] + (1 - of_exact)[..., None] * tail
@@ -76,15 +74,13 @@ def compute_emulated(late):
 
 
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-linear = pytest.mark.parametrize("linear", [True, False], ids=["linear", "means"])
 
 
 @emulated
 @late
-@linear
 @pytest.mark.parametrize("units", [5, 130, 384])
-def test_emulated_ragged_blocks(units, linear, late):
-    assert_right(compute_emulated(late), problem([70, 30, 0, 64, 200, 3], units, heads=4, kv_heads=2, batch=2, extra=11, linear=linear))
+def test_emulated_ragged_blocks(units, late):
+    assert_right(compute_emulated(late), problem([70, 30, 0, 64, 200, 3], units, heads=4, kv_heads=2, batch=2, extra=11))
 
 
 @emulated
@@ -106,17 +102,16 @@ def test_emulated_queries_that_are_not_finite(late):
 
 @emulated
 def test_emulated_logits_of_many_hundreds():
-    of = problem([100, 70, 9], 200, linear=False)
+    of = problem([100, 70, 9], 200)
     of["q"] = of["q"] * 200
     assert_right(compute_emulated(False), of)
 
 
 @emulated
 @late
-@linear
-def test_emulated_rows_that_overflow_walk_again(linear, late, monkeypatch):
+def test_emulated_rows_that_overflow_walk_again(late, monkeypatch):
     """What they attend to most comes last, 300 doublings above what came first and above the exact part. Other rows keep their bits."""
-    of = problem([100, 70, 130], 200, heads=2, linear=linear)
+    of = problem([100, 70, 130], 200, heads=2)
     of["bias"][0, 0, :, 150] = 8.0
     usual = assert_right(compute_emulated(late), of)
     q, k = of["q"].clone(), of["k_mean"].clone()
@@ -169,13 +164,12 @@ LENGTHS = [384, 384, 336, 384, 192, 168, 0, 384, 65, 320, 384, 384, 1, 288, 384]
 
 
 @pytest.mark.gpu
-@linear
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("units, longest", [(360, 384), (360, 256), (45, 256), (1080, 384), (1080, 256)])
-def test_on_a_gpu(units, longest, dim, linear):
+def test_on_a_gpu(units, longest, dim):
     """Against float64, and against the portable kernel; the same bits again."""
     lengths = [min(length, longest) for length in LENGTHS] * 3
-    of = problem(lengths, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77, linear=linear)
+    of = problem(lengths, units, dim=dim, heads=6, kv_heads=2, batch=2, device="cuda", extra=77)
     of["q"][0, 0, longest - 1, 3], of["q"][0, 0, longest, 5], of["q"][1, 2, 900, 7] = torch.nan, torch.inf, torch.nan
     # Overflow where the last units come.
     of["q"][0, 1, [7, 200, 700], 3], of["k_mean"][0, 0, units - 2, 3] = 40.0, 40.0

@@ -115,7 +115,7 @@ def test_on_a_gpu_the_tail_takes_it(monkeypatch):
                         lambda *args, usual=tail_statistics.hopper_key_statistics: (calls.append(args), usual(*args)))
     odd = torch.empty(*k.shape[:3], 129, dtype=torch.bfloat16, device="cuda")[..., :128].copy_(k)
     for keys in (k, odd):
-        found.append(estimate_blocks(q, keys, v, offsets, 12, 384, scale=0.05, parts=1, linear=True, with_mass=True))
+        found.append(estimate_blocks(q, keys, v, offsets, 12, 384, scale=0.05, parts=1))
     assert len(calls) == 1
     for name in ("log_count", "half_variance", "mass", "k_mean", "v_mean", "covariances"):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), rtol=2**-6, atol=2**-6)

@@ -19,10 +19,10 @@ TOLERANCE = {torch.bfloat16: (2**-6, 2**-6) if DEVICE == "cuda" else (2**-5, 2**
 both_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
-def check(case, monkeypatch, blocks=None, with_mass=True, change=lambda estimates: estimates):
+def check(case, monkeypatch, blocks=None, change=lambda estimates: estimates):
     """Both calls against the specification; returns (results, what they were made of, estimates)."""
-    estimates = case.estimate(with_mass)
-    expected = case.specified_estimates(monkeypatch, estimates.order, with_mass)
+    estimates = case.estimate()
+    expected = case.specified_estimates(monkeypatch, estimates.order)
     same_estimates(case, estimates, expected)
     estimates, expected = change(estimates), change(expected)
     blocks = case.some_blocks() if blocks is None else blocks
@@ -42,10 +42,9 @@ def same_bits(*two):
 
 
 @both_parts
-@pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ragged_blocks(dtype, linear, parts, monkeypatch):
-    case = tail_case([40, 17, 0, 33, 2, 70, 21], 5, dtype=dtype, parts=parts, linear=linear, device=DEVICE)
+def test_ragged_blocks(dtype, parts, monkeypatch):
+    case = tail_case([40, 17, 0, 33, 2, 70, 21], 5, dtype=dtype, parts=parts, device=DEVICE)
     check(case, monkeypatch)
 
 
@@ -111,11 +110,6 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
     assert torch.equal(estimates.useful, useful_heads((plain.mass * plain.half_variance).sum(-1)))
 
 
-def test_means_need_no_mass(monkeypatch):
-    _, _, estimates = check(tail_case([20, 35, 9], 3, linear=False, device=DEVICE), monkeypatch, with_mass=False)
-    assert estimates.mass is None and estimates.useful is None
-
-
 @both_parts
 def test_what_is_not_finite_stays_where_it_is(parts, monkeypatch):
     """A key or value: its block is not estimated. A query: its own row, and nothing of what its block has in common."""
@@ -133,10 +127,9 @@ def test_what_is_not_finite_stays_where_it_is(parts, monkeypatch):
     assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)
 
 
-@pytest.mark.parametrize("linear", [True, False])
 @both_parts
-def test_rows_that_leave_nothing_out_keep_their_bits(linear, parts):
-    case = tail_case([40, 17, 30, 33], 3, parts=parts, linear=linear, device=DEVICE)
+def test_rows_that_leave_nothing_out_keep_their_bits(parts):
+    case = tail_case([40, 17, 30, 33], 3, parts=parts, device=DEVICE)
     mask = torch.rand(1, 2, 4, 4, device=DEVICE) < 0.3
     mask[..., 3] = mask[..., 1, :] = True
     blocks = case.lists(mask)
@@ -172,11 +165,10 @@ def test_owned_tensors_take_the_result():
     assert owned[0].data_ptr() == out.data_ptr() and owned[1].data_ptr() == lse.data_ptr() and same_bits(owned, expected)
 
 
-@pytest.mark.parametrize("linear", [True, False])
 @both_parts
-def test_blocks_of_equal_keys_and_values_are_estimated_exactly(linear, parts):
+def test_blocks_of_equal_keys_and_values_are_estimated_exactly(parts):
     """Also those of one token, of which there is no half."""
-    case = tail_case([20, 1, 33, 5], 4, dtype=torch.float32, parts=parts, linear=linear, device=DEVICE)
+    case = tail_case([20, 1, 33, 5], 4, dtype=torch.float32, parts=parts, device=DEVICE)
     for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
         case.k[:, :, first:last], case.v[:, :, first:last] = case.k[:, :, first:first + 1].clone(), case.v[:, :, first:first + 1].clone()
     (out, lse), _ = case.exact(case.lists(torch.eye(4, dtype=torch.bool, device=DEVICE)))
@@ -260,17 +252,16 @@ def test_ids_out_of_range_and_negative_counts_list_nothing():
     assert (case.add(torch.zeros_like(out), torch.full_like(lse, -torch.inf), nothing, estimates)[2] == 0).all()
 
 
-@pytest.mark.parametrize("linear, with_mass", [(True, True), (False, True), (False, False)])
 @both_parts
-def test_traced_into_one_graph(linear, with_mass, parts):
-    case = tail_case([40, 17, 30], 2, parts=parts, linear=linear, device=DEVICE)
+def test_traced_into_one_graph(parts):
+    case = tail_case([40, 17, 30], 2, parts=parts, device=DEVICE)
     blocks = case.some_blocks()
     (out, lse), _ = case.exact(blocks)
 
     def both(q, out, lse, owned):
-        estimates = case.estimate(with_mass, q=q)
+        estimates = case.estimate(q=q)
         shown = [x for x in vars(estimates).values() if isinstance(x, torch.Tensor)]
-        return *shown[:1 + 2 * with_mass], *case.add(out * 1, lse + 0, blocks, estimates, owned=owned)
+        return *shown[:3], *case.add(out * 1, lse + 0, blocks, estimates, owned=owned)
 
     torch.compiler.reset()
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -286,7 +277,7 @@ def test_the_operators_keep_their_contract():
     numbers = (case.number, case.longest)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(torch.ops.ssta.estimate_blocks, (
-        case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, True, True, False), **checks)
+        case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, False), **checks)
     torch.library.opcheck(torch.ops.ssta.add_tail, (
         out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
         estimates.mass, estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, None, *numbers, 2, 0.25, True), **checks)
@@ -306,12 +297,11 @@ REAL = [384] * 20 + [336] * 3 + [130, 7, 384, 255]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("linear", [True, False])
 @both_parts
 @pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16), (96, torch.bfloat16),
                                         (256, torch.bfloat16)], ids=str)
-def test_on_a_gpu(dim, dtype, parts, linear, monkeypatch):
-    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, linear=linear, device="cuda", spread=0.5)
+def test_on_a_gpu(dim, dtype, parts, monkeypatch):
+    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, device="cuda", spread=0.5)
     check(case, monkeypatch)
 
 

@@ -58,7 +58,7 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     bytes_of_q = 2 * q.numel()
     estimate = next(x.cell_contents for x in tail._estimate.__closure__ if getattr(x.cell_contents, "__name__", "") == "_estimate")
     with Held(q, k, v, out, lse, offsets, counts, indices) as held:
-        made = estimate(q, k, v, offsets, blocks, longest, 0.1, parts, True, True, False)
+        made = estimate(q, k, v, offsets, blocks, longest, 0.1, parts, False)
         assert held.peak <= 2 * bytes_of_q, "out is not there yet"
         log_count, half_variance, mass, order, k_mean, v_mean, error, _ = made
         useful = tail.useful_heads(error)

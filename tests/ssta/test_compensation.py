@@ -13,7 +13,7 @@ from ssta.layout import TiledQKV
 
 TILE = (2, 4, 4)
 LINEAR = dict(tile_thw=TILE, kernel_thw=(1, 1, 1), sparse_type="block_attn", compensation="linear")
-EVERY = [dict(compensation=kind, compensation_parts=parts) for kind in ("mean", "linear") for parts in (1, 2)]
+EVERY = [dict(compensation="linear", compensation_parts=parts) for parts in (1, 2)]
 
 
 def field(thw, heads=2, dim=16, batch=1, text=0, dtype=torch.float64, kv_heads=None, spread=0.5):
@@ -57,8 +57,8 @@ def test_tiles_of_identical_keys_and_values_are_estimated_exactly(options):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_on_gaussian_tiles_the_estimate_converges_and_means_do_not(parts):
-    errors = {kind: [] for kind in ("none", "mean", "linear")}
+def test_on_gaussian_tiles_the_estimate_converges(parts):
+    errors = {kind: [] for kind in ("none", "linear")}
     for side in (8, 32):
         tile, thw = (1, side, side), (1, 4 * side, side)
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_on_gaussian_tiles_the_estimate_converges_and_means_do_not(parts):
                                     compensation=kind, sampling_type="similarity", **options)
             seen.append(error(out, dense(q, k, v)))
     assert errors["linear"][1] < 0.6 * errors["linear"][0]
-    assert errors["mean"][1] > 0.8 * errors["mean"][0] > 3 * errors["linear"][1]
+    assert errors["none"][1] > 0.8 * errors["none"][0] > 3 * errors["linear"][1]
 
 
 def test_what_the_estimate_of_a_known_tile_is():
@@ -122,10 +122,10 @@ def test_merged_lse_is_the_log_of_the_summed_masses(options):
     assert torch.equal(merged[:, :, tiles.offsets[-2]:], out[:, :, tiles.offsets[-2]:])
     video = tiles.num_video_tiles
     torch.testing.assert_close(share, (lse - total).exp()[:, :, :video * 32].unflatten(2, (video, 32)).mean(3))
-    if options["compensation"] == "mean" and options["compensation_parts"] == 1:
+    if options["compensation_parts"] == 1:
         means = k[:, :, :video * 32].unflatten(2, (video, 32)).mean(3)
-        logits = (0.25 * q[:, :, :video * 32] @ means.mT + math.log(32)).masked_fill(keep[..., :video, :video].repeat_interleave(32, 2),
-                                                                                    -torch.inf)
+        bias = (math.log(32) + estimates.half_variance.clamp(max=1)).masked_fill(keep[..., :video, :video], -torch.inf)
+        logits = 0.25 * q[:, :, :video * 32] @ means.mT + bias.repeat_interleave(32, 2)
         torch.testing.assert_close(total[:, :, :video * 32], torch.logaddexp(lse[:, :, :video * 32], logits.logsumexp(-1)))
 
 
@@ -216,19 +216,19 @@ def test_a_window_alone_can_be_compensated(padding):
     q, k, v = field((5, 10, 9), text=4)
     call = dict(thw=(5, 10, 9), tile_thw=TILE, kernel_thw=(1, 1, 1), text_len=4, sparse_type="sta", pad_type=padding)
     everything = ssta_3d_attention(q, k, v, **call | dict(kernel_thw=(99, 99, 99)))
-    errors = [error(ssta_3d_attention(q, k, v, **call, compensation=kind), everything) for kind in ("none", "mean", "linear")]
-    assert errors[2] < errors[1] < errors[0] and errors[2] < 0.3 * errors[0]
+    errors = [error(ssta_3d_attention(q, k, v, **call, compensation=kind), everything) for kind in ("none", "linear")]
+    assert errors[1] < 0.3 * errors[0]
 
 
 @pytest.mark.parametrize("changes, kind, message", [
-    ({"compensation": "quadratic"}, ValueError, "compensation must be one of 'none', 'mean', 'linear', got 'quadratic'"),
+    ({"compensation": "quadratic"}, ValueError, "compensation must be one of 'none', .*'linear', got 'quadratic'"),
     ({"compensation": True}, TypeError, "compensation must be one of"),
     ({"compensation_parts": 2}, ValueError, "compensation_parts must be 1, or 2 with a compensation, got 2 with compensation 'none'"),
     ({"compensation": "linear", "compensation_parts": 3}, ValueError, "compensation_parts must be 1, or 2 .*got 3"),
     ({"compensation": "linear", "compensation_parts": 0}, ValueError, "compensation_parts"),
     ({"sampling_type": "error"}, ValueError, "sampling_type 'error' must come with a compensation.*got 'none'"),
-    ({"compensation": "mean", "mask_share_within_head": True}, ValueError,
-     "mask_share_within_head must be False with a compensation.*'mean'"),
+    ({"compensation": "linear", "mask_share_within_head": True}, ValueError,
+     "mask_share_within_head must be False with a compensation.*'linear'"),
     ({"compensation": "linear", "threshold": 0.5}, ValueError, "threshold must be 0 with sampling_type 'error'.*got 0.5"),
     ({"compensation": "linear", "adaptive_pool": (1, 2, 2)}, ValueError, "adaptive_pool must be None with sampling_type 'error'"),
 ])
@@ -239,7 +239,7 @@ def test_a_compensation_that_means_nothing_is_refused(changes, kind, message):
 
 def test_error_is_the_default_with_a_compensation_alone():
     assert SSTAConfig().scored_by == "similarity"
-    assert SSTAConfig(compensation="linear").scored_by == SSTAConfig(compensation="mean").scored_by == "error"
+    assert SSTAConfig(compensation="linear").scored_by == "error"
     assert SSTAConfig(compensation="linear", sampling_type="importance").scored_by == "importance"
 
 
@@ -256,8 +256,7 @@ def test_a_selection_that_is_attended_to_again_gives_the_same(options):
     assert first.selection.useful.tolist() == [[True, False]]
     tiles = tile_layout(layout, TILE, "none", torch.device("cpu"))
     again = estimate_tiles(TiledQKV(tiles, *(tiles.tile(x) for x in (q, k, v))), config, 0.25, first.selection.useful)
-    # Where it does not say what covariances are mixed either.
-    assert (again.mass is None) == (config.compensation == "mean")
+    assert again.useful is first.selection.useful
     second = ssta_layer(q, k, v, layout, config, selection=first.selection)
     assert torch.equal(second.out, first.out) and torch.equal(second.exact_mass.isnan(), first.exact_mass.isnan())
 

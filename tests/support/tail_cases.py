@@ -21,8 +21,8 @@ class Blocks(SimpleNamespace):
 
 @dataclass
 class TailCase:
-    """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` and ``linear`` as
-    in BlockEstimates."""
+    """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
+    BlockEstimates."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -30,7 +30,6 @@ class TailCase:
     lengths: list
     number: int
     parts: int
-    linear: bool
 
     def __post_init__(self):
         device = self.q.device
@@ -59,11 +58,11 @@ class TailCase:
                                           impl="reference")
         return (out.to(self.q.dtype), lse.float()), (out, lse)
 
-    def estimate(self, with_mass=True, q=None):
+    def estimate(self, q=None):
         from ssta.kernels.tail import estimate_blocks
 
         return estimate_blocks(self.q if q is None else q, self.k, self.v, self.offsets, self.number, self.longest, scale=self.scale,
-                               parts=self.parts, linear=self.linear, with_mass=with_mass)
+                               parts=self.parts)
 
     def add(self, out, lse, blocks, estimates, owned=False):
         from ssta.kernels.tail import add_tail
@@ -71,11 +70,10 @@ class TailCase:
         return add_tail(out, lse, self.q, self.k, self.v, self.offsets, self.number, self.longest, blocks, estimates, scale=self.scale,
                         owned=owned)
 
-    def specified_estimates(self, monkeypatch, order=None, with_mass=True):
+    def specified_estimates(self, monkeypatch, order=None):
         """In float64; ``order``, int32 [B, Hkv, P] as the kernels give it, is taken instead of one of its own, in which ties of rounded
         numbers may differ."""
-        config = SimpleNamespace(compensation_parts=self.parts, compensation="linear" if self.linear else "mean",
-                                 scored_by="error" if with_mass else "similarity")
+        config = SimpleNamespace(compensation_parts=self.parts)
         with monkeypatch.context() as patch:
             if order is not None:
                 patch.setattr(compensation, "_principal_order", lambda k_tiles, tiles: self.places(order))
@@ -93,8 +91,7 @@ class TailCase:
                                                  self.scale)
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, linear=True, dtype=torch.float16, device="cpu",
-              spread=1.0):
+def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens."""
     tokens = sum(lengths)
     block = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -106,18 +103,16 @@ def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1,
     q, k, v = random(heads, 0.7, 0.7), random(kv_heads, 0.8, 0.7 * spread), random(kv_heads, 0.7, 0.5)
     v = v + 0.5 * k.flip(-1)
     return TailCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
-                    parts, linear)
+                    parts)
 
 
 def same_estimates(case: TailCase, got: BlockEstimates, expected: BlockEstimates) -> None:
     """Within what the rounding of matrices to bfloat16 and of means to q's dtype costs."""
     torch.testing.assert_close(got.log_count.double(), expected.log_count, rtol=0, atol=1e-6)
-    assert (got.half_variance is None) == (expected.half_variance is None) == (got.mass is None)
-    if got.half_variance is not None:
-        # Products of entries that were rounded three times each; Triton's interpreter rounds to bfloat16 towards zero.
-        bound = (2**-7 if case.q.is_cuda else 2**-6) * expected.half_variance.abs().amax().item() + 1e-6
-        torch.testing.assert_close(got.half_variance.double(), expected.half_variance, rtol=0, atol=bound)
-        torch.testing.assert_close(got.mass.double(), expected.mass, rtol=3e-2, atol=1e-4)
+    # Products of entries that were rounded three times each; Triton's interpreter rounds to bfloat16 towards zero.
+    bound = (2**-7 if case.q.is_cuda else 2**-6) * expected.half_variance.abs().amax().item() + 1e-6
+    torch.testing.assert_close(got.half_variance.double(), expected.half_variance, rtol=0, atol=bound)
+    torch.testing.assert_close(got.mass.double(), expected.mass, rtol=3e-2, atol=1e-4)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
 
 
-def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
+def estimate(dim: int, dtype: torch.dtype, parts: int) -> None:
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists, tail, tail_op
 
@@ -118,20 +118,20 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, linear: bool) -> None:
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     offsets = torch.arange(0, 512, 128, dtype=torch.int32)
     shape = offsets, 3, 128
-    found = tail.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts, linear=linear, with_mass=True)
+    found = tail.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts)
     found.scores()
     result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
     torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
 
 
-def estimate_on_hopper(dim: int, linear: bool) -> None:
+def estimate_on_hopper(dim: int) -> None:
     """The same where tensors seem to be on a Hopper GPU."""
     from ssta.kernels import tail
 
     multiply = torch.bmm
     with (patch.object(tail, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
           patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
-        estimate(dim, torch.bfloat16, 1, linear)
+        estimate(dim, torch.bfloat16, 1)
 
 
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
@@ -177,15 +177,14 @@ def portable_cases() -> dict[str, Case]:
 
 def tail_cases() -> dict[str, Case]:
     found = {}
-    usual = {("bf16", 128, True, 2): (80, 90, 120), ("bf16", 64, True, 2): (90,), ("fp16", 64, False, 1): (80,),
-             ("bf16", 256, True, 2): (120,), ("fp32", 64, True, 2): (120,)}
-    for (name, dim), (linear, parts) in product(
-            (("bf16", 128), ("bf16", 64), ("fp16", 64), ("bf16", 256), ("fp32", 64), ("bf16", 80)), ((True, 2), (True, 1), (False, 1))):
+    usual = {("bf16", 128, 2): (80, 90, 120), ("bf16", 64, 2): (90,), ("fp16", 64, 1): (80,), ("bf16", 256, 2): (120,),
+             ("fp32", 64, 2): (120,)}
+    for (name, dim), parts in product((("bf16", 128), ("bf16", 64), ("fp16", 64), ("bf16", 256), ("fp32", 64), ("bf16", 80)), (2, 1)):
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
-        found[f"tail D={dim} {name}{'' if linear else ' means'}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts, linear), TAIL if dim <= 128 else TAIL + "(?!order)",
-            Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, linear, parts), ()))
+        found[f"tail D={dim} {name}{' halves' * (parts > 1)}"] = Case(
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), TAIL if dim <= 128 else TAIL + "(?!order)",
+            Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()))
     return found
 
 
@@ -206,9 +205,9 @@ def hopper_cases() -> dict[str, Case]:
         found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
             Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
-    for dim, linear in product((64, 128), (True, False)):
-        found[f"hopper tail D={dim} bf16{'' if linear else ' means'}"] = Case(
-            (90,), partial(estimate_on_hopper, dim, linear), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+    for dim in (64, 128):
+        found[f"hopper tail D={dim} bf16"] = Case(
+            (90,), partial(estimate_on_hopper, dim), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
     return found
 
 
