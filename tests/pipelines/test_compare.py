@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from hanging import HANG
 from PIL import Image
+from rank_compare import agree
 from tiny_hunyuan import SPARSE
 from tiny_pipelines import PIPELINES, latents, wan_with_frames, wan_with_prompts
 
@@ -53,7 +55,7 @@ def test_every_configuration_starts_from_the_same_noise_and_leaves_nothing():
     assert torch.equal(latents(pipe, **tiny.call), before)
     exact, stock, first, again = (of(found, name, clip) for name in ("dense", "stock", "sparse", "again"))
     assert timeless(first) == timeless(again)
-    assert exact.latent_difference is None and 0 < stock.latent_difference < 1e-4 < first.latent_difference
+    assert exact.latent_difference is None and stock.latent_difference < 1e-4 < first.latent_difference
     assert (exact.density, stock.density, stock.kernels, exact.canvas) == (1, None, (), (3, 6, 8))
     with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=0.25)) as handle:
         latents(pipe, **tiny.call)
@@ -61,7 +63,7 @@ def test_every_configuration_starts_from_the_same_noise_and_leaves_nothing():
         # Of four steps the first transformer takes two, of which one is dense.
         expected = sum((1 + run.density) / 2 if run.layer.startswith("transformer.") else run.density for run in runs) / 4
         assert first.density == pytest.approx(expected)
-    assert all(0 < measured.seconds < 1 for measured in (exact, stock, first, again))
+    assert all(0 < measured.seconds < measured.wall_seconds for measured in (exact, stock, first, again))
     assert not pipe.transformer._forward_hooks and not pipe.transformer_2._forward_pre_hooks
     assert said[:2] == ["dense: two steps to warm up", f"dense: generating {clip.name}"] and len(said) == 12
     assert re.fullmatch(rf"\[1/4\] dense: {clip.name} took [\d.]+ s; about [\d:]+ left", said[2]) and "[4/4]" in said[-1]
@@ -88,15 +90,17 @@ def test_the_kernels_of_dense_steps_are_the_references():
     assert pair.difference.mean == 0 and pair.better == 0
 
 
-def test_a_backend_that_changes_nothing_is_no_floor():
-    """Masks go through lists of blocks, whatever backend diffusers has."""
+def test_a_floor_attends_with_other_kernels():
+    """Masks go through lists of blocks, whatever backend diffusers has: one that changes nothing is refused, and the reference is none
+    of those, even where its bits are the same."""
     tiny = PIPELINES["hunyuan_video"]
     pipe = tiny.build()
     call = tiny.call | {"num_inference_steps": 2, "output_type": "latent"}
     with pytest.raises(ValueError, match="dense@_native_math must attend with other kernels than dense, got torch for both; .* take stock"):
         compare(pipe, [dense(pipe), replace(dense(pipe), name="dense@_native_math", backend="_native_math")], call)
     found = compare(pipe, [dense(pipe), replace(dense(pipe), name="floor", backend="reference"), STOCK], call)
-    assert 0 < of(found, "floor").latent_difference < 1e-4 and of(found, "floor").dense_kernels == ("reference",)
+    assert of(found, "floor").latent_difference < 1e-4
+    assert (of(found, "dense").dense_kernels, of(found, "floor").dense_kernels) == (("torch",), ("reference",))
 
 
 def test_steps_are_those_that_run():
@@ -332,7 +336,7 @@ def test_the_command_on_two_ranks(command, tmp_path, capsys):
         # diffusers' own exchange adds in another order.
         assert together["stock"].latent_difference < 1e-4
         for name in ("dense", SMALL):
-            assert timeless(together[name]) == timeless(replace(single[name], ranks=2))
+            assert agree(together[name], single[name]), name
     shown = (tmp_path / "two" / "table.txt").read_text()
     assert run.stdout == shown and "measured on 2 ranks" in shown and run.stderr.count("[6/6]") == 1
     with pytest.raises(SystemExit):
@@ -343,7 +347,7 @@ def test_the_command_on_two_ranks(command, tmp_path, capsys):
 def torchrun(*arguments: object) -> subprocess.CompletedProcess:
     driver = Path(__file__).parents[1] / "support" / "compare_on_ranks.py"
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(driver), "some/model",
-                           *SIZE, *map(str, arguments)], capture_output=True, text=True, timeout=120,
+                           *SIZE, *map(str, arguments)], capture_output=True, text=True, timeout=HANG,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

@@ -9,7 +9,7 @@ from ranks import on_ranks, values_of
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", rank_cases.CASES)
 def test_on_ranks(ranks):
-    found = values_of(on_ranks(rank_cases.run_all, ranks, rank_cases.CASES[ranks], seconds=300))
+    found = values_of(on_ranks(rank_cases.run_all, ranks, rank_cases.CASES[ranks]))
     wrong = [f"{case}, rank {rank}: {trace}" for rank, traces in enumerate(found) for case, trace in traces.items() if trace]
     assert not wrong, "\n".join(wrong)
     assert all(traces.keys() == rank_cases.CASES[ranks].keys() for traces in found)

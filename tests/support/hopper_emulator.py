@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+from hanging import HANG
 from triton.language import constexpr
 
 import ssta.kernels
@@ -28,7 +29,6 @@ from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering import tma as real_tma
 
 FAR = real_tma.FAR.value
-TIMEOUT = 60.0  # seconds without which a wait counts as a deadlock
 _late = False
 _state = threading.Condition()
 _local = threading.local()
@@ -50,7 +50,7 @@ class Barrier:
 
     def wait(self, parity):
         with _state:
-            assert _state.wait_for(lambda: self.phase % 2 != int(parity), TIMEOUT), "deadlock"
+            assert _state.wait_for(lambda: self.phase % 2 != int(parity), HANG), "deadlock"
 
 
 class Barriers(list):

@@ -21,10 +21,10 @@ from ssta.parallel import Shards
 from ssta.rings import Arrival, Return, Rings
 
 
-def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float32, masked=False, exact=True, **options):
-    """Attention over ranks is attention in one process: the same bits, or the rounding of float64."""
+def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float64, masked=False, **options):
+    """Attention over ranks is attention in one process: the same selection, and the same output to rounding."""
     settings = config(**options)
-    qkv = inputs(layout, heads, key_heads, batch, dtype if exact else torch.float64)
+    qkv = inputs(layout, heads, key_heads, batch, dtype)
     text_mask = mask(layout, batch) if masked else None
     shards = Shards.of(None, layout, split)
     out, blocks = ssta_attention(*[local(x, shards) for x in qkv], layout, settings, text_mask=text_mask, group=dist.group.WORLD,
@@ -36,16 +36,14 @@ def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=tor
     else:
         all_blocks = all_blocks.to_mask()
     assert torch.equal(blocks.to_mask(), all_blocks), "not the same selection"
-    agrees(out, local(expected, shards), exact)
+    agrees(out, local(expected, shards))
     assert out.transpose(1, 2).is_contiguous()
 
 
-def agrees(out, expected, exact):
-    assert out.shape == expected.shape and out.dtype == expected.dtype
-    if exact:
-        assert torch.equal(out, expected), f"not the same bits: {float((out - expected).abs().max()):.1e}"
-    else:
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+def agrees(out, expected):
+    """To rounding: fewer heads are matrix products of another shape, which a CPU may add up in another order."""
+    atol = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3}[expected.dtype]
+    torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=atol)
 
 
 def gradients(layout=TEXT, split="video", heads=4, key_heads=None, batch=2, masked=False, **options):
@@ -85,7 +83,7 @@ def sent_ahead():
         k_sent = shards.start(k)
         q_sent = shards.start(q, key_heads=key_heads)
         out = ssta_layer(q_sent, k_sent, v_sent, TEXT, settings, shards=shards).out
-        assert torch.equal(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
+        agrees(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
         # Where Triton's kernels run: v and k are in tiles before q is waited for.
         steps: list[str] = []
         with ExitStack() as stack:
@@ -95,7 +93,7 @@ def sent_ahead():
                 stack.enter_context(patch.object(owner, name, noting(getattr(owner, name), name, steps)))
             sent = [shards.start(v), shards.start(k), shards.start(q, key_heads=key_heads)]
             launched = ssta_layer(*sent[::-1], TEXT, settings, shards=shards, note=steps.append)
-        assert torch.equal(launched.out, out)
+        agrees(launched.out, out)
         assert steps[:9] == ["wait", "take", "wait", "gather_blocks", "wait", "arrived", "gather_blocks", "attended", "take"], steps
 
 
@@ -143,7 +141,7 @@ def published_names():
     assert shards == Shards.of(None, TEXT)
     options = dict(topk=3, tile_thw=TILE, kernel_thw=(1, 3, 3), text_len=37)
     out = ssta_3d_attention(*[local(x, shards) for x in qkv], (5, 9, 7), group=mesh, **options)
-    assert torch.equal(out, local(ssta_3d_attention(*qkv, (5, 9, 7), **options), shards))
+    agrees(out, local(ssta_3d_attention(*qkv, (5, 9, 7), **options), shards))
 
 
 def in_a_mesh():
@@ -153,7 +151,7 @@ def in_a_mesh():
     assert shards.ranks == 2
     qkv = inputs(TEXT, seed=mesh.get_local_rank("ring"))
     out = ssta_attention(*[local(x, shards) for x in qkv], TEXT, config(), group=mesh["ulysses"])
-    assert torch.equal(out, local(ssta_attention(*qkv, TEXT, config()), shards))
+    agrees(out, local(ssta_attention(*qkv, TEXT, config()), shards))
     refused(ValueError, "DeviceMesh of one dimension, such as mesh['ulysses'], got 2", lambda: Shards.of(mesh, TEXT))
     for others in (dist.DeviceMesh("cpu", [0, 1]), dist.DeviceMesh("cpu", [[0, 1]])):
         if dist.get_rank() > 1:
@@ -212,7 +210,7 @@ def traced():
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     own = [local(x, shards) for x in inputs(TEXT)]
-    assert torch.equal(compiled(*own), layer(*own))
+    agrees(compiled(*own), layer(*own))
     results = []
     for call in (layer, compiled):
         leaves = [x.clone().requires_grad_() for x in own]
@@ -222,8 +220,7 @@ def traced():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-# Where ranks have heads of a number that one process has them in, nothing rounds otherwise. Elsewhere matrix products of another shape do.
-EXACT = {
+HEADS = {
     "video": partial(same, WAN),
     "text": partial(same, masked=True, batch=2),
     "text before, between and after": partial(same, MIXED, masked=True, batch=2),
@@ -241,17 +238,15 @@ EXACT = {
     "shared patterns": partial(same, mask_share_within_head=True, batch=2, masked=True),
     "shared patterns of cells": partial(same, MIXED, mask_share_within_head=True, adaptive_pool=(1, 2, 2)),
     "density": partial(same, topk=None, density=0.4, batch=2),
-    "estimates": partial(same, topk=None, density=0.3, compensation="linear", masked=True, exact=False),
-    "estimates by halves": partial(same, topk=None, density=0.3, compensation="mean", compensation_parts=2, exact=False),
+    "estimates": partial(same, topk=None, density=0.3, compensation="linear", masked=True),
+    "estimates by halves": partial(same, topk=None, density=0.3, compensation="mean", compensation_parts=2),
     "more ranks than frames' tokens": partial(same, SHORT),
     "bfloat16": partial(same, dtype=torch.bfloat16),
-}
-ROUNDED = {
-    "5 heads": partial(same, heads=5, exact=False, batch=2, masked=True),
-    "6 heads": partial(same, WAN, heads=6, exact=False),
-    "7 heads of one pattern": partial(same, heads=7, exact=False, mask_share_within_head=True),
-    "5 key heads": partial(same, heads=10, key_heads=5, exact=False),
-    "5 key heads of one pattern": partial(same, heads=10, key_heads=5, exact=False, mask_share_within_head=True),
+    "5 heads": partial(same, heads=5, batch=2, masked=True),
+    "6 heads": partial(same, WAN, heads=6),
+    "7 heads of one pattern": partial(same, heads=7, mask_share_within_head=True),
+    "5 key heads": partial(same, heads=10, key_heads=5),
+    "5 key heads of one pattern": partial(same, heads=10, key_heads=5, mask_share_within_head=True),
 }
 GRADIENTS = {
     "gradients": partial(gradients, masked=True),
@@ -276,7 +271,7 @@ RINGS = {
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
     "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
-CASES = {**EXACT, **ROUNDED, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
+CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
          "in a mesh": in_a_mesh, **RINGS, "rings overlap": rings_overlap, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.

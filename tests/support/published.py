@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hanging import HANG
 
 PLUGS = Path(__file__).parents[2] / "build" / "plugs"
 
@@ -25,7 +26,7 @@ def published(*requirements: str) -> Path:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1", "--target", str(fresh),
                *requirements]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
         problem = run.stderr.strip() if run.returncode else ""
     except subprocess.TimeoutExpired as late:
         problem = f"no answer within {late.timeout} s"

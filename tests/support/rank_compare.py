@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SPARSE, parallel, refused
@@ -20,8 +21,10 @@ STOCK = Configuration("stock", None)
 FAILED = "on rank 1: RuntimeError: no memory left here"
 
 
-def timeless(measured: Measurement, **changes: int) -> Measurement:
-    return replace(measured, seconds=0.0, wall_seconds=0.0, **changes)
+def agree(measured: Measurement, other: Measurement) -> bool:
+    """Whether all but the times and the number of ranks are the same, figures to three digits, for latents differ in their last bits."""
+    left, right = (asdict(replace(x, seconds=0.0, wall_seconds=0.0, ranks=1)) for x in (measured, other))
+    return all(value == right[name] or value == pytest.approx(right[name], rel=1e-3, abs=1e-6) for name, value in left.items())
 
 
 def share(pipe, ranks: int) -> None:
@@ -73,7 +76,7 @@ def compared(rank: int, ranks: int) -> None:
     for name in ("dense", "sparse", estimated.name):
         for clip in clips:
             one, measured = alone.measurements[name][clip], found.measurements[name][clip]
-            assert timeless(measured) == timeless(one, ranks=ranks), (measured, one)
+            assert agree(measured, one) and measured.ranks == ranks, (measured, one)
     assert found.measurements[estimated.name][clips[0]].exact_mass is not None
     assert all(found.measurements["stock"][clip].latent_difference < 1e-4 for clip in clips)
     assert found.settings["ranks"] == ranks and "measured on 2 ranks" in str(found) and "ranks" not in str(alone)
@@ -95,7 +98,8 @@ def whole_where_stock_cannot_share(rank: int, ranks: int) -> None:
     found = compare(pipe, configurations, call)
     assert pipe.transformer._parallel_config is config
     for name, of in {"dense": ranks, "stock": 1, "sparse": ranks}.items():
-        assert timeless(found.measurements[name][Clip()]) == timeless(alone[name][Clip()], ranks=of), name
+        measured = found.measurements[name][Clip()]
+        assert agree(measured, alone[name][Clip()]) and measured.ranks == of, name
     assert found.spread("stock", "speed_up") is None and found.spread("sparse", "speed_up").mean > 0
     assert found.pair("stock", "sparse", "seconds") is None and found.pair("stock", "sparse", "latent_difference").better == 1
     assert "whose seconds are not compared: dense on 2; stock on 1; sparse on 2" in str(found)

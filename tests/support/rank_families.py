@@ -36,7 +36,7 @@ def sparse_dense_and_removed(name, rank, ranks):
             assert torch.equal(again, stock)
         else:
             assert name in ("wan", "wan_i2v", "wan_ti2v", "wan_vace", "skyreels_v2", "kandinsky5", "minimax_h3")
-            assert distance(again, stock) < (1e-4 if stock.dtype == torch.float32 else 1e-14)
+            assert distance(again, stock) < (1e-4 if stock.dtype == torch.float32 else 1e-12)
             # One process' result asks for a whole model.
             model, _ = tiny(name)
 
@@ -48,7 +48,7 @@ def parallel_first_and_odd(name, rank, ranks):
     want = alone(model, call, config)
     model.enable_parallelism(config=parallel(ranks, anything=True), cp_plan=cp_plan(model))
     with apply_ssta(model, config, schedule=Schedule()), torch.no_grad():
-        close(name, forward(model, call), want, even=False)
+        close(name, forward(model, call), want)
 
 
 def backward(model, call, times=1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -106,7 +106,7 @@ def sharded(name, rank, ranks):
         fully_shard(block, mesh=shard)
     fully_shard(model, mesh=shard)
     got_out, got = backward(model, call, times=ranks)
-    assert torch.equal(got_out, out)
+    close(name, got_out, out)
     same_gradients({of: grad.full_tensor() for of, grad in got.items()}, want, 1e-5)
 
 
@@ -117,7 +117,7 @@ def four(name, ring, rank, ranks):
     apply_ssta(model, SPARSE, schedule=Schedule())
     model.enable_parallelism(config=parallel(ranks, ring))
     with torch.no_grad():
-        close(name, forward(model, call), want, even=name != "minimax_h3")
+        close(name, forward(model, call), want)
 
 
 def beyond_the_heads(name, rank, ranks):
@@ -130,7 +130,7 @@ def beyond_the_heads(name, rank, ranks):
         handle = apply_ssta(again, config, schedule=schedule)
         again.enable_parallelism(config=parallel(ranks, ring=2))
         with torch.no_grad():
-            close(name, forward(again, call), want, even=False)
+            close(name, forward(again, call), want)
         run = handle.report()[0]
         assert (run.rank, run.ranks, run.own_heads, run.heads) == (rank, 4, 1, 2) and run.exchange_seconds > 0
 
@@ -142,5 +142,5 @@ def uneven_heads(rank, ranks):
     handle = apply_ssta(model, SPARSE, schedule=Schedule())
     model.enable_parallelism(config=parallel(ranks, anything=True))
     with torch.no_grad():
-        close("wan", forward(model, call), want, even=False)
+        close("wan", forward(model, call), want)
     assert handle.report()[0].own_heads == (2, 2, 1, 1)[rank]

@@ -1,4 +1,4 @@
-"""on_ranks: a function on several processes, gloo's or with a GPU each NCCL's, under a time limit; what each returned or raised."""
+"""on_ranks: a function on several processes, gloo's or with a GPU each NCCL's, and what each returned or raised; none waits for good."""
 
 import datetime
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hanging import HANG
 from uninitialised import poisoned
 
 # A rank that raised leaves the others in a collective: so long they are waited for.
@@ -28,7 +29,7 @@ class Outcome:
     trace: str = ""
 
 
-def _rank(function, rank, ranks, backend, folder, seconds, args, results):
+def _rank(function, rank, ranks, backend, folder, args, results):
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     # As tests/conftest.py has it, which is not loaded here.
@@ -38,7 +39,7 @@ def _rank(function, rank, ranks, backend, folder, seconds, args, results):
         if backend == "nccl":
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
-                                timeout=datetime.timedelta(seconds=seconds))
+                                timeout=datetime.timedelta(seconds=HANG))
         outcome = Outcome(function(rank, ranks, *args))
     except BaseException as error:
         outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
@@ -50,25 +51,23 @@ def _rank(function, rank, ranks, backend, folder, seconds, args, results):
         dist.destroy_process_group()
 
 
-def on_ranks(function, ranks, *args, seconds=60, collective_seconds=20, backend="gloo"):
-    """``function(rank, ranks, *args)`` on ``ranks`` processes -> the ``Outcome`` of each, by rank.
+def on_ranks(function, ranks, *args, backend="gloo"):
+    """``function(rank, ranks, *args)`` on ``ranks`` processes -> the ``Outcome`` of each, by rank; "TimeoutError" of those that hang.
 
     Args:
         function: found by name in a new process; it returns what can be pickled.
-        seconds: what has not answered then is ended, and its outcome is the error "TimeoutError".
         backend: "gloo", or "nccl", where rank r has the r-th GPU.
-        collective_seconds: the process group's own limit, after which a collective whose other ranks do not come raises.
     """
     context = mp.get_context("spawn")
     results, found = context.Queue(), {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "store").touch()
         processes = [context.Process(target=_rank, daemon=True, args=(
-            function, rank, ranks, backend, folder, collective_seconds, args, results)) for rank in range(ranks)]
+            function, rank, ranks, backend, folder, args, results)) for rank in range(ranks)]
         try:
             for process in processes:
                 process.start()
-            end = time.monotonic() + seconds
+            end = time.monotonic() + HANG
             while len(found) < ranks and time.monotonic() < end:
                 try:
                     rank, outcome = results.get(timeout=0.2)
@@ -86,7 +85,7 @@ def on_ranks(function, ranks, *args, seconds=60, collective_seconds=20, backend=
                 if process.is_alive():
                     process.kill()
                     process.join()
-    late = Outcome(None, "TimeoutError", f"no answer within {seconds} s, or of the {GRACE} s after another rank's error")
+    late = Outcome(None, "TimeoutError", f"no answer within {HANG} s, or of the {GRACE} s after another rank's error")
     return [found.get(rank, late) for rank in range(ranks)]
 
 
