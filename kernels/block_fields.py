@@ -1,4 +1,4 @@
-"""What BlockLists asks of its fields: types, shapes and devices of all, and, where somebody wants that, their values."""
+"""Checks of the fields of BlockLists: types, shapes and devices always, values where a caller asks for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settled_fields(
         number = implied
     settled = {**_settled_axis("q", q_offsets, q_lengths, longest_q, counts.shape[2], counts.device),
                **_settled_axis("kv", kv_offsets, kv_lengths, longest_kv, number, counts.device), "num_kv_blocks": number}
-    # What both axes share, they still share.
+    # Axes that were given the same tensor keep sharing one.
     if kv_offsets is q_offsets:
         settled["kv_offsets"] = settled["q_offsets"]
     if kv_lengths is q_lengths:

@@ -14,7 +14,7 @@ from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, ke
 from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
 from .checks import require_int, require_mask
 
-# What the package knows of patterns that it makes, beside their fields.
+# Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
@@ -91,7 +91,7 @@ class BlockLists:
         if self._bounds is None:
             vars(self)["_bounds"] = {}
         values.update(vars(self), counts=counts, indices=indices)
-        # What was derived from the old lists.
+        # The transpose was derived from the old lists.
         values.pop("_flipped", None)
         values["_facts"] = facts
         if lengths is not None:
@@ -155,7 +155,8 @@ class BlockLists:
         return self._bounds_of(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
 
     def _bounds_of(self, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
-        """Of tensors that nobody writes to, found once: five small launches, which would be a third of a layer's host time."""
+        """Starts and sizes of an axis' blocks. Where no one writes to the fields, they are computed once: five small launches each time
+        would be a third of a layer's host time."""
         kept = self._bounds
         if kept is None or torch.compiler.is_compiling():
             return block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
@@ -164,7 +165,7 @@ class BlockLists:
         found = kept.get(key)
         if found is None:
             found = block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
-            # What a mode's own tensors gave holds in the mode alone, and what a graph captures is the graph's.
+            # Tensors of a fake or functional mode are valid inside that mode only, and captured ones belong to the graph.
             if type(found[0]) is Tensor and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 kept[key] = found
         return found
@@ -373,7 +374,7 @@ class BlockLists:
     @classmethod
     def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                     max_kv_length) -> BlockLists:
-        """What ``to_fields`` was called on."""
+        """The BlockLists on which ``to_fields`` was called."""
         q_offsets = max_q_length if q_offsets is None else q_offsets
         kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
         return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
@@ -391,7 +392,7 @@ class BlockLists:
 
     @property
     def known(self) -> dict:
-        """What is not among the fields, and holds of these tensors wherever they are."""
+        """Facts beside the fields that stay true of these tensors when they are passed on."""
         return {name: vars(self)[name] for name in KNOWN if name in vars(self)}
 
     def flipped_fields(self, counts: Tensor, indices: Tensor) -> tuple:

@@ -1,4 +1,4 @@
-"""What every entry point asks of its arguments, in words that name the argument, what was required and what came."""
+"""Checks of arguments that every entry point shares. An error names the argument, what was required and what came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU offers: shared memory, multiprocessors, tile loads through descriptors."""
+"""Limits of a GPU: shared memory, multiprocessors, tile loads through descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRODUCTS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a GPU offers to one program."""
+    """Limits of a GPU for one program."""
 
     shared_memory: int        # bytes
     tma: bool                 # loads tiles through descriptors: Hopper and later

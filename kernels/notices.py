@@ -1,4 +1,4 @@
-"""What the library says beside results and errors: one logger, silent unless somebody listens, and warnings that come once a process."""
+"""Messages beside results and errors: one logger, silent unless it has a handler, and warnings that come once a process."""
 
 from __future__ import annotations
 

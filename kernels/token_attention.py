@@ -109,7 +109,7 @@ def _save(ctx, inputs, output) -> None:
     assert cache is None, "no gradient through a cache"
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.options = block_size, scale, impl
-    # Of what follows q, k and v.
+    # The inputs after q, k and v have no gradient.
     ctx.without_gradient = (None,) * (len(inputs) - 3)
     ctx.set_materialize_grads(False)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .kernels import topk_blocks
 from .memo import remember
 
-# Of the threshold's budget, as the published implementation of HunyuanVideo-1.5 has them.
+# Constants of the threshold's budget in the published implementation of HunyuanVideo-1.5.
 TEMPERATURE = 0.01
 LEAST_TILES = 8
 # Added to sums of fractions before they are cut off, so that whole numbers stay whole: far above the rounding of float64, far below a

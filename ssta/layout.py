@@ -17,7 +17,7 @@ from .kernels import Deferred, gather_blocks, kernels_run, require_strided, take
 from .memo import remember
 from .sequence import DenseRun, TokenLayout, VideoGrid
 
-# What tiles are made of: tokens that are ready, or that are materialised on the way into the tiles.
+# The tokens of tiles: ready, or materialised on the way into the tiles.
 Input = Tensor | Deferred
 
 

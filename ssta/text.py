@@ -15,7 +15,7 @@ from .layout import TileLayout
 from .memo import captured, remember, traced
 from .sequence import DenseRun, TokenLayout
 
-# What follows from a mask: a tensor or another mask.
+# A value computed from a mask: a tensor or another mask.
 View = TypeVar("View")
 
 

@@ -31,7 +31,7 @@ from .spin_timeouts import counter, spin_timeouts
 
 __all__ = ["constants", "hopper_backward", "spin_timeouts"]
 
-WARPGROUPS = 2     # of KEYS / 2 keys, the height of one wgmma
+WARPGROUPS = 2     # each multiplies by KEYS / 2 keys, the height of one wgmma
 # 128 registers at entry for 4 + 4 + 4 + 3 warps, which count as 16; warp_specialize reassigns them.
 OPTIONS = dict(num_warps=4, maxnreg=128)
 
@@ -85,7 +85,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
     told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
-    # What TMA, one warp or the dQ warpgroup announces.
+    # One arrival: TMA, one warp or the dQ warpgroup announces these.
     ring_init(k_full, 1)
     ring_init(v_full, 1)
     ring_init(q_full, 1)
@@ -95,7 +95,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(turn, 1)
     ring_init(dq_full, 1)
     ring_init(dq_empty, 1)
-    # What both multiplying warpgroups do; with K the dQ warpgroup, too, is done.
+    # Both multiplying warpgroups must be done with these, and with K the dQ warpgroup too.
     ring_init(v_empty, WARPGROUPS)
     ring_init(k_empty, WARPGROUPS + 1)
     ring_init(q_empty, WARPGROUPS)

@@ -23,14 +23,14 @@ class Lists:
     q_batch: gl.tensor
     q_head: gl.tensor
     q_group: gl.tensor
-    width: gl.tensor            # of a list
+    width: gl.tensor            # entries that a list has room for
     group: gl.tensor            # query heads of a key/value head
     heads: gl.tensor            # query heads
     blocks: gl.tensor           # key blocks of a head
     parts: gl.tensor            # tiles of a key block
     q_len: gl.tensor
     q_length: gl.tensor         # tokens of a query block, where it is uniform
-    slots: gl.tensor            # of a head, see dq_accum
+    slots: gl.tensor            # slots of a head, see dq_accum
     shift: gl.tensor            # under a causal mask query i sees the keys up to i + shift
     uniform: gl.constexpr       # whether all query blocks but the last have q_length tokens
     causal: gl.constexpr
@@ -42,7 +42,7 @@ class Iteration:
     """One chunk of a query block in a tile's list."""
 
     batch: gl.tensor
-    first_head: gl.tensor   # of the query heads that share the key/value head
+    first_head: gl.tensor   # first of the query heads that share the key/value head
     block: gl.tensor        # key block
     part: gl.tensor
     rotation: gl.tensor     # in 1 / ROTATION_UNITS: where each query head's list begins
@@ -51,11 +51,11 @@ class Iteration:
     count: gl.tensor        # entries from there on
     entry: gl.tensor        # how many of them come before, -1 before the first
     chunk: gl.tensor        # within the query block
-    chunks: gl.tensor       # of the query block
+    chunks: gl.tensor       # chunks of the query block
     start: gl.tensor        # its first token
     size: gl.tensor         # its tokens
     slot: gl.tensor         # of its first chunk, counted over all heads
-    lock_value: gl.tensor   # of the tile at the query block
+    lock_value: gl.tensor   # at which the tile adds to the query block
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def tile_field(work, tile, field):
 
 @gluon.jit
 def before_first_iteration(lists, work, tile):
-    """What stands before the tile's first chunk."""
+    """The state before the tile's first chunk."""
     none = gl.to_tensor(0)
     return Iteration(tile_field(work, tile, BATCH), tile_field(work, tile, HEAD) * lists.group, tile_field(work, tile, BLOCK),
                      tile_field(work, tile, PART), tile_field(work, tile, ROTATION), none - 1, none, none, none - 1,

@@ -1,4 +1,4 @@
-"""What the partitions of a program of the Hopper backward kernel share."""
+"""Shared memory and barriers of a program of the Hopper backward kernel, used by all its partitions."""
 
 from triton.experimental.gluon import language as gl
 

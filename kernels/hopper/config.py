@@ -8,7 +8,8 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """Of a program of the Hopper forward: ``warpgroups`` of 64 query rows, ``chunk`` keys per step, of which ``stages`` are in flight.
+    """Launch configuration of the Hopper forward. A program has ``warpgroups`` of 64 query rows, ``chunk`` keys per
+    step, and ``stages`` of these chunks in flight.
 
     ``overlap``: a warpgroup takes exponentials while its own last product runs, instead of leaving that to the others. ``programs`` share a
     multiprocessor; where there are several, each has room for the queries of one tile, else for the next one's as well. ``q_registers``: a
@@ -23,7 +24,7 @@ class HopperForwardConfig:
     q_registers: bool = False
 
 
-# What two warpgroups take for as many rows, over what three take: (head_dim, optimistic) -> ratio of the times below.
+# (head_dim, optimistic) -> time of two warpgroups over time of three, for as many rows; from the times below.
 _TWO_OVER_THREE = {(64, False): 1.25, (64, True): 1.10, (128, False): 1.03, (128, True): 1.01}
 # A difference in rounds below this may vanish in lists of different lengths.
 _ROUNDS_MATTER = 1.05
@@ -34,7 +35,7 @@ def hopper_forward_config(
     head_dim: int, q_block: int, kv_block: int, causal: bool, optimistic: bool = False, blocks: int = 0, processors: int = 1,
     ragged: bool = False,
 ) -> HopperForwardConfig:
-    """The one of the Hopper forward. ``q_block`` and ``kv_block`` are the longest blocks in tokens. ``optimistic``: a loop
+    """The Hopper forward's configuration. ``q_block`` and ``kv_block`` are the longest blocks in tokens. ``optimistic``: a loop
     without maxima, as in bfloat16. ``blocks``: query blocks of all heads and batch elements, on so many multiprocessors.
 
     Three warpgroups where they leave no more rows without work than two do. head_dim 128: three with 64 keys take 9.8 ms, two with 128 keys

@@ -30,7 +30,7 @@ from .forward_mainloop import attend
 from .forward_merge import merge_parts, partial_results
 from .primitives import barrier_ring, ring_init
 
-ROWS = 64          # of a warpgroup: the height of one wgmma
+ROWS = 64          # query rows of a warpgroup, the height of one wgmma
 # Registers at entry are what the file holds for all programs of a multiprocessor: 168 for 4 + 4 + 1 warps, 128 for 4 + 4 + 4 + 1 or for two
 # programs of 4 + 1, 80 for three, as warps are counted in fours. Then warp_specialize gives the loading warp 40 or 32, and the multiplying
 # ones 232, 160, 216 or 120.
@@ -60,7 +60,7 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
     tile_full, tile_free, walked, q_full, v_zeroed = (
         barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(Q_TILES * WARPGROUPS), barrier_ring(1))
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
-    # What the loading warp or TMA announces, and what all warpgroups do.
+    # One arrival where the loading warp or TMA announces; one of each warpgroup where all of them must be done.
     ring_init(tile_full, 1)
     ring_init(q_full, 1)
     ring_init(k_full, 1)
@@ -131,19 +131,19 @@ _launch = QuickLaunch(_forward_kernel)
 
 
 class _Settled(NamedTuple):
-    """What the launches of a call take beside tensors and the scale."""
+    """The launches' arguments other than tensors and the scale."""
 
     queue: ChunkPlan
     key: tuple
     grid: tuple[int, int, int]
-    tiles: tuple[tuple, ...]   # of q, k, v and out, as Tiles have it
+    tiles: tuple[tuple, ...]   # TMA tiles of q, k, v and out, as Tiles have them
     numbers: tuple[int, ...]
     constants: dict
     options: dict
-    rows: int          # of a tile
-    split_tiles: int   # the last ones, into
-    splits: int        # parts
-    merge: Launch      # of these, where there are any
+    rows: int          # query rows of a tile
+    split_tiles: int   # how many tiles at the end have their lists split
+    splits: int        # into how many parts
+    merge: Launch      # merges the parts, where there are any
 
 
 _settled: dict[tuple, _Settled] = Kept(1024)

@@ -1,4 +1,4 @@
-"""What a program of the Hopper forward works on, and its loading partition: a warp that takes tiles and brings in what they need."""
+"""The work of a program of the Hopper forward, and its loading partition: a warp that takes tiles and loads what they need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ FIELDS = gl.constexpr(9)
 
 @aggregate
 class Work:
-    """What the programs work on, and the shared memory and barriers through which the partitions of one do it."""
+    """Inputs of all programs, and the shared memory and barriers through which the partitions of one work together."""
 
     q: gl.shared_memory_descriptor         # [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D]: of one or two tiles
     k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
@@ -32,7 +32,7 @@ class Work:
     v_zeroed: gl.shared_memory_descriptor  # causal: all warpgroups are done with a step of zeroing what is not finite
     walked: gl.shared_memory_descriptor    # all warpgroups are through with their first walk over a tile's list
     queue: gl.tensor                       # pointer, see lowering.chunks.Queue
-    width: gl.tensor                       # of a list
+    width: gl.tensor                       # entries that a list has room for
     number: gl.tensor                      # rows of the lists of a head
     lists: gl.tensor                       # heads of all batch elements that have lists of their own
     list_batch: gl.tensor                  # strides of these, see shared_strides
@@ -40,9 +40,9 @@ class Work:
     batches: gl.tensor
     heads: gl.tensor
     group: gl.tensor                       # query heads of a key/value head
-    programs: gl.tensor                    # of the launch
-    whole: gl.tensor                       # tiles that are not split; those after them are
-    splits: gl.tensor                      # in so many parts of their lists
+    programs: gl.tensor                    # programs of the launch
+    whole: gl.tensor                       # tiles that are not split, followed by those that are
+    splits: gl.tensor                      # parts into which a split tile's list is divided
     q_batch: gl.tensor                     # tokens from a batch element to the next, see tma_chunks
     k_batch: gl.tensor
     v_batch: gl.tensor
@@ -67,7 +67,7 @@ class Tile:
     list_row: gl.tensor        # which row of the lists is its own
     full_before: gl.tensor     # full chunks that other parts of the list have
     partial_before: gl.tensor
-    part: gl.tensor            # of all that are split; -1: it is whole
+    part: gl.tensor            # number among the parts of all split tiles; -1: not split
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def _take_tile(work, place):
 
 @gluon.jit
 def next_place(work):
-    """Of what is not taken yet the first."""
+    """The first tile that no program has taken."""
     return gl.atomic_add(work.queue, 1, sem="relaxed") + work.programs
 
 
@@ -225,8 +225,8 @@ def _load_list(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constex
 
 @gluon.jit
 def loaded_ahead(work, tile):
-    """Of how many chunks of the next tile the loading warp brings in K and V before it knows whether this one's list is walked again: as
-    many as there are stages for while nothing of them is used."""
+    """How many chunks of the next tile the loading warp loads before it knows whether this tile's list is walked again: as many as
+    there are free stages."""
     STAGES: gl.constexpr = work.k.shape[0]
     return gl.where(tile.rows > 0, gl.minimum(tile.full + tile.partial, STAGES - 1), 0)
 

@@ -83,7 +83,7 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         ring_wait(work.v_full, i, True)
         v = matrix(ring_at(work.v, i, True))
         acc = rescale(acc, alpha)
-        # What is not finite must reach the rows that see it and no others: so by hand, and not through the tensor core.
+        # NaN and inf must reach the rows that see them and no others. The tensor core would spread them, so they are added by hand.
         bad = _first_not_finite(v, size, gl.SliceLayout(0, o_layout))
         limit = gl.minimum(last + gl.arange(0, ROWS, layout=o_rows), CHUNK - 1)
         acc = gl.where(bad[None, :] <= limit[:, None], float("nan"), acc)

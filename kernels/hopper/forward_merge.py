@@ -1,4 +1,4 @@
-"""What the Hopper forward leaves of tiles whose lists were split: partial results, which a small kernel merges by their log-sum-exps."""
+"""Merges the partial results that the Hopper forward leaves where it split a tile's list, by their log-sum-exps."""
 
 import torch
 import triton

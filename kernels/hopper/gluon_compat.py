@@ -19,7 +19,7 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 if TYPE_CHECKING:
-    # What a type checker understands of it.
+    # To a type checker it is a dataclass.
     from dataclasses import dataclass as aggregate
 else:
     def aggregate(cls):

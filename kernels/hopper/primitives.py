@@ -1,4 +1,4 @@
-"""What the Hopper kernels are made of: rings of stages, views of tiles, register layouts, rescaled products, rows filled with zeros."""
+"""Building blocks of the Hopper kernels: rings of stages, views of tiles, register layouts, rescaled products, rows filled with zeros."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -74,7 +74,7 @@ def lanes(columns):
 
 @gluon.constexpr_function
 def by_thread_layout(columns):
-    """What each thread of four warps has of a product [64, columns], [128, columns / 8, 4]."""
+    """Layout of a product [64, columns] as each thread of four warps holds it: [128, columns / 8, 4]."""
     return gl.BlockedLayout([1, columns // 8, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
 
 

@@ -1,4 +1,4 @@
-"""What the interfaces have in common: checks of arguments, and query heads packed into rows."""
+"""Shared by the interfaces: checks of arguments, and query heads packed into rows."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _installed: dict[str, Installation] = {}
 
 
 class Installation:
-    """What ``install`` returns. As a context manager it uninstalls at the end of the block, unless ``uninstall`` did before."""
+    """Returned by ``install``. As a context manager it uninstalls at the end of the block, unless ``uninstall`` did before."""
 
     def __init__(self, name: str, entered: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
         self._name, self._entered, self._hidden = name, entered, hidden
@@ -33,7 +33,7 @@ class Installation:
         return _installed.get(self._name) is self
 
     def _undo(self) -> None:
-        # What somebody else has put in our place since is theirs.
+        # A module that others have put in its place since stays.
         for key, module in self._entered.items():
             if sys.modules.get(key) is module:
                 del sys.modules[key]

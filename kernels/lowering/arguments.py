@@ -1,4 +1,4 @@
-"""What travels together into a Triton kernel: NamedTuples as arguments, whose members are specialised on as flat arguments are.
+"""NamedTuples as arguments of Triton kernels, whose members are specialised on as flat arguments are.
 
 ``do_not_specialize`` does not reach members of a tuple (Triton 3.6 to 3.9), so kernels that need it keep their numbers flat; nor is a
 descriptor found in one, so those stand by themselves everywhere. A member that is None is a constant: ``if bounds.starts is None``.
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
     head: int
     group: int              # heads that share one entry
     length: int             # tokens of the longest block
-    tokens: int             # of the whole axis
+    tokens: int             # tokens of the whole axis
 
 
 class Lists(NamedTuple):

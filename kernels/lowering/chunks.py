@@ -47,7 +47,7 @@ class Partition(NamedTuple):
     uniform: bool    # every block has ``length`` tokens, but for the last one
     length: int      # tokens of the longest block
     tokens: int
-    number: int      # of blocks
+    number: int      # how many blocks
     covers: bool     # every token lies in a block
 
     def strides(self, heads: int) -> tuple[int, int, int]:
@@ -68,7 +68,7 @@ class Partition(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What of a ``Partition`` is known on the host."""
+    """The part of a ``Partition`` that is known on the host."""
 
     shape: torch.Size | None   # of ``starts``; None when uniform
     length: int
@@ -231,7 +231,7 @@ def queue_plan(blocks: BlockLists, rows: Partition, items: Partition, chunk: int
 
 
 def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition) -> Tensor:
-    """What ``chunk_lists`` gives for query rows, in one piece of memory, with the rows in the order in which to take them: for each
+    """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
     int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five are used:
@@ -244,10 +244,10 @@ def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Part
 
 
 class ChunkPlan(NamedTuple):
-    """What a launch takes beside tensors."""
+    """A launch's arguments other than tensors."""
 
-    extent: tuple[int, int, int]   # batch, heads, chunks of a row at most
-    size: int                      # of a queue's data
+    extent: tuple[int, int, int]   # batch, heads, most chunks that a row can have
+    size: int                      # numbers in a queue's data
     numbers: tuple[int, ...]
     constants: dict
     key: tuple

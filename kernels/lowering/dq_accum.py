@@ -1,4 +1,4 @@
-"""What surrounds the one-pass backward kernel: its preprocess (lse, dPsum, where to add) and postprocess (dQ out of dQaccum).
+"""Before and after the one-pass backward kernel: its preprocess (lse, dPsum, where to add) and postprocess (dQ out of dQaccum).
 
 Query tokens are divided into chunks of at most QUERIES inside their block, and chunk p of block b, which starts at token s, owns the slot
 s // QUERIES + b: no two chunks share one, whatever the blocks look like, and there are fewer than tokens / QUERIES + blocks + 1 of them.

@@ -66,11 +66,11 @@ class Schedule(NamedTuple):
 
     tiles: Tensor               # int32 [number + tail + programs, FIELDS]: tiles as _place has them; then rows of which NEXT is set: to
     #                             the last tiles, the longest first, and, persistent, to the first tile of each program
-    number: int                 # of tiles
-    tail: int                   # of them at the end, taken the longest first
+    number: int                 # how many tiles
+    tail: int                   # how many of these, at the end, are taken the longest first
     lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
-    width: int                  # of a list
+    width: int                  # entries that a list has room for
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, 
 
 @triton.jit
 def _visible(listed_counts, skipped, row, list_row, width, mask, CAUSAL: tl.constexpr):
-    """Of a list: (its entries less the skipped ones, how many these are)."""
+    """(entries of a list less the skipped ones, how many are skipped)."""
     count = tl.minimum(tl.load(listed_counts + list_row, mask=mask, other=0), width)
     if CAUSAL:
         unseen = tl.load(skipped + row, mask=mask, other=0)
@@ -210,7 +210,8 @@ def _visible(listed_counts, skipped, row, list_row, width, mask, CAUSAL: tl.cons
 def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, listed_batch, listed_head, listed_group,
               first, number, batch, head, kv_heads, group, block, blocks, width, parts, together, search_steps, SEGMENT: tl.constexpr,
               CAUSAL: tl.constexpr):
-    """Of a query block's list from ``first`` on, every part of a key block apart: (when, where its lock value stands, whether it comes)."""
+    """For each part of each key block in a query block's list, from ``first`` on: (when it adds, where its lock value stands, whether it
+    adds at all)."""
     entry = first + tl.arange(0, SEGMENT)
     part = entry % parts
     other = tl.load(indices + entry // parts, mask=entry < number, other=-1)
@@ -242,7 +243,7 @@ def _writers(indices, listed_counts, listed_indices, tiles, times, skipped, list
     before += tl.where(entry < 0, entry + count, entry)
     iterations = tl.load(at + ITERATIONS, mask=known, other=0).to(tl.int64)
     time = tl.load(times + tile, mask=known, other=0) + before * iterations // tl.maximum(total, 1)
-    # Of those that come at the same time, whichever order is the same everywhere will do.
+    # Tiles that come at the same time may be in any order, as long as it is the same everywhere.
     when = tl.where(known, (time << 32) + other * parts + part, 1 << 62)
     where = (row * parts + part) * width + low
     return when, where, known

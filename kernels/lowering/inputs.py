@@ -1,4 +1,4 @@
-"""What the kernels read from: tensors with strides that they can follow, and TMA descriptors of them."""
+"""Inputs of the kernels: tensors with strides that they can follow, and TMA descriptors of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forward kernels write to: out and lse, and the rows of them that no block covers."""
+"""Outputs of the forward kernels: out and lse, and the rows of them that no block covers."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-# Of natural logarithms and those in base 2: LOG2E for numbers on the host; kernels take from a module only what is a constexpr.
+# Between natural logarithms and those to base 2. LOG2E is for the host; a kernel can use a module's constant only as a constexpr.
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 LN2 = tl.constexpr(0.6931471805599453)
-# What stands for the largest score of a row that has seen nothing: no minus infinity, from which nothing can be measured.
+# The largest score of a row that has seen nothing. It is finite, because a difference to minus infinity would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # The largest sum of weights that counts as not overflown: its inverse is a normal number, of four such sums too, which a row has on Hopper.
 LARGEST_SUM = tl.constexpr(2.0 ** 120)
@@ -153,7 +153,7 @@ def finish_softmax(acc, row_max, row_sum):
 
 @triton.jit
 def part_weights(lse, lse_max):
-    """What a part counts for in a merge of partial results, of which ``lse_max`` is the largest lse; 0 where it has nothing."""
+    """The weight of a part in a merge of partial results whose largest lse is ``lse_max``; 0 where the part is empty."""
     return tl.exp(lse - tl.where(lse_max == float("-inf"), 0.0, lse_max))
 
 

@@ -25,7 +25,7 @@ DESCRIPTORS_KEPT = 8192
 def launcher_known(version: str) -> bool:
     """Whether ``version`` of Triton is one whose launchers are called directly."""
     first, last = CHECKED_VERSIONS
-    # Of 3.6.0+git1234 or 3.10.0rc1 the first two numbers.
+    # The first two numbers of, for example, 3.6.0+git1234 or 3.10.0rc1.
     return first <= tuple(map(int, version.split(".")[:2])) <= last
 
 
@@ -196,8 +196,8 @@ def _made(descriptors: Sequence[Tiles | None]) -> list:
     return [None if tiles is None else tiles.make(tiles.x) for tiles in descriptors]
 
 
-# What a kernel gets for Tiles: by address and kind. It holds no memory and says nothing of what stands there, so it is as good for whatever
-# tensor of that kind lies at the address later.
+# Encoded descriptors by address and kind. A descriptor holds no memory and does not depend on the contents, so it also serves any later
+# tensor of that kind at the same address.
 _descriptors: dict[tuple[int, Hashable], list] = Kept(DESCRIPTORS_KEPT)
 
 
@@ -205,12 +205,12 @@ class _Direct(NamedTuple):
     """The function in C that launches a compiled kernel on NVIDIA's GPUs, without Triton's two functions around it."""
 
     launch: Callable
-    settled: tuple           # what stands between the stream and the kernel's arguments
-    flat: bool               # whether these come one by one
+    settled: tuple           # arguments between the stream and those of the kernel
+    flat: bool               # whether the kernel's arguments come one by one
     metas: Sequence[dict]    # how each descriptor is to be encoded
     encode: Callable         # (descriptor, meta) -> the kernel's arguments
-    device: Callable         # the current one's number
-    stream: Callable         # of a device, the current one
+    device: Callable         # () -> number of the current device
+    stream: Callable         # (device) -> its current stream
 
     @classmethod
     def of(cls, compiled, descriptors: int) -> _Direct | None:
@@ -228,7 +228,7 @@ class _Direct(NamedTuple):
             launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
         from triton.runtime import driver
 
-        # What Triton asks looks first whether CUDA is there.
+        # Triton's own function for this first checks each time whether CUDA is there.
         device = getattr(torch._C, "_cuda_getDevice", driver.active.get_current_device)
         rest = metas, _encoder(), device, driver.active.get_current_stream
         options = compiled.function, run.launch_cooperative_grid, run.launch_pdl

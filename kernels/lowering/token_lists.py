@@ -71,7 +71,7 @@ def _rows_kernel(mask, ids, counts, mask_token, mask_head, mask_item, heads, ite
 @triton.jit
 def _chosen_kernel(given, limits, spans, ids, counts, full, lists, heads, capacity, block_size,
                    LISTS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Of each list the ids that name a block of the span, each once: those of blocks wholly in it at the front, the others at the back."""
+    """Writes for each list the ids of blocks in the span, each once: those wholly inside at the front, the others at the back."""
     row = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
     real, slot = row < lists, tl.arange(0, CAPACITY)
     low = tl.load(spans + row // heads * 3 + 1, mask=real, other=0)[:, None]

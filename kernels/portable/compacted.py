@@ -116,7 +116,7 @@ class Part:
     batch: int
     first_block: int
     blocks: int
-    tokens: int      # of each of the query blocks
+    tokens: int      # tokens of each query block
     first_row: int   # query row of the first one
     first_head: int
     heads: int

@@ -23,7 +23,7 @@ class LaunchConfig:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """What Triton's launch takes of it."""
+        """The options of Triton's launch."""
         return dict(num_warps=self.num_warps, num_stages=self.num_stages) | FUSED
 
 
@@ -46,8 +46,8 @@ class _Row(NamedTuple):
 # the GPU at hand, and what it writes is taken instead.
 _TABLE = {
     # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
-    # Of 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in three
-    # stages 6.2, 64 x 64 11.6.
+    # With 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in
+    # three stages 6.2, 64 x 64 11.6.
     "forward": dict(
         asynchronous=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
         large=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(128, 32, 8, 3)),
@@ -178,8 +178,8 @@ def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
 
 
 def _best(kernel: str, head_dim: int, limits: DeviceLimits, turned: bool = False) -> LaunchConfig:
-    """What a file says that was measured on this kind of GPU (``turned``: with queries first), else what the table does. Shared memory and
-    the rules for short blocks still hold."""
+    """The configuration that a file gives for this kind of GPU (``turned``: with queries first), else the table's. Shared memory and the
+    rules for short blocks still apply."""
     own = measured(kernel, head_dim, limits.name)
     if own is not None:
         return LaunchConfig(own.block_n, own.block_m, own.num_warps, own.num_stages) if turned else LaunchConfig(*own)

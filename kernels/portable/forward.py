@@ -119,7 +119,7 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, 
     if OPTIMISTIC:
         failed, some = overflown(acc, row_sum)
         if some:
-            # What a row is does not depend on its neighbours: only those that failed follow now.
+            # Only the rows that overflowed are computed again, so that a row's result does not depend on its neighbours.
             acc, row_max, row_sum = _walk(failed, queries, k_head, v_head, k.row, v.row, k_tiles, v_tiles, batch.to(tl.int32), kv_head,
                                           starts, sizes, n_full, n_partial, chunks.width, row, shift, scale_log2, M, N, DIM, DIM_PAD,
                                           CAUSAL, True, AHEAD)

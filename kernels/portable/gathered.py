@@ -36,7 +36,7 @@ from .config import LaunchConfig, gathered_config
 
 
 class ElementMask(NamedTuple):
-    """What a row sees within its listed keys, and of which scores; the default is everything. Shared by all heads where H is 1."""
+    """Which of its listed keys a row sees, and with which scores; by default all of them. Shared by all heads where H is 1."""
 
     soft_cap: float = 0.0              # c > 0 caps a scaled score x to c * tanh(x / c)
     mask: Tensor | None = None         # bool [entries, R, C]: token u of a query block sees token c of the block listed in an entry
@@ -51,7 +51,7 @@ class _Limits(NamedTuple):
 
     mask: Tensor | None
     first_entry: Tensor | None
-    rows: int           # of an entry of the mask
+    rows: int           # rows of an entry of the mask
     columns: int
     order: Tensor | None
     total: Tensor | None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "configs"
-# What a file may speak of, which is what benchmark/tune.py measures: where blocks are not short, for which config.py has rules of its own.
+# A file may hold what benchmark/tune.py measures. Short blocks are not among it: config.py has rules of its own for them.
 KERNELS = ("forward", "dq", "dkv")
 HEAD_DIMS = (64, 128, 256)
 ALLOWED = {"block_m": (16, 32, 64, 128, 256), "block_n": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3, 4, 5)}
@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 
 
 def measured(kernel: str, head_dim: int, gpu: str) -> Measured | None:
-    """What was measured for ``kernel`` on a GPU of that name, at the next larger of ``HEAD_DIMS``; None where nothing was.
+    """The configuration measured for ``kernel`` on a GPU of that name, at the next larger of ``HEAD_DIMS``; None where there is none.
 
     Raises:
         ValueError: the file, what is wrong in it and what was required.
@@ -36,7 +36,7 @@ def measured(kernel: str, head_dim: int, gpu: str) -> Measured | None:
 
 
 def file_name(gpu: str) -> str:
-    """Of the file for a GPU that torch.cuda.get_device_name calls so."""
+    """Name of the file for a GPU, from its name in torch.cuda.get_device_name."""
     return "".join(character if character.isalnum() or character in "-." else "_" for character in gpu) + ".json"
 
 

@@ -34,7 +34,7 @@ def _merge_kernel(parts, lses, out, lse, heads, tokens, PARTS: tl.constexpr, ROW
         part_lse = tl.load(of_head(lses[i], batch, head) + at.to(tl.int64) * lses[i].row, mask=inside, other=float("-inf"))
         weights = part_weights(part_lse, row_max)
         x = load_rows(of_head(parts[i], batch, head), row, parts[i].row, tokens - row, ROWS, DIM, DIM_PAD, True).to(tl.float32)
-        # What a part holds in rows that it has nothing for is ignored.
+        # A part's rows without keys may hold anything, NaN included, and are ignored.
         acc += tl.where((part_lse == float("-inf"))[:, None], 0.0, x) * weights[:, None]
         row_sum += weights
     divisor, row_lse = merged_lse(row_max, row_sum)

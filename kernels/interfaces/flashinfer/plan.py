@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers plan and how a plan runs: lists of blocks, packed heads, options; their shapes seen as [B, S, H, D]."""
+"""The plan of FlashInfer's wrappers and how it runs: lists of blocks, packed heads, options; their shapes seen as [B, S, H, D]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan settles besides the pattern."""
+    """Settings of a plan besides the pattern."""
 
     causal: bool
     soft_cap: float  # 0 = none
@@ -57,7 +57,7 @@ class Plan:
     options: Options
     mask: Tensor | None = None         # bool [nnz, R, C]
     first_entry: Tensor | None = None  # int32 [MB]
-    listed: tuple[Tensor, Tensor] | None = None  # of a causal plan
+    listed: tuple[Tensor, Tensor] | None = None  # causal plans only
     page: tuple[int, str] | None = None          # entries of a cache's page, and "NHD" or "HND"
 
     def with_options(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,

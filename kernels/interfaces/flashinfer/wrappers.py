@@ -44,7 +44,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
 
 class _Wrapper:
-    """What both wrappers share: the workspace, and running a plan."""
+    """Base of both wrappers: the workspace, and running a plan."""
 
     run: Callable[..., Any]
 

@@ -114,7 +114,7 @@ def parallel_nsa_topk(
             seen, log_sums = (place + 1) // block_size, lse[b].float().contiguous()
             for first in range(0, q.shape[1], at_once):
                 some = slice(first, first + at_once)
-                # Of a single sequence no more than the blocks that the last of these tokens is in or behind.
+                # In a single sequence these tokens see blocks up to that of the last of them.
                 last = TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1
                 number_seen = k.shape[1] if cu_seqlens is not None else last // block_size + 1
                 weights = importance(q[b, some], k[b, :number_seen], log_sums[some], first_row[some], seen[some], scale)

@@ -22,7 +22,7 @@ from .compressed import DIMS, block_means, packed_sequences, parallel_nsa_compre
 WINDOW_BLOCK = 64
 # Blocks that a token selects where nothing else is asked for; fla's default.
 SELECTED_BLOCKS = 16
-# Of gates that make no result wider than float32.
+# Dtypes of gates with which no result is wider than float32.
 GATES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -111,7 +111,7 @@ def block_2d_sparse_attn_varlen_func(
 def attn_pooling(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen: int, sm_scale: float, block_size: int = 64, *, impl: str = "auto",
 ) -> tuple[Tensor, list[Tensor]]:
-    """What a gate is trained on: the largest causal attention probability in every block, by query block (2-D) and by query token (1-D).
+    """The target for training a gate: the largest causal attention probability in every block, by query block (2-D) and by token (1-D).
 
     Args:
         q: ``[T, Hq, D]``, float16 or bfloat16; in plain torch also float32 and float64.
