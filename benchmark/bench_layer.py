@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_names(parser, "layer", layers)
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
-    parser.add_argument("--compensation", nargs="+", default=["none", "linear"], choices=["none", "mean", "linear"])
+    parser.add_argument("--compensation", nargs="+", default=["none", "linear"], choices=["none", "linear"])
     parser.add_argument("--parts", type=int, default=1, choices=[1, 2], help="estimates for each tile, with a compensation")
     parser.add_argument("--tile", default=None, metavar="TxHxW", help="tiles other than the layer's, with --density")
     parser.add_argument("--density", type=float, default=None, help="share of the tile pairs to compute, in place of the layer's top-k")
@@ -147,7 +147,7 @@ def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     tiled = [tiles.tile(x) for x in (q, k, v)]
     last = tiles.num_video_tiles - 1
     errors = []
-    if config.compensation == "mean" or config.compensation_parts > 1:
+    if config.compensation_parts > 1:
         return ""
     for head, row in ((0, 0), (shape.heads // 2, last // 2), (shape.heads - 1, last)):
         spot = exact_query_block(*tiled, blocks, 0, head, row)

@@ -16,10 +16,9 @@ MIDDLE = 0.156
 DENSITIES = (MIDDLE, 0.3, 0.1)
 # What the tiles that are not computed contribute, by name.
 DROPPED: dict[str, object] = {}
-MEAN: dict[str, object] = {"compensation": "mean"}
 LINEAR: dict[str, object] = {"compensation": "linear"}
 LINEAR_2: dict[str, object] = {"compensation": "linear", "compensation_parts": 2}
-WAYS = {"dropped": DROPPED, "mean": MEAN, "linear": LINEAR, "linear 2 parts": LINEAR_2}
+WAYS = {"dropped": DROPPED, "linear": LINEAR, "linear 2 parts": LINEAR_2}
 
 
 @dataclass(frozen=True)

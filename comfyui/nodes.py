@@ -60,8 +60,8 @@ class SSTA:
                             "as for Wan 2.2, the second one's model can have 0."}),
             "dense_blocks": ("STRING", {"default": "0", "tooltip":
                              "Blocks with the model's own attention, such as 0, 2-4, -1. Negative ones count from the end."}),
-            "compensation": (["linear", "mean", "none"], {"tooltip":
-                             "What tiles that are not computed contribute: an estimate with a first-order correction, means, or nothing. "
+            "compensation": (["linear", "none"], {"tooltip":
+                             "What tiles that are not computed contribute: an estimate with a first-order correction, or nothing. "
                              "With nothing, the window of 3 x 3 x 3 tiles around each is always computed."}),
         }}
 

@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.15, help="share of the tile pairs that is computed (default %(default)s)")
     parser.add_argument("--ramp", type=int, metavar="STEPS",
                         help="in which the density falls from 1 (default a fifth of --steps, or with --resume as it was)")
-    parser.add_argument("--compensation", choices=("none", "mean", "linear"), help="of what is left out; the family's if left out")
+    parser.add_argument("--compensation", choices=("none", "linear"), help="of what is left out; the family's if left out")
     parser.add_argument("--steps", type=int, default=500, help="of the optimizer (default %(default)s)")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train a LoRA of this rank; 0, the default, trains all weights")
     parser.add_argument("--lora-targets", default="to_q,to_k,to_v,to_out.0", help="modules that get one (default %(default)s)")

@@ -57,7 +57,7 @@ def block_sparse_attention(
             Should Hopper's backward wait too long for that order, as where a list names a block twice, it goes on without it, the next
             backward warns once, and ``ssta.kernels.hopper.backward.spin_timeouts(device)`` counts that. False lets "hopper" add up dQ in
             whatever order it comes (non-deterministic dQ), in 0.90 to 1.01 of the time; the others have only one order.
-        impl: which implementation runs: "auto", "reference", "torch" (whose old name is "gather"), "triton" or "hopper"; see
+        impl: which implementation runs: "auto", "reference", "torch", "triton" or "hopper"; see
             ``choose_route``. A choice that cannot run raises.
 
     Returns:

@@ -151,7 +151,6 @@ TABLE = (
 _ROWS = {row.name: row for row in TABLE}
 # The specification is no row: only an explicit choice takes it.
 IMPLEMENTATIONS = ("auto", "reference", *reversed(_ROWS))
-_OLD_NAMES = {"gather": "torch"}
 
 
 class Pass(NamedTuple):
@@ -235,7 +234,7 @@ def choose_route(
     with head_dim 64 or 128, a longest query block of at least 128 tokens and a longest key block of at least 16, or shorter ones that are
     compacted first; else "triton" with head_dim 16 to 256 from sm_80 on. "torch" for everything else. The backward of "hopper" is the
     portable one for key blocks of up to 64 tokens that are not compacted. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is
-    first imported) an explicit "triton" also runs on a CPU, with float16. "gather" is the old name of "torch".
+    first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -253,15 +252,14 @@ def choose_route(
 
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
-    """``impl`` as one of ``choices``, an old name as the new one.
+    """``impl``, which must be one of ``choices``.
 
     Raises:
         ValueError: none of them.
     """
-    name = _OLD_NAMES.get(impl, impl) if isinstance(impl, str) else impl
-    if name not in choices:
+    if impl not in choices:
         raise ValueError(f"impl must be one of {', '.join(map(repr, choices))}, got {impl!r}")
-    return name
+    return impl
 
 
 def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:

@@ -13,7 +13,7 @@ from .kernels import require_bool, require_number
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 SAMPLING_TYPES = ("similarity", "importance", "error")
-COMPENSATIONS = ("none", "mean", "linear")
+COMPENSATIONS = ("none", "linear")
 PAD_TYPES = ("none", "zero", "repeat")
 # Each is a mean of its own for every tile.
 MOST_CELLS = 4096
@@ -46,8 +46,8 @@ class SSTAConfig:
             and ``threshold``. It may write to the scores, and keep nothing.
         density: instead of ``topk``, the share in (0, 1] of the video's tile pairs that is computed exactly, window included, whatever the
             canvas: the same number of key tiles for each query tile, to within one. A window that alone is more is computed whole.
-        compensation: what the video tiles that are not computed exactly contribute: "none" = nothing, as published; "mean" = each its mean
-            key and value; "linear" = these with a first-order correction from its covariances. See ``ssta.compensation``.
+        compensation: what the video tiles that are not computed exactly contribute: "none" = nothing, as published; "linear" = each an
+            estimate from its means, with a first-order correction from its covariances. See ``ssta.compensation``.
         compensation_parts: 1 or 2 estimates for each tile; with 2 its tokens are split by their keys' first principal direction.
         variants: ``(max_frames, {field: value, ...})`` in ascending order. ``for_canvas`` applies the first one whose
             ``max_frames`` is not exceeded.
@@ -129,7 +129,7 @@ class SSTAConfig:
             raise ValueError(f"threshold must be 0 with sampling_type {self.scored_by!r}, whose scores are no logits, got {self.threshold}")
         if self.scored_by == "error":
             if self.compensation == "none":
-                raise ValueError("sampling_type 'error' must come with a compensation, 'mean' or 'linear', whose error it is, got 'none'")
+                raise ValueError("sampling_type 'error' must come with a compensation, whose error it is, got 'none'")
             if self.adaptive_pool is not None:
                 raise ValueError("adaptive_pool must be None with sampling_type 'error', which has no descriptors, "
                                  f"got {self.adaptive_pool}")

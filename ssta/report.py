@@ -275,7 +275,7 @@ def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype
         if config.compensation == "none":
             found.append(rest + "dropped, with all that their keys would have given")
         else:
-            found.append(rest + f"estimated from their means{' and covariances' if config.compensation == 'linear' else ''}")
+            found.append(rest + "estimated from their means and covariances")
         if config.sparse_type == "sta":
             found.append("the window alone selects: nothing outside it is "
                          + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))

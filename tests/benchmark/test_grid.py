@@ -15,14 +15,14 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_a_layer_in_the_configurations_of_the_grid(bench, tmp_path, monkeypatch, capsys):
-    bench.main(["--only", "linear 0.156, warm-up", "by noise", "linear 1", "mean 0.3", "dropped 0.156, tile", "--csv", "grid_a"])
+    bench.main(["--only", "linear 0.156, warm-up", "by noise", "linear 1", "dropped 0.156, tile", "--csv", "grid_a"])
     with (tmp_path / "grid_a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     # What has no density, or leaves nothing out, is not there; what differs in its schedule alone is one call.
-    assert [row["name"] for row in rows] == ["dense", "linear 0.156, warm-up 15 %", "mean 0.3", "dropped 0.156, tile 1x4x4",
+    assert [row["name"] for row in rows] == ["dense", "linear 0.156, warm-up 15 %", "dropped 0.156, tile 1x4x4",
                                              "linear 0.156, warm-up 15 %, refresh 5"]
     of = {row["name"]: row for row in rows}
-    assert of["dropped 0.156, tile 1x4x4"]["tile"] == "1x4x4" and of["mean 0.3"]["compensation"] == "mean"
+    assert of["dropped 0.156, tile 1x4x4"]["tile"] == "1x4x4" and of["dropped 0.156, tile 1x4x4"]["compensation"] == "none"
     warm, again = of["linear 0.156, warm-up 15 %"], of["linear 0.156, warm-up 15 %, refresh 5"]
     assert warm["median_ms"] == again["median_ms"] and warm["density"] == "0.156" and float(warm["error"]) < 1e-4
     assert float(warm["relative"]) == pytest.approx(float(warm["median_ms"]) / float(of["dense"]["median_ms"]))
@@ -54,10 +54,10 @@ def measured(tmp_path):
     measure.write_rows(tmp_path / "quality_card.csv", [
         sample(name, psnr + seed, density, seed) for seed in (0, 1) for name, psnr, density in (
             ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), ("linear 0.156, warm-up 15 %", 26.0, 0.578),
-            ("dense, backend cudnn", 64.0, 1.0))] + [sample("mean 0.156", 20.0, 0.156)])
+            ("dense, backend cudnn", 64.0, 1.0))] + [sample("linear 2 parts 0.156", 29.0, 0.156)])
     measure.write_rows(tmp_path / "grid_card.csv", [
         layer("dense", 1.0, "", 1.0), layer("dropped 0.156", 0.2, "none"), layer("linear 0.156", 0.24),
-        layer("linear 0.156, warm-up 15 %", 0.24), layer("mean 0.156", 0.22, "mean"), layer("linear 0.3", 0.3)])
+        layer("linear 0.156, warm-up 15 %", 0.24), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_time_over_all_steps_counts_the_dense_ones(measured):
     assert "| linear 0.156, warm-up 15 % | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
     assert "| dropped 0.156 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
     assert "| dense, backend cudnn | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
-    assert "mean" not in equal_time, "measured on one model alone"
+    assert "2 parts" not in equal_time, "measured on one model alone"
     assert [line.split(" | ")[0] for line in equal_time.splitlines()[3:6]] == [
         "| dropped 0.156", "| linear 0.156", "| linear 0.156, warm-up 15 %"]
     assert [line.endswith("| yes |") for line in equal_time.splitlines()[3:6]] == [True, True, False]

@@ -71,11 +71,11 @@ def test_all_of_it_is_dense(pack, wan, changes):
 
 def test_every_setting_reaches_the_patch(pack, wan):
     (patched,) = node(pack, "SSTA")(model=wan, density=0.0, top_k=3, tile="4x8x8", dense_steps=0.25, dense_blocks="0-1",
-                                    compensation="mean")
+                                    compensation="none")
     patch = patched.get_attachment(KEY)
     config = patch.configs[2]
     assert patch.configs[:2] == [None, None]
-    assert (config.topk, config.density, config.tile_thw, config.compensation) == (3, None, (4, 8, 8), "mean")
+    assert (config.topk, config.density, config.tile_thw, config.compensation) == (3, None, (4, 8, 8), "none")
     assert patch.schedule.dense_steps == 0.25
 
 

@@ -87,16 +87,13 @@ def test_what_a_route_needs(monkeypatch):
     assert not compacted.needs_transpose and not compacted.in_place and compacted.takes_deterministic
 
 
-def test_the_old_name_is_accepted():
-    assert choose_route("gather", CPU, torch.float32, 8) == choose_route("torch", CPU, torch.float32, 8)
-
-
 @pytest.mark.parametrize("impl, device, dtype, dim, message", [
     ("hopper", CPU, torch.float16, 64, r"impl='hopper' requires a Hopper GPU \(sm_90\), got tensors on cpu"),
     ("hopper", GPU, torch.float16, 80, "a head_dim of 64 or 128, got torch.float16 and 80"),
     ("hopper", GPU, torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
     ("triton", GPU, torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
     ("triton", GPU, torch.float16, 8, "got torch.float16 and 8"),
+    ("gather", CPU, torch.float32, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'gather'"),
     ("cuda", CPU, torch.float16, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'cuda'"),
     (None, CPU, torch.float16, 64, "impl must be one of .*, got None"),
 ])

@@ -66,8 +66,8 @@ def test_fields(pipe):
     ("dense enough,topk=5", SSTAConfig(topk=5, lambda_=0.5)),
     ("dense enough,density=0.1", SSTAConfig(density=0.1, lambda_=0.5)),
     ("estimated,compensation=none", SSTAConfig(density=0.2)),
-    ("estimated,compensation=mean,compensation_parts=1",
-     SSTAConfig(density=0.2, compensation="mean", sampling_type="error"))])
+    ("estimated,compensation_parts=1",
+     SSTAConfig(density=0.2, compensation="linear", sampling_type="error"))])
 def test_what_takes_the_place_of_what(pipe, text, config):
     assert parse_configuration(text, pipe).config == config
 

@@ -21,12 +21,12 @@ def _unset(monkeypatch):
 
 
 def test_settings_are_vllm_omnis_options(monkeypatch):
-    monkeypatch.setenv(VARIABLE, '{"tile_thw": [4, 4, 8], "compensation": "mean"}')
+    monkeypatch.setenv(VARIABLE, '{"tile_thw": [4, 4, 8], "compensation": "linear"}')
     settings = Settings.of({"sparsity": 0.8, "start_step": 5, "end_step": 1, "precision": "bf16", "skip_layers": [0, 39]})
     config = settings.config
-    assert (config.density, config.tile_thw, config.compensation, config.variants) == (0.2, (4, 4, 8), "mean", ())
+    assert (config.density, config.tile_thw, config.compensation, config.variants) == (0.2, (4, 4, 8), "linear", ())
     assert (settings.first_steps, settings.last_steps, settings.dense_layers) == (5, 1, {0, 39})
-    assert str(settings) == "density 0.2, compensation 'mean', dense steps: first 5, last 1, dense layers: 0, 39"
+    assert str(settings) == "density 0.2, compensation 'linear', dense steps: first 5, last 1, dense layers: 0, 39"
 
 
 def test_without_fields_the_defaults_are_those_of_models_without_published_settings():

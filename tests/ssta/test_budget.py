@@ -31,7 +31,7 @@ def layout_of(grids, text=0, device="cpu"):
 def select(layout, scores, **changes):
     """The selection by ``scores``, its mask of all tiles, and the window of the video's."""
     batch, heads, n, _ = scores.shape
-    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", **changes)
+    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", **changes)
     x = torch.zeros(batch, heads, layout.num_slots, 2)
     found = select_tiles(TiledQKV(layout, x, x, x), config, scores=scores)
     window = near(layout.tile_grids, config.kernel_thw) & (config.sparse_type == "ssta")
@@ -119,8 +119,8 @@ def test_error_needs_scores():
     layout = layout_of([(1, 1, 3)])
     x = torch.zeros(1, 1, 3, 2)
     with pytest.raises(AssertionError, match="BlockEstimates.scores"):
-        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", density=0.5))
-    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="mean", sparse_type="sta")
+        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", density=0.5))
+    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", sparse_type="sta")
     assert select_tiles(TiledQKV(layout, x, x, x), config).scores is None, "the window needs none"
 
 

@@ -394,11 +394,10 @@ def test_without_matplotlib_the_message_names_the_extra(report, monkeypatch):
         plot_density(report)
 
 
-@pytest.mark.parametrize("compensation", ["mean", "linear"])
-def test_what_was_computed_exactly_is_said_of_a_compensated_layer(compensation):
+def test_what_was_computed_exactly_is_said_of_a_compensated_layer():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 128, 16, dtype=torch.float64)
-    config = SSTAConfig(tile_thw=(1, 4, 4), kernel_thw=(1, 1, 1), topk=3, sparse_type="block_attn", compensation=compensation)
+    config = SSTAConfig(tile_thw=(1, 4, 4), kernel_thw=(1, 1, 1), topk=3, sparse_type="block_attn", compensation="linear")
     report = explain(q, k, (2, 8, 8), config, value=v)
     mean, fifth, worst = report.exact_mass
     assert 0 < fifth <= mean < 1 and fifth <= worst <= mean

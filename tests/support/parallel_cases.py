@@ -239,7 +239,7 @@ HEADS = {
     "shared patterns of cells": partial(same, MIXED, mask_share_within_head=True, adaptive_pool=(1, 2, 2)),
     "density": partial(same, topk=None, density=0.4, batch=2),
     "estimates": partial(same, topk=None, density=0.3, compensation="linear", masked=True),
-    "estimates by halves": partial(same, topk=None, density=0.3, compensation="mean", compensation_parts=2),
+    "estimates by halves": partial(same, topk=None, density=0.3, compensation="linear", compensation_parts=2),
     "more ranks than frames' tokens": partial(same, SHORT),
     "bfloat16": partial(same, dtype=torch.bfloat16),
     "5 heads": partial(same, heads=5, batch=2, masked=True),

@@ -32,9 +32,8 @@ def attention_within_blocks(
     Raises:
         ValueError: an ``impl`` that is not there or cannot run on such tensors.
     """
-    given, impl = impl, require_impl(impl)
-    if impl not in TOKEN_IMPLEMENTATIONS:
-        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got {given!r}")
+    if require_impl(impl) not in TOKEN_IMPLEMENTATIONS:
+        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got {impl!r}")
     if impl == "auto":
         impl = "torch" if q.device.type == "cpu" else "triton"
     if impl == "triton":

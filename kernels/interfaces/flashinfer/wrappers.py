@@ -16,7 +16,7 @@ from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_var
 # FlashInfer's names for its own kernels, which choose nothing here.
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
                      "vsa_blackwell_blk64")
-BACKENDS = ("gather", *(name for name in IMPLEMENTATIONS if name not in ("auto", "reference")))
+BACKENDS = tuple(name for name in IMPLEMENTATIONS if name not in ("auto", "reference"))
 NO_SCALES = (None, None, None)
 
 
