@@ -69,7 +69,7 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
-              small_tiles(tiles.others[0]), by_noise(main), refreshed(main), by_similarity(main), presets(),
+              small_tiles(tiles.others[0]), by_similarity(main), presets(),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
@@ -107,21 +107,6 @@ def presets() -> Iterator[Entry]:
     """By name, as the model's family has them: with its tile and its window."""
     for name in PRESETS:
         yield Entry("preset", f"preset {name}", *preset_settings(WAN, name))
-
-
-def by_noise(tile: Triple) -> Iterator[Entry]:
-    """A density that falls with the noise, from everything and from twice or three times its end."""
-    config = replace(kept(tile, MIDDLE, **LINEAR), density=None)
-    for least, most in ((0.156, 1.0), (0.1, 1.0), (0.1, 0.3)):
-        yield Entry("by noise", f"linear {most:g} to {least:g}, by noise", config, Schedule.by_noise(least, most=most))
-
-
-def refreshed(tile: Triple) -> Iterator[Entry]:
-    """Selections that serve several steps."""
-    for steps in (5, 15):
-        yield Entry("refresh", f"linear {MIDDLE:g}, refresh {steps}", kept(tile, MIDDLE, **LINEAR), Schedule(refresh=steps))
-    yield Entry("refresh", f"linear {MIDDLE:g}, warm-up 15 %, refresh 5", kept(tile, MIDDLE, **LINEAR),
-                Schedule(dense_steps=0.15, refresh=5))
 
 
 def small_tiles(tile: Triple) -> Iterator[Entry]:

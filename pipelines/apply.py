@@ -12,7 +12,6 @@ from ssta import SSTAConfig
 from ssta.kernels import require_bool, require_impl
 
 from .context import ModelContext
-from .density import with_density
 from .family import Family, Site, family_of
 from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
 from .presets import preset_settings
@@ -65,8 +64,8 @@ def apply_ssta(
             or a family whose functions return something else than they should.
         ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
             that runs on several ranks by another plan than ``cp_plan`` or by tensors, a schedule that names layers that the model does not
-            have, that keeps a share of the steps dense without a scheduler, or whose density meets a configuration with a budget of its
-            own, an unknown impl or preset, or a family whose sites are not the model's.
+            have, or that keeps a share of the steps dense without a scheduler, an unknown impl or preset, or a family whose sites are
+            not the model's.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
@@ -211,18 +210,12 @@ def _plan(
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    chosen = config is not None
     config, schedule = _settings(family, config, schedule, preset, progress)
-    by_level: tuple[SSTAConfig, ...] = ()
     # Itself and not just equal: layers that have none of their own are known by it.
     config = replace(config)
-    if schedule.levels:
-        by_level = tuple([with_density(config, level, chosen=chosen) for level in schedule.levels if level < 1])
-    elif isinstance(schedule.density, float):
-        config = with_density(config, schedule.density, chosen=chosen)
     context = ModelContext(model, family, config, schedule, progress, impl)
     context.check_ranks = check_ranks
-    replacements = processors_for(context, sites, by_level)
+    replacements = processors_for(context, sites)
     context.parallel.configs = tuple([processor.config for _, processor in replacements])
     return context, replacements
 

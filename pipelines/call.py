@@ -34,10 +34,8 @@ class Ranks(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, which of the schedule's densities it has, if these follow the
-    noise and it is not, and the ranks that share it, if there are several."""
+    """One forward's own: its canvas in tokens, whether its step is dense, and the ranks that share it, if there are several."""
 
     thw: tuple[int, int, int]
     dense_step: bool
-    level: int | None = None
     ranks: Ranks | None = None

@@ -49,7 +49,7 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
 
     Raises:
         TypeError: no ModelPatcher, or values of the wrong kind.
-        ValueError: a model that SSTA does not know, a block that it does not have, or a schedule with ``density`` or ``refresh``.
+        ValueError: a model that SSTA does not know, a block that it does not have.
     """
     diffusion = _diffusion_model(model)
     known = comfy_model(diffusion)
@@ -58,9 +58,6 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
-    if schedule.density is not None or schedule.refresh != 1:
-        raise ValueError("schedule must have no density and no refresh in ComfyUI, where the configuration's density counts, got "
-                         f"density = {schedule.density} and refresh = {schedule.refresh}")
     patch = ComfyPatch(diffusion, known, config, schedule)
     # Not as a decorator: it loads all of torch's compiler.
     torch.compiler.assume_constant_result(_say)
@@ -176,7 +173,7 @@ class ComfyPatch:
         sigma = float(t.flatten()[0])
         dense = schedule.dense_above is not None and sigma > schedule.dense_above
         if sigmas is None:
-            if schedule.counts_steps:
+            if schedule.dense_steps:
                 _say(f"which step of {self.known.name} it is cannot be found without sample_sigmas: the first steps are not dense")
             return _Step(dense)
         if self._sigmas is None or self._sigmas[0] is not sigmas:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,37 +20,29 @@ from .family import Family
 from .parallel import Parallelism, agree
 from .progress import Generation, Progress, Step, read
 from .report import Stopwatch
-from .reuse import Reuse, capturing, choose_anew, signature_of
 from .schedule import Schedule
 
 
 @dataclass
 class _Steps:
-    """How many steps were seen, were dense, and chose their tiles, in the generation in progress or last finished, and how many had each of
-    the schedule's densities; where nothing counts, forwards."""
+    """How many steps were seen and were dense in the generation in progress or last finished; where nothing counts, forwards."""
 
     seen: int = 0
     dense: int = 0
-    chosen: int = 0
-    levels: Counter[int] = field(default_factory=Counter)
     generation: Generation | None = None
     index: int = -1
 
-    def add(self, state: CallState, chosen: bool, generation: Generation | None, index: int) -> None:
+    def add(self, dense: bool, generation: Generation | None, index: int) -> None:
         if generation is not None:
             if generation is not self.generation:
-                self.seen = self.dense = self.chosen = 0
-                self.levels = Counter()
+                self.seen = self.dense = 0
                 self.generation, self.index = generation, -1
             # Guidance may take several forwards in a step.
             if index == self.index:
                 return
             self.index = index
         self.seen += 1
-        self.dense += state.dense_step
-        self.chosen += chosen
-        if state.level is not None:
-            self.levels[state.level] += 1
+        self.dense += dense
 
 
 class ModelContext:
@@ -83,8 +73,6 @@ class ModelContext:
         self.check_ranks = False
         # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
-        # The attentions' names, by which the processors in place are found in every forward that may reuse a selection.
-        self.sites: tuple[str, ...] = ()
         self._progress = progress
         self._steps = _Steps()
         self._forget_calls()
@@ -93,10 +81,9 @@ class ModelContext:
         self._calls = threading.local()
         self._latest: CallState | None = None
         self._counting = threading.Lock()
-        self._reuses: weakref.WeakSet[Reuse] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_latest", "_counting", "_reuses")}
+        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_latest", "_counting")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -132,16 +119,6 @@ class ModelContext:
         return state is not None and state.dense_step
 
     @property
-    def chosen_steps(self) -> int | None:
-        """In how many of ``steps`` tiles were chosen; None where they are at every step, or always dense."""
-        return None if self.schedule.refresh == 1 or self._steps.seen == self._steps.dense else self._steps.chosen
-
-    @property
-    def level_steps(self) -> Mapping[int, int]:
-        """In how many of ``steps`` each of the schedule's ``levels`` was the density."""
-        return self._steps.levels
-
-    @property
     def steps(self) -> int | None:
         """How many steps were seen, see ``LayerRun``; None where there was none, or nothing that leaves a trace."""
         return self._steps.seen or None
@@ -156,14 +133,12 @@ class ModelContext:
         arguments = self._signature.bind(model, *args, **kwargs).arguments
         schedule, thw = self.schedule, self.family.canvas(model, arguments)
         ranks = self.parallel.ranks(model, arguments, thw)
-        state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), None, ranks)
+        state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks)
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
-                             f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, density = {schedule.density}, "
-                             f"refresh = {schedule.refresh}; apply SSTA with Schedule()")
+                             f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}; apply SSTA with Schedule()")
         if schedule.follows_steps or not torch.compiler.is_compiling():
-            dense, level = self._follow(model, arguments, state)
-            state = CallState(thw, dense, level, ranks)
+            state = state._replace(dense_step=self._follow(arguments, state))
         self._calls.state = self._latest = state
 
     @contextmanager
@@ -190,89 +165,42 @@ class ModelContext:
         """Forward hook of the transformer."""
         if not torch.compiler.is_compiling():
             self.stopwatch.stop()
-            if getattr(self._calls, "last_step", False):
-                self._calls.reuse.end()
-
-    def forget_selections(self) -> None:
-        """Frees what was kept for later steps, in all threads."""
-        for reuse in list(self._reuses):
-            reuse.drop()
 
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
-    def _follow(self, model: nn.Module, arguments: dict, state: CallState) -> tuple[bool, int | None]:
-        """Counts the forward's step, and starts the stopwatch; whether the step is dense, and which density it has."""
-        schedule, dense, level = self.schedule, self.wholly_dense, None
+    def _follow(self, arguments: dict, state: CallState) -> bool:
+        """Counts the forward's step, and starts the stopwatch; whether the step is dense."""
+        schedule, dense = self.schedule, self.wholly_dense
         if getattr(self._calls, "densely", False):
-            self._calls.last_step = False
-            return True, None
-        timestep, noise = arguments.get("timestep"), 0.0
+            return True
+        timestep = arguments.get("timestep")
         step = self._progress.step(timestep)
         if self.check_ranks and state.ranks is not None and (step is None or step.generation is not self._steps.generation):
             at = "unknown" if step is None else f"{step.position} of {step.total}"
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
-        if step is None:
-            if schedule.counts_steps:
-                self._warn()
-            if schedule.reads_noise:
-                if timestep is None:
-                    raise ValueError(f"{self.family.model} must be called with a timestep for schedule's {self._reader}, got none")
-                noise = read(self._noise(timestep), self._reader)
-        else:
+        if step is not None:
             dense = dense or schedule.is_dense_step(step.position, step.total)
-            if schedule.reads_noise:
-                noise = float(self.family.noise(self._progress.timestep(step, self._reader)))
+        elif schedule.dense_steps:
+            self._warn()
         if schedule.dense_above is not None:
-            dense = dense or noise > schedule.dense_above
-        if schedule.levels and not dense:
-            level = schedule.level_at(noise)
-            if schedule.levels[level] == 1:
-                dense, level = True, None
-        chosen, found = not dense, state._replace(dense_step=dense, level=level)
-        if schedule.refresh > 1:
-            chosen = self._reuse(model, step, found, arguments) and not dense
+            dense = dense or self._noise(step, timestep) > schedule.dense_above
         with self._counting:
-            self._steps.add(found, chosen, *((None, -1) if step is None else (step.generation, step.position)))
+            self._steps.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
-        return dense, level
+        return dense
 
-    def _reuse(self, model: nn.Module, step: Step | None, state: CallState, arguments: dict) -> bool:
-        """Tells the layers which selections the forward may use; whether they choose anew."""
-        processors: dict[str, Any] = {name: getattr(model.get_submodule(name), "processor", None) for name in self.sites}
-        layers = {name: processor.holder for name, processor in processors.items() if getattr(processor, "context", None) is self}
-        reuse = getattr(self._calls, "reuse", None)
-        if reuse is None:
-            reuse = self._calls.reuse = Reuse()
-            self._reuses.add(reuse)
-        self._calls.last_step = step is not None and step.position == step.total - 1
-        if step is None:
-            reuse.drop()
-            choose_anew(layers.values())
-            return True
-        signature = None
-        if torch.is_grad_enabled():
-            warn_once(f"gradients of {self.family.model}", f"schedule has refresh = {self.schedule.refresh}, but {self.family.model} was "
-                      "called while gradients are recorded; tiles are chosen anew in each such forward. Generate under torch.no_grad()")
-        elif not state.dense_step and not capturing():
-            signature = signature_of(arguments, state, torch.is_inference_mode_enabled())
-        return reuse.begin(step, self.schedule.refresh, signature, layers)
-
-    @property
-    def _reader(self) -> str:
-        """The rule that asks for the noise level."""
-        return "density" if self.schedule.dense_above is None else "dense_above"
-
-    def _noise(self, timestep: Tensor | float) -> Tensor | float:
+    def _noise(self, step: Step | None, timestep: Tensor | float | None) -> float:
+        """The noise level of a forward: by its step where that is known, else by its timestep."""
+        if step is not None:
+            return float(self.family.noise(self._progress.timestep(step)))
+        if timestep is None:
+            raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
         if isinstance(timestep, bool) or not isinstance(timestep, (Tensor, int, float)):
-            raise TypeError(f"timestep must be a tensor or a number for schedule's {self._reader}, got {type(timestep).__name__}")
-        return self.family.noise(timestep)
+            raise TypeError(f"timestep must be a tensor or a number for schedule's dense_above, got {type(timestep).__name__}")
+        return read(self.family.noise(timestep))
 
     def _warn(self) -> None:
-        schedule, counter = self.schedule, self._progress.scheduler
-        rules = {f"dense_steps = {schedule.dense_steps}": "no step is dense for it" if schedule.dense_steps else "",
-                 f"refresh = {schedule.refresh}": "tiles are chosen anew in every forward" if schedule.refresh > 1 else ""}
-        asked = " and ".join(rule for rule, said in rules.items() if said)
-        warn_once(f"steps of {self.family.model}", f"schedule has {asked}, but nothing says which step "
-                  f"this forward of {self.family.model} is: neither its timestep, nor a pipeline, nor {type(counter).__name__}; "
-                  f"{', and '.join(filter(None, rules.values()))}. Call it from the pipeline that SSTA was applied to, or use a schedule "
-                  "that goes by the noise level")
+        warn_once(f"steps of {self.family.model}", f"schedule has dense_steps = {self.schedule.dense_steps}, but nothing says which step "
+                  f"this forward of {self.family.model} is: neither its timestep, nor a pipeline, nor "
+                  f"{type(self._progress.scheduler).__name__}; no step is dense for it. Call it from the pipeline that SSTA was applied "
+                  "to, or use a schedule that goes by the noise level")

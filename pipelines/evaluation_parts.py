@@ -40,7 +40,6 @@ def whole_report(parts: Sequence[Part]) -> RunReport:
         masses = [mass for part in parts if (mass := part.masses[index]) is not None]
         runs.append(replace(
             first, density=_over_heads(layer, [run.density for run in layer]),
-            sparse_density=None if first.sparse_density is None else _over_heads(layer, [run.sparse_density or 0.0 for run in layer]),
             exact_mass=mass_summary(torch.cat(masses, dim=1)) if masses else None))
     return RunReport(runs, parts[0].report.models)
 

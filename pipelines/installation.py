@@ -10,8 +10,6 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ssta import SSTAConfig
-
 from .context import ModelContext
 from .family import Family, Site
 from .processor import SSTAProcessor
@@ -80,15 +78,12 @@ def sites_of(family: Family, model: nn.Module) -> list[Site]:
     return sites
 
 
-def processors_for(
-    context: ModelContext, sites: list[Site], by_level: tuple[SSTAConfig, ...] = (),
-) -> list[tuple[Site, SSTAProcessor]]:
-    """A processor for each site, with the configuration that the context's schedule has for it and ``by_level``. Changes nothing yet.
+def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site, SSTAProcessor]]:
+    """A processor for each site, with the configuration that the context's schedule has for it. Changes nothing yet.
 
     Raises:
         TypeError, ValueError: what a ``Site.replacement`` returned does not fit, or the schedule does not fit the sites.
     """
-    context.sites = tuple([site.name for site in sites])
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, context.schedule.for_layers([site.name for site in sites], context.config)):
         processor = site.replacement(context)
@@ -98,8 +93,6 @@ def processors_for(
         if any(processor is other for _, other in replacements):
             raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
         processor.config = own
-        # A layer's own configuration keeps its own budget.
-        processor.by_level = by_level if own is context.config else ()
         replacements.append((site, processor))
     return replacements
 
@@ -156,7 +149,6 @@ def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> No
         parent, _, attribute = name.rpartition(".")
         delattr(model.get_submodule(parent), attribute)
     installation.context.parallel.undo(model, list(installation.originals.values()), stays_split)
-    installation.context.forget_selections()
 
 
 def _copy_settings(source: Any, target: Any) -> None:

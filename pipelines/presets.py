@@ -17,7 +17,6 @@ class Preset:
 
     Attributes:
         density: share of the video's tile pairs that is computed exactly at the steps that are not dense.
-        refresh: steps that a selection serves.
         warm_up: first share of the steps that is dense. The first layers that the family keeps dense stay so.
         compensation: what the other tiles contribute.
         reason: why these.
@@ -25,7 +24,6 @@ class Preset:
 
     density: float
     warm_up: float
-    refresh: int
     compensation: str
     reason: str
 
@@ -34,12 +32,12 @@ class Preset:
 # dense one; benchmark/README.md, Quality). A warm-up decides which video is made, so it is saved on last. The decibels are that model's,
 # means of two trainings in tiles of 4 x 4 x 8; no promise about others.
 PRESETS: dict[str, Preset] = {
-    "near": Preset(density=0.30, warm_up=0.20, refresh=1, compensation="linear", reason=(
+    "near": Preset(density=0.30, warm_up=0.20, compensation="linear", reason=(
         "to stay with the dense model's video: 43 dB from it; most published methods keep the first fifth of the steps dense")),
-    "balanced": Preset(density=0.15, warm_up=0.15, refresh=1, compensation="linear", reason=(
+    "balanced": Preset(density=0.15, warm_up=0.15, compensation="linear", reason=(
         "the family's default: 36 dB")),
-    "fast": Preset(density=0.10, warm_up=0.10, refresh=5, compensation="linear", reason=(
-        "32 dB; a selection serves five steps, and the warm-up is the shortest that published methods have")),
+    "fast": Preset(density=0.10, warm_up=0.10, compensation="linear", reason=(
+        "32 dB; the warm-up is the shortest that published methods have")),
 }
 # Of a variant for short videos, what a preset takes over.
 _SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
@@ -69,4 +67,4 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
                     for frames, overrides in default.variants])
     config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=preset.density,
                         compensation=preset.compensation, variants=shapes)
-    return config, replace(family.default_schedule(), dense_steps=preset.warm_up, refresh=preset.refresh)
+    return config, replace(family.default_schedule(), dense_steps=preset.warm_up)

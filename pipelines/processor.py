@@ -23,9 +23,9 @@ from ssta.selection import Selection
 from .backends import default_is_sdpa
 from .context import ModelContext
 from .exchange import Exchange, Given, OnItsWay
+from .kept_selection import Holder
 from .progress import is_fake
 from .report import LayerRun, Stopwatch
-from .reuse import Holder
 from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
@@ -64,14 +64,10 @@ class SSTAProcessor:
         self.context = context
         # None = dense at every step.
         self.config: SSTAConfig | None = context.config
-        # In its place where the schedule's density follows the noise: one for each of the schedule's levels that is not dense.
-        self.by_level: tuple[SSTAConfig, ...] = ()
         self.holder = Holder()
         self._stopwatch = Stopwatch()
         self._exchange = Exchange()
         self._last: _Run | None = None
-        # Counts of the last lists at each level.
-        self._level_counts: dict[int, Tensor] = {}
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
         """The canvas (t, h, w) of the forward in progress.
@@ -225,11 +221,9 @@ class SSTAProcessor:
         return self._noted(self._selecting(attended, tuple(query.shape)), None, layout, False, None)
 
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
-        """What ``attended`` gives with the selection that this layer keeps for a query of ``shape``, or with one that it then keeps."""
+        """What ``attended`` gives: with the selection that was kept for a query of ``shape``, or with one that is kept now, where
+        ``frozen_checkpoint`` asks for that."""
         kept = self.holder.frozen
-        # A backward pass that runs attention again may come after another forward, whose selection is not this one's.
-        if kept is None and self.context.schedule.refresh > 1 and not torch.is_grad_enabled():
-            kept = self.holder.kept
         selection = None if kept is None else kept.selection(shape)
         result = attended(selection)
         if kept is not None and selection is None:
@@ -250,8 +244,6 @@ class SSTAProcessor:
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
         self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
-        if timed and not dense and self.by_level and blocks is not None and self.context.call.level is not None:
-            self._level_counts[self.context.call.level] = blocks.counts
         return out.transpose(1, 2)
 
     def _attend_sparsely(
@@ -259,8 +251,7 @@ class SSTAProcessor:
         shards: Shards | Rings | None, shape: tuple[int, ...],
     ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended. q, k and v have heads before tokens; ``shape`` is what q has here."""
-        level = self.context.call.level if self.by_level else None
-        config = self.config if level is None else self.by_level[level]
+        config = self.config
         assert config is not None
 
         def attended(selection: Selection | None) -> LayerResult:
@@ -324,17 +315,12 @@ class SSTAProcessor:
         dense = steps if always_dense or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole else seconds / whole
-        levels = {} if always_dense or not self.by_level else self._densities(run.tiles)
-        weights = self.context.level_steps
         rank, ranks, own, heads = run.part or (0, 1, None, None)
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
             exact_mass=None if run.exact_mass is None else mass_summary(run.exact_mass),
-            chosen_steps=None if always_dense else self.context.chosen_steps,
-            densities=(min(levels.values()), max(levels.values())) if levels else None,
-            sparse_density=sum(weights[level] * of for level, of in levels.items()) / sum(weights[level] for level in levels)
-            if levels else None, rank=rank, ranks=ranks, own_heads=own, heads=heads,
+            rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 
     @property
@@ -343,18 +329,6 @@ class SSTAProcessor:
         heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
         run = self._last
         return None if run is None or run.exact_mass is None or is_fake(run.exact_mass) else run.exact_mass.cpu()
-
-    def _densities(self, tiles: int | None) -> dict[int, float]:
-        """The density at each of the schedule's levels that steps had: of the lists, or, where they were made inside a compiled graph or a
-        step was not this layer's, as the schedule has it."""
-        found = {}
-        for level in self.context.level_steps:
-            counts = self._level_counts.get(level)
-            if counts is None or tiles is None or counts.shape[-1] != tiles:
-                found[level] = self.context.schedule.levels[level]
-            else:
-                found[level] = share_of(counts, tiles)
-        return found
 
 
 def share_of(counts: Tensor, tiles: int) -> float:

@@ -115,15 +115,15 @@ class Progress:
             index = getattr(self.scheduler, "begin_index", None) or 0
         return index, len(timesteps)
 
-    def timestep(self, step: Step, wanted_by: str) -> float:
+    def timestep(self, step: Step) -> float:
         """The scheduler's timestep of ``step``. All of them are read from the device once in a generation.
 
         Raises:
-            ValueError: they cannot be read, see ``read``; names the rule that they are ``wanted_by``.
+            ValueError: they cannot be read, see ``read``.
         """
         timesteps, known = step.generation.timesteps, self._read
         if known is None or known[0] is not timesteps:
-            _refuse(timesteps, wanted_by)
+            _refuse(timesteps)
             known = self._read = timesteps, timesteps.tolist()
         return known[1][min(step.generation.first + step.position, len(known[1]) - 1)]
 
@@ -145,25 +145,24 @@ def _row(current: Tensor) -> tuple[int, int] | None:
     return current.storage_offset() // current.numel(), rows
 
 
-def read(value: Tensor | float, wanted_by: str) -> float:
+def read(value: Tensor | float) -> float:
     """The greatest entry of what may be a tensor. Waits for the device where it lies on one.
 
     Raises:
-        ValueError: nothing can be read: inside the capture of a CUDA graph, or of a fake or meta tensor; names the rule of a schedule that
-            it is ``wanted_by``.
+        ValueError: nothing can be read: inside the capture of a CUDA graph, or of a fake or meta tensor.
     """
     if not isinstance(value, Tensor):
         return float(value)
-    _refuse(value, wanted_by)
+    _refuse(value)
     return float(value.max())
 
 
-def _refuse(values: Tensor, wanted_by: str) -> None:
+def _refuse(values: Tensor) -> None:
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(f"schedule must not read timesteps while a CUDA graph is captured, got one with {wanted_by}")
+        raise ValueError("schedule must not read timesteps while a CUDA graph is captured, got one with dense_above")
     if values.is_meta or is_fake(values):
-        raise ValueError(f"schedule must not read timesteps that hold no values, got one with {wanted_by} and a {type(values).__name__} on "
-                         f"{values.device}; apply SSTA with Schedule()")
+        raise ValueError("schedule must not read timesteps that hold no values, got one with dense_above and a "
+                         f"{type(values).__name__} on {values.device}; apply SSTA with Schedule()")
 
 
 def is_fake(x: Tensor) -> bool:

@@ -33,10 +33,6 @@ class LayerRun:
         exact_mass: share of the softmax mass that was computed exactly, an estimate carried the rest: the mean, the 5th percentile over
             (head, query tile) pairs, and the mean of the worst head, of the heads that have an estimate. None where none has, without
             compensation, and where it attended densely.
-        chosen_steps: in how many of ``steps`` it chose its tiles; in the other sparse ones an earlier selection served. None where the
-            schedule has them chosen at every step.
-        densities: least and greatest density of the sparse steps, where the schedule's follows the noise; else None.
-        sparse_density: their mean over the sparse steps; None where they all have ``density``.
         rank, ranks: which of how many ranks it ran on. Everything here is this rank's own; so a report on one of them waits for no other.
         own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
         exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
@@ -55,9 +51,6 @@ class LayerRun:
     time_share: float | None = None
     explanation: tuple[str, ...] = ()
     exact_mass: tuple[float, float, float] | None = None
-    chosen_steps: int | None = None
-    densities: tuple[float, float] | None = None
-    sparse_density: float | None = None
     rank: int = 0
     ranks: int = 1
     own_heads: int | None = None
@@ -96,7 +89,7 @@ class RunReport(list):
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
         total = {"layer": "all", "density": f"{self.mean_density():.1%}", "time share": share}
         lines = [*map(_cells, self), total]
-        # What only some schedules and configurations have is left out where no layer has it.
+        # What only some configurations have is left out where no layer has it.
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
         rows = [tuple(head), *(tuple(line.get(name, "") for name in head) for line in lines)]
         reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
@@ -107,23 +100,20 @@ class RunReport(list):
 
 def _mean_density(run: LayerRun) -> float:
     """Over the steps that were seen, dense ones included."""
-    sparse = run.density if run.sparse_density is None else run.sparse_density
     if not run.steps or run.dense_steps is None:
-        return sparse
-    return (run.dense_steps + (run.steps - run.dense_steps) * sparse) / run.steps
+        return run.density
+    return (run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps
 
 
 # Columns of the table that are left out where they are empty.
-_OPTIONAL = ("chosen anew", "exact mass", "exchange, ms")
+_OPTIONAL = ("exact mass", "exchange, ms")
 
 
 def _cells(run: LayerRun) -> dict[str, str]:
-    density = f"{run.density:.1%}" if run.densities is None else " to ".join(f"{share:.1%}" for share in run.densities)
     return {
         "layer": run.layer, "implementation": run.where, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
-        "tiles": "-" if run.tiles is None else str(run.tiles), "density": density,
+        "tiles": "-" if run.tiles is None else str(run.tiles), "density": f"{run.density:.1%}",
         "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
-        "chosen anew": "-" if run.chosen_steps is None else f"{run.chosen_steps} of {run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
         "ms": "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}",
         "exchange, ms": "-" if run.exchange_seconds is None else f"{run.exchange_seconds * 1e3:.2f}",

@@ -1,17 +1,15 @@
-"""Schedule: which steps and layers attend densely, how dense the other steps are, for how long a selection serves; settings by layer."""
+"""Schedule: which steps and layers attend densely, and layers that have a configuration of their own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from ssta import SSTAConfig
 from ssta.kernels import require_int, require_number
-
-from .density import NoiseDensity, checked_density, levels_of, nearest
 
 
 @dataclass(frozen=True)
@@ -32,19 +30,6 @@ class Schedule:
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
             ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
         layer_configs: ``{layer: SSTAConfig}``, or pairs of these, for layers that need a configuration of their own.
-        density: the share in (0, 1] of the video's tile pairs that is computed exactly, in place of the configuration's ``density`` or
-            default budget: a number, the same at every step; or a function, which is given the log signal-to-noise ratio of the step,
-            2 log((1 - s) / s) with s the noise level that ``dense_above`` has. ``by_noise`` makes the published one. Dense steps and dense
-            layers stay dense, and layers of ``layer_configs`` keep their own budget. A function is asked for the whole range of noise when
-            the schedule is made; where it gives more than four values, each step takes the nearest of four (``levels``), so that a
-            compiled block is compiled a few times only. Steps whose density is 63/64 or more are dense. The noise is read once in a
-            generation, or once in each forward where nothing counts the steps.
-        refresh: for how many steps a selection of tiles serves: 1 = chosen anew at every step. Neighbouring steps want much the same tiles
-            (of 50 steps, published methods choose anew after 10 or 12), and choosing takes time. Each of a step's forwards (with a prompt,
-            without it) keeps its own. Chosen before its time: in another generation, on another canvas, batch, device or prompt, at another
-            density; and at every forward that records gradients, so that checkpointing recomputes the same. Kept is a bit on the
-            device for a pair of tiles, per head and layer, until the generation's last step is done. Needs a scheduler
-            that counts the steps; a forward whose step cannot be found chooses anew, and warns once.
 
     Raises:
         TypeError: a value of the wrong kind.
@@ -56,21 +41,12 @@ class Schedule:
     dense_above: float | None = None
     dense_layers: tuple[int | str, ...] = ()
     layer_configs: Mapping[int | str, SSTAConfig] | tuple[tuple[int | str, SSTAConfig], ...] = ()
-    density: float | Callable[[float], float] | None = None
-    refresh: int = 1
-    levels: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= require_number("dense_steps", self.dense_steps) <= 1:
             raise ValueError(f"dense_steps must lie in [0, 1], a fraction of the steps, got {self.dense_steps}")
         if self.dense_above is not None and not 0 <= require_number("dense_above", self.dense_above) <= 1:
             raise ValueError(f"dense_above must lie in [0, 1], a noise level, got {self.dense_above}")
-        object.__setattr__(self, "refresh", require_int("refresh", self.refresh, 1))
-        object.__setattr__(self, "levels", levels_of(self.density) if callable(self.density) else ())
-        if self.density is not None and not callable(self.density):
-            if not 0 < require_number("density", self.density) <= 1:
-                raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {self.density}")
-            object.__setattr__(self, "density", float(self.density))
         if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
         dense = _layers("dense_layers", self.dense_layers)
@@ -98,52 +74,10 @@ class Schedule:
         """
         return cls(dense_steps=0.15, dense_layers=(0,))
 
-    @classmethod
-    def by_noise(cls, least: float, *, reached: float = 0.85, halfway: float = 0.95, most: float = 1.0, tau: float = 0.99,
-                 **rules: Any) -> Schedule:
-        """A density that falls with the noise, along the curve that iCATS has for the mass it keeps (see ``NoiseDensity``).
-
-        The noisiest steps decide what the video is and miss what is left out most; the last ones hardly do. So this takes the place of
-        ``dense_steps``: with ``most`` = 1 the first steps are dense. The defaults are halfway at the noise that a flow shift of 5 has after
-        20 % of the steps. A curve's pivot is where log SNR changes least from step to step; under a shift s that is the noise level
-        s / (1 + s), for those who go by softmax mass.
-
-        Args:
-            least: the density in (0, 1] that it falls to.
-            reached: the noise level in (0, 1) at which that is reached, but for 1 - ``tau`` of the way.
-            halfway: the noise level in (0, 1), above ``reached``, at which the density is halfway between ``most`` and ``least``.
-            most: the density in (0, 1] of the noisiest steps.
-            tau: in (0.5, 1).
-            rules: other fields of the schedule, such as ``refresh`` and ``dense_layers``.
-
-        Raises:
-            TypeError, ValueError: values of the wrong kind, out of range, or in another order.
-        """
-        return cls(density=NoiseDensity(least, reached, halfway, most, tau), **rules)
-
     @property
     def follows_steps(self) -> bool:
         """Whether any rule asks which step it is."""
-        return self.counts_steps or self.reads_noise
-
-    @property
-    def counts_steps(self) -> bool:
-        """Whether any rule asks for the step's number."""
-        return self.dense_steps > 0 or self.refresh > 1
-
-    @property
-    def reads_noise(self) -> bool:
-        """Whether any rule asks for the step's noise level."""
-        return self.dense_above is not None or bool(self.levels)
-
-    def level_at(self, noise: float) -> int:
-        """Which of ``levels`` the density of a step at a noise level in [0, 1] is; of a schedule whose density is a function.
-
-        Raises:
-            TypeError, ValueError: the function gives no number in (0, 1] there.
-        """
-        density: Any = self.density
-        return nearest(self.levels, checked_density(density, noise))
+        return self.dense_steps > 0 or self.dense_above is not None
 
     def is_dense_step(self, index: int, count: int) -> bool:
         """Whether ``dense_steps`` covers step ``index`` of the ``count`` that run.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,9 @@ from ssta.kernels import require_int, require_number
 
 from .apply import SSTAHandle
 from .context import CallState, ModelContext
-from .density import DENSE_FROM, LEVELS, with_density
+from .density import DENSE_FROM, with_density
+from .kept_selection import KeptSelection
 from .processor import SSTAProcessor
-from .reuse import KeptSelection
 
 
 class Velocities(NamedTuple):
@@ -104,8 +103,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
 
     Raises:
         TypeError: no handle, or no number.
-        ValueError: out of range; SSTA was removed; a schedule whose density follows the noise, or no layer without a configuration of its
-            own; or a configuration in which the window alone selects.
+        ValueError: out of range; SSTA was removed; no layer without a configuration of its own; or a configuration in which the window
+            alone selects.
 
     Nothing has changed after any of them.
     """
@@ -117,9 +116,6 @@ def set_density(handle: SSTAHandle, density: float) -> None:
         raise ValueError("handle must be one whose SSTA is still applied, got one that was removed")
     plans = []
     for name, module, context, processors in applied:
-        if context.schedule.levels:
-            raise ValueError("handle must have a schedule whose density does not follow the noise, got density = "
-                             f"{context.schedule.density}")
         own = [processor for _, processor in processors if processor.config is context.config]
         if not own:
             raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
@@ -127,10 +123,6 @@ def set_density(handle: SSTAHandle, density: float) -> None:
         plans.append((context, own, with_density(context.config, density)))
     for context, own, config in plans:
         context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
-        # Those of a schedule's refresh are of the density before.
-        context.forget_selections()
-        if context.schedule.density is not None:
-            context.schedule = replace(context.schedule, density=density)
         for processor in own:
             processor.config = config
 
@@ -152,25 +144,29 @@ class Ramp:
         target: the density in (0, 1] from step ``steps`` on.
         steps: how many steps the others share; 0 = ``target`` at once.
         start: the density of step 0, at least ``target``.
-        levels: how many values there are, ``start`` and ``target`` among them; at least 2.
+        levels: how many values there are, ``start`` and ``target`` among them; at least 2, of which ``steps`` + 1 at most are reached.
 
     Attributes:
-        densities: the values, descending.
+        densities: the values that steps have, descending.
 
     Raises:
         TypeError, ValueError: values of the wrong kind or out of range, and what ``set_density`` raises, when it is called.
     """
 
-    def __init__(self, handle: SSTAHandle, target: float, steps: int, *, start: float = 1.0, levels: int = LEVELS) -> None:
+    def __init__(self, handle: SSTAHandle, target: float, steps: int, *, start: float = 1.0, levels: int = 4) -> None:
         if not isinstance(handle, SSTAHandle):
             raise TypeError(f"handle must be what apply_ssta returned, got {type(handle).__name__}")
         target, start = _density("target", target), _density("start", start)
-        self._handle, self._steps = handle, require_int("steps", steps, 0)
+        steps = require_int("steps", steps, 0)
         levels = require_int("levels", levels, 2)
         if start < target:
             raise ValueError(f"start must be at least target = {target}, got {start}")
+        # With more levels than steps only those that a step has.
+        last = min(levels - 1, steps)
+        reached = [i if last < steps else i * (levels - 1) // steps for i in range(1, last)]
         self.densities = ((target,) if start == target or not steps else
-                          (start, *(start * (target / start) ** (i / (levels - 1)) for i in range(1, levels - 1)), target))
+                          (start, *(start * (target / start) ** (i / (levels - 1)) for i in reached), target))
+        self._handle, self._steps = handle, steps
         self._set: float | None = None
 
     def at(self, step: int) -> float:

@@ -238,7 +238,6 @@ def test_models_and_settings_that_do_not_fit_are_refused():
             (lambda: patch_model(Patcher(nn.Linear(1, 1))), ValueError, "WanModel, HunyuanVideo, LTXVModel.*got Linear"),
             (lambda: patch_model(wan, "fast"), TypeError, "config must be an SSTAConfig"),
             (lambda: patch_model(wan, FEW, 0.15), TypeError, "schedule must be a Schedule"),
-            (lambda: patch_model(wan, FEW, Schedule(refresh=3)), ValueError, "no density and no refresh.*refresh = 3"),
             (lambda: patch_model(wan, FEW, Schedule(dense_layers=(3,))), ValueError, r"\[-3, 3\) for this model's 3 layers, got 3"),
             (lambda: report_model(wan), ValueError, "must have SSTA to report on")):
         with pytest.raises(error, match=match):

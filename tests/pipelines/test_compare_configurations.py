@@ -38,8 +38,8 @@ def test_names(pipe):
 def test_presets_of_all_families(pipe):
     fast = parse_configuration("fast", pipe)
     assert fast.config.density < parse_configuration("near", pipe).config.density and fast.config.compensation == "linear"
-    made = parse_configuration("fast,dense_steps=0,refresh=5,density=0.5", pipe)
-    assert made.schedule == replace(fast.schedule, dense_steps=0, refresh=5)
+    made = parse_configuration("fast,dense_steps=0,density=0.5", pipe)
+    assert made.schedule == replace(fast.schedule, dense_steps=0)
     assert made.config == replace(fast.config, density=0.5, variants=())
 
 
@@ -77,7 +77,7 @@ def test_what_takes_the_place_of_what(pipe, text, config):
     ("topk=", "got 'topk='"), ("topk=0", "topk=0: topk must be at least 1, got 0"), ("topk=many", "topk must be an int"),
     ("tile_thw=2x4", "tile_thw must have three entries"), ("tile_thw=axbxc", "tile_thw"), ("dense_steps=2", "dense_steps must lie in"),
     ("pad_type=mirror", "pad_type must be one of"), ("stock,topk=3", "got 'stock'"), ("default,fast", "got 'fast'"),
-    ("refresh=0", "refresh must be at least 1"),
+    ("refresh=5", "got 'refresh=5'"),
     ("density=2", "density=2: density must lie in"), ("density=0.2,topk=3", "topk must be None with a density"),
     ("dense@", "must have a backend after @, got 'dense@'"), ("dense@fastest", "backend must be one of .*_native_cudnn.*, got 'fastest'"),
     ("stock@triton", "without SSTA, got 'triton'")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import diffusers
 import pytest
@@ -74,35 +73,6 @@ def test_a_compiled_pipeline_meets_no_new_graph_at_later_steps():
         assert graphs.count == 3
         latents(pipe, steps=20, **tiny.call)
         assert graphs.count == 3
-
-
-# A density whose steps are dense, then half, then a quarter.
-FALLING = Schedule(density=lambda ratio: 1.0 if ratio < -5 else 0.5 if ratio < -1 else 0.25, dense_layers=(0,))
-
-
-@pytest.mark.parametrize("schedule, variants, whole", [
-    # Dense layers, dense steps, those that choose and those that do not.
-    (Schedule(dense_steps=0.2, dense_layers=(0,), refresh=3), 4, False), (FALLING, 4, False), (replace(FALLING, refresh=3), 6, False),
-    # All of that at once.
-    (replace(FALLING, refresh=3), 0, True)])
-def test_compiled_blocks_follow_densities_and_keep_selections(schedule, variants, whole):
-    tiny = PIPELINES["wan"]
-    pipe = tiny.build(layers=3)
-    with apply_ssta(pipe, SPARSE if schedule.density is None else TILES, schedule=schedule) as handle:
-        eager, expected = latents(pipe, steps=12, **tiny.call), handle.report()
-        graphs = Graphs()
-        if whole:
-            pipe.transformer.compile(backend=graphs)
-        else:
-            pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=graphs)
-        torch.testing.assert_close(latents(pipe, steps=12, **tiny.call), eager, rtol=1e-3, atol=1e-3)
-        assert whole or graphs.count == variants
-        known = graphs.count
-        latents(pipe, steps=12, **tiny.call)
-        assert graphs.count == known
-        for ours, theirs in zip(handle.report(), expected, strict=True):
-            assert (ours.dense_steps, ours.chosen_steps, ours.density, ours.densities) == (
-                theirs.dense_steps, theirs.chosen_steps, theirs.density, theirs.densities)
 
 
 @pytest.mark.parametrize("schedule", [NEVER_DENSE, Schedule(dense_above=0.8)])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run
@@ -15,8 +14,8 @@ from torch import nn
 
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, processor, set_density, teacher_student
-from ssta.pipelines.density import LEVELS
-from ssta.pipelines.reuse import KeptSelection
+from ssta.pipelines.density import with_density
+from ssta.pipelines.kept_selection import KeptSelection
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.25)
@@ -160,14 +159,13 @@ def test_a_density_that_is_set_is_the_one_that_was_applied():
     for density in (0.5, 0.125):
         with apply_ssta(model, replace(TILES, density=density), schedule=schedule):
             expected[density] = run(model, call)
-    # In place of a density, of another budget, and of a schedule's.
-    for config, more in ((TILES, {}), (replace(TILES, density=None, topk=2), {}), (replace(TILES, density=None), {"density": 0.3})):
-        with apply_ssta(model, config, schedule=replace(schedule, **more)) as handle:
+    # In place of a density, and of another budget.
+    for config in (TILES, replace(TILES, density=None, topk=2)):
+        with apply_ssta(model, config, schedule=schedule) as handle:
             for density in (0.5, 0.125, 0.5):
                 set_density(handle, density)
                 assert torch.equal(run(model, call), expected[density]) and handle.config.density == density
                 assert [layer.density for layer in handle.report()] == [density, 0.25, density, 1]
-                assert handle.schedule.density == (density if more else None)
             set_density(handle, 1)
             torch.testing.assert_close(run(model, call), dense, rtol=1e-4, atol=1e-4)
             assert handle.report()[0].layer and handle.report()[0].dense_steps == 1 and "dense" in str(handle.report())
@@ -176,19 +174,13 @@ def test_a_density_that_is_set_is_the_one_that_was_applied():
         assert torch.equal(run(model, call), dense)
 
 
-def test_a_density_that_is_set_ends_what_an_earlier_one_selected():
-    """Under a schedule whose selections serve several steps too."""
-    model, call = TINY["wan"].build(), TINY["wan"].call()
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(6)
-    with apply_ssta(model, TILES, schedule=Schedule(refresh=3), scheduler=scheduler) as handle:
-        found = []
-        for step, timestep in enumerate(scheduler.timesteps):
-            if step == 1:
-                set_density(handle, 0.5)
-            run(model, call | {"timestep": timestep[None]})
-            found.append((handle.report()[0].density, handle.report()[0].chosen_steps))
-    assert found == [(0.25, 1), (0.5, 2), (0.5, 2), (0.5, 2), (0.5, 3), (0.5, 3)]
+def test_a_density_takes_the_place_of_any_budget_in_all_variants():
+    config = with_density(SSTAConfig.hunyuan_video_15(), 0.3)
+    assert config.density == 0.3 and config.topk is None and config.tile_thw == (6, 8, 8)
+    image = config.for_canvas((1, 45, 80))
+    assert (image.density, image.topk, image.tile_thw) == (0.3, None, (1, 16, 24)) and config.for_canvas((31, 45, 80)).topk is None
+    varied = replace(TILES, density=0.7, variants=((1, {"density": 0.9, "tile_thw": (1, 4, 4)}),))
+    assert with_density(varied, 0.2).for_canvas((1, 8, 8)) == replace(TILES, tile_thw=(1, 4, 4), density=0.2)
 
 
 def test_bad_densities():
@@ -205,7 +197,6 @@ def test_bad_densities():
     with pytest.raises(ValueError, match="handle must be one whose SSTA is still applied"):
         set_density(handle, 0.5)
     for config, schedule, message in (
-            (replace(TILES, density=None), Schedule(density=lambda ratio: 0.5), "density does not follow the noise, got density = <f"),
             (TILES, Schedule(layer_configs={0: TILES, 1: TILES}), "configuration of their own, got none in WanTransformer3DModel"),
             (SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(3, 1, 1), sparse_type="sta"), Schedule(), "density = 0.5 must fit")):
         with apply_ssta(model, config, schedule=schedule) as handle, pytest.raises(ValueError, match=message):
@@ -215,12 +206,15 @@ def test_bad_densities():
 def test_a_ramp_falls_in_equal_factors_to_its_target():
     handle = apply_ssta(TINY["wan"].build(), TILES)
     ramp = Ramp(handle, 0.125, 30)
-    assert ramp.densities == pytest.approx((1, 0.5, 0.25, 0.125)) and len(ramp.densities) == LEVELS
+    assert ramp.densities == pytest.approx((1, 0.5, 0.25, 0.125))
     assert [ramp.at(step) for step in (0, 9, 10, 19, 20, 29, 30, 10**6)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
     assert Ramp(handle, 0.2, 0).densities == Ramp(handle, 0.2, 9, start=0.2).densities == (0.2,)
-    # More values than steps: the last step before the target need not have the last but one.
-    short = [Ramp(handle, 0.1, 2, levels=5).at(step) for step in range(3)]
-    assert short == sorted(short, reverse=True) and short[0] == 1 and short[-1] == 0.1
+    # With more levels than steps there are those that a step has: the start, the one halfway, and the target.
+    for levels in (3, 4, 5, 10**9):
+        short = Ramp(handle, 0.25, 2, levels=levels)
+        assert tuple(short.at(step) for step in range(3)) == short.densities
+        assert short.densities == pytest.approx((1, 0.25 ** (1 / 3 if levels == 4 else 1 / 2), 0.25), rel=1e-6)
+    assert Ramp(handle, 0.25, 1, levels=10**9).densities == (1, 0.25)
     assert ramp.set(25) == handle.config.density == ramp.densities[2]
 
 
