@@ -68,9 +68,7 @@ class SSTA:
     def apply(self, model, density: float, top_k: int, tile: str, dense_steps: float, dense_blocks: str, compensation: str) -> tuple:
         if (density > 0) == (top_k > 0):
             raise ValueError(f"one of density and top_k must be above 0 and the other one 0, got {density} and {top_k}")
-        # A window takes up pairs that an estimate does well enough; without one it is what keeps neighbours together.
-        config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation,
-                            sparse_type="ssta" if compensation == "none" else "block_attn")
+        config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation)
         return (patch_model(model, config, Schedule(dense_steps=dense_steps, dense_layers=parse_blocks(dense_blocks))),)
 
 

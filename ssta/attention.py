@@ -61,7 +61,7 @@ class LayerResult(NamedTuple):
 def ssta_3d_attention(
     query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
     tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
-    sparse_type: str = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
+    sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
@@ -233,7 +233,7 @@ def ssta_layer(
     estimates = scores = None
     if config.compensation != "none" and tiles.num_video_tiles:
         estimates = estimate_tiles(tiled, config, scale, None if selection is None else selection.useful)
-        if selection is None and config.scored_by == "error" and config.sparse_type != "sta":
+        if selection is None and config.scored_by == "error" and config.selected_by != "sta":
             scores = estimates.scores()
     if selection is None:
         selection = select_tiles(tiled, config, text_mask, scores=scores, keep_scores=keep_scores, exchanged=exchanged)

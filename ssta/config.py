@@ -27,10 +27,12 @@ class SSTAConfig:
 
     Args:
         tile_thw: tokens of a tile along t, h, w. Dense runs are cut into tiles of as many tokens.
-        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video.
+        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video. Without
+            effect where the budget alone selects.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
             there are, which then are all kept. None = 64, or whatever ``density`` leaves to the budget.
-        sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both.
+        sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both. None = "block_attn" with a
+            compensation, which estimates most of a window well enough, else "ssta".
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
@@ -60,7 +62,7 @@ class SSTAConfig:
     tile_thw: tuple[int, int, int] = (6, 8, 8)
     kernel_thw: tuple[int, int, int] = (3, 3, 3)
     topk: int | None = None
-    sparse_type: str = "ssta"
+    sparse_type: str | None = None
     threshold: float = 0.0
     lambda_: float = 0.7
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = None
@@ -81,8 +83,9 @@ class SSTAConfig:
         self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
         if self.topk is not None:
             self._settle("topk", require_int("topk", self.topk, 1))
-        require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)
-        self._settle("sparse_type", "block_attn" if self.sparse_type == "moba" else self.sparse_type)
+        if self.sparse_type is not None:
+            require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)
+            self._settle("sparse_type", "block_attn" if self.sparse_type == "moba" else self.sparse_type)
         for name, below in (("threshold", True), ("lambda_", False)):
             value = require_number(name, getattr(self, name))
             if not 0 <= value <= 1 or below and value == 1:
@@ -175,6 +178,13 @@ class SSTAConfig:
         if self.adaptive_pool is None and self.threshold > 0:
             return (2, 2, 2)
         return self.adaptive_pool
+
+    @property
+    def selected_by(self) -> str:
+        """``sparse_type``, or what None stands for: "sta", "block_attn" or "ssta"."""
+        if self.sparse_type is None:
+            return "ssta" if self.compensation == "none" else "block_attn"
+        return self.sparse_type
 
     @property
     def scored_by(self) -> str | Callable[[Tensor, Tensor], Tensor]:

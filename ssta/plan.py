@@ -69,11 +69,11 @@ class Plan:
 
     def __init__(self, config: SSTAConfig, scale: float, tiles: TileLayout, impl: str) -> None:
         self.config, self.scale, self.tiles, self.impl = config, scale, tiles, impl
-        self.fixed = fixed_tiles(tiles, config.kernel_thw, config.sparse_type)
+        self.fixed = fixed_tiles(tiles, config.kernel_thw, config.selected_by)
         self.estimates = config.compensation != "none" and tiles.num_video_tiles > 0
         # Whether ``_select`` is for this config, whose scores are then of the tiles' means or given.
-        self.selects = (config.sparse_type != "sta" and tiles.num_video_tiles > 0 and config.threshold == 0 and config.pool_cells is None)
-        self.by_error = self.estimates and config.scored_by == "error" and config.sparse_type != "sta"
+        self.selects = (config.selected_by != "sta" and tiles.num_video_tiles > 0 and config.threshold == 0 and config.pool_cells is None)
+        self.by_error = self.estimates and config.scored_by == "error" and config.selected_by != "sta"
         self.lambda_ = config.lambda_ if config.scored_by == "importance" else None
         self.k_per_row: int | Tensor = min(config.row_topk, tiles.num_video_tiles)
         if self.selects and config.density is not None:

@@ -181,7 +181,7 @@ def explain(
     selection = select_tiles(tiled, config, text, scores=scores)
     blocks = copy(selection.blocks)
     n = layout.num_video_tiles
-    window = near(layout.tile_grids, config.kernel_thw, query.device) if config.sparse_type != "block_attn" else None
+    window = near(layout.tile_grids, config.kernel_thw, query.device) if config.selected_by != "block_attn" else None
     route = choose_route(impl, query.device, query.dtype, head_dim, PatternFacts.of(blocks), heads=heads, kv_heads=key.shape[1])
     mask = blocks.to_mask()
     tile_density = float(mask.float().mean())
@@ -276,14 +276,14 @@ def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype
             found.append(rest + "dropped, with all that their keys would have given")
         else:
             found.append(rest + "estimated from their means and covariances")
-        if config.sparse_type == "sta":
+        if config.selected_by == "sta":
             found.append("the window alone selects: nothing outside it is "
                          + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))
         elif config.scored_by != "error":
             cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
             found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
                          "a single similar token in an unlike tile is overlooked")
-        if config.mask_share_within_head and heads > 1 and config.sparse_type != "sta":
+        if config.mask_share_within_head and heads > 1 and config.selected_by != "sta":
             found.append(f"one pattern serves all {heads} heads: a head that looks elsewhere loses more")
     if padding:
         found.append(f"{padding:,} padding tokens ({'zeros in the video' if config.pad_type == 'zero' else 'repetitions'}"

@@ -82,10 +82,10 @@ def select_tiles(
         active = text.active_tiles(layout) if layout.dense else None
         text = None
     # What is left of the text: the invalid tokens of a dense tile are neither attended to nor computed.
-    chosen = config.sparse_type != "sta" and layout.num_video_tiles > 0
+    chosen = config.selected_by != "sta" and layout.num_video_tiles > 0
     if not chosen and active is None:
         return Selection(window_lists(layout, config.kernel_thw, text))
-    fixed = fixed_tiles(layout, config.kernel_thw, config.sparse_type)
+    fixed = fixed_tiles(layout, config.kernel_thw, config.selected_by)
     if chosen:
         # Autocast would compute the scores in half precision.
         with without_autocast(q.device.type):

@@ -85,7 +85,7 @@ def test_the_defaults_are_the_librarys(pack, wan):
     (patched,), plain = node(pack, "SSTA")(model=wan, **inputs), patch_model(wan)
     patch, other = patched.get_attachment(KEY), plain.get_attachment(KEY)
     assert patch.schedule == other.schedule
-    for field in ("tile_thw", "density", "topk", "sparse_type", "compensation", "scored_by", "pad_type"):
+    for field in ("tile_thw", "density", "topk", "selected_by", "compensation", "scored_by", "pad_type"):
         assert getattr(patch.configs[1], field) == getattr(other.configs[1], field), field
 
 

@@ -34,7 +34,7 @@ def select(layout, scores, **changes):
     config = SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", **changes)
     x = torch.zeros(batch, heads, layout.num_slots, 2)
     found = select_tiles(TiledQKV(layout, x, x, x), config, scores=scores)
-    window = near(layout.tile_grids, config.kernel_thw) & (config.sparse_type == "ssta")
+    window = near(layout.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
     return found, found.blocks.to_mask(), window
 
 

@@ -1,5 +1,6 @@
 """Selection against the three-loop definition, and the laws of scores and budgets."""
 
+from dataclasses import replace
 
 import pytest
 import ssta_oracle as oracle
@@ -8,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from selection_cases import Case, cases
 
-from ssta import SSTAConfig, TokenLayout, tile_layout
+from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
 from ssta.budget import best
 from ssta.layout import TiledQKV
 from ssta.scoring import descriptors, importance, score_tiles, similarity
@@ -212,3 +213,25 @@ def test_autocast_does_not_change_the_selection():
     with torch.autocast("cpu", torch.bfloat16):
         inside = select_tiles(TiledQKV(layout, q, k, k), config)
     assert torch.equal(inside.blocks.to_mask(), select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask())
+
+
+def test_a_window_is_kept_where_nothing_is_estimated_or_it_is_asked_for():
+    plain, estimated = SSTAConfig(density=0.2), SSTAConfig(density=0.2, compensation="linear")
+    assert (plain.selected_by, estimated.selected_by) == ("ssta", "block_attn")
+    # What nobody chose follows the compensation; what somebody chose stays.
+    assert replace(plain, compensation="linear").selected_by == "block_attn"
+    assert replace(estimated, compensation="none").selected_by == "ssta"
+    for chosen, name in (("ssta", "ssta"), ("moba", "block_attn"), ("sta", "sta")):
+        config = SSTAConfig(sparse_type=chosen)
+        assert config.selected_by == replace(config, compensation="linear").selected_by == name
+    varied = SSTAConfig(compensation="linear", variants=((1, {"compensation": "none"}),))
+    assert (varied.for_canvas((1, 2, 2)).selected_by, varied.for_canvas((2, 2, 2)).selected_by) == ("ssta", "block_attn")
+
+
+def test_the_window_by_default_reaches_the_lists():
+    q, k, v = torch.randn(3, 1, 1, 4 * 4 * 8, 8).unbind()
+    call = dict(thw=(4, 4, 8), tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), topk=2)
+    for compensation, name in (("none", "ssta"), ("linear", "block_attn")):
+        by_default, named, other = (ssta_3d_attention(q, k, v, **call, compensation=compensation, sparse_type=kind)
+                                    for kind in (None, name, {"ssta": "block_attn", "block_attn": "ssta"}[name]))
+        assert torch.equal(by_default, named) and not torch.equal(by_default, other)

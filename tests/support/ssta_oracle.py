@@ -206,10 +206,10 @@ def select(q, k, segments, config, valid=None):
             for i in range(total):
                 for j in range(total):
                     if i < n and j < n:
-                        mask[b, h, i, j] = config.sparse_type != "block_attn" and in_window(tiles[i], tiles[j], config.kernel_thw)
+                        mask[b, h, i, j] = config.selected_by != "block_attn" and in_window(tiles[i], tiles[j], config.kernel_thw)
                     else:
                         mask[b, h, i, j] = used[i] and used[j] or i == j
-                if i < n and config.sparse_type != "sta" and config.density is None:
+                if i < n and config.selected_by != "sta" and config.density is None:
                     chosen, score_margin, mass_margin = budget_of(scores[i], config.row_topk, config.threshold)
                     mask[b, h, i, chosen] = True
                     clear = clear and score_margin > 1e-5 * max(map(abs, scores[i])) and mass_margin > 2e-4
