@@ -18,7 +18,8 @@ def remember(capacity: int) -> Callable:
 
     The ``capacity`` results used last are kept; nobody may write to them. Nothing is kept of a call that torch.compile traces (it becomes
     part of the graph) or that a CUDA graph captures (its memory is the graph's). A kept result that a capture reads stays for good,
-    because the captured graph goes on reading its memory.
+    beyond ``capacity``: the captured graph goes on reading its memory, and nothing says when that graph is freed. They are as many as
+    there are layouts and configurations that graphs were captured with.
     """
 
     def decorate(make: Callable) -> Callable:

@@ -61,7 +61,7 @@ class QuickLaunch:
 
         self.driver, self.knobs = driver, knobs.runtime
         self.kernel = kernel
-        # Where it is emptied, Triton still keeps what it compiled; only the way to it is found anew.
+        # Of what goes from here Triton still keeps what it compiled; only the way to it is found anew.
         self.compiled: dict[tuple, tuple[Any, _Direct | None]] = Kept(KEYS_KEPT)
         self.known = launcher_known(triton.__version__)
 
