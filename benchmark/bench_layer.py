@@ -1,10 +1,14 @@
 """What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
 
-    python benchmark/bench_layer.py [--layer TEXT ...] [--pad none zero] [--compensation none linear] [--parts 1] [--tile 6x8x8]
-                                    [--density D] [--same-selection] [--whole] [--rounds 7] [--against DIR] [--csv NAME]
+    python benchmark/bench_layer.py [--layer TEXT ...] [--only default parts published] [--pad none zero] [--compensation none linear]
+                                    [--parts 1] [--tile 6x8x8] [--density D] [--same-selection] [--whole] [--rounds 7] [--against DIR]
+                                    [--csv NAME]
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
 therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
+Column padding says what runs: dense; "default", what apply_ssta(pipe) does, with compensation "linear" in tiles of 4 x 4 x 8; "parts", the
+same in two parts; or a padding of the layer's published configuration, which --pad and all options behind it change. --only leaves the
+others out.
 Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error). With a
 compensation, tiles are selected by its error unless --same-selection leaves that to the layer's configuration (other tiles
 may be other numbers of token pairs); estimates in halves are not checked here.
@@ -19,7 +23,8 @@ import torch
 from against import add_against, compare
 from arguments import add_names, add_rounds, named, new_parser
 from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine, write_rows
-from shapes import LAYERS, LAYERS_CPU, LayerShape
+from shapes import DEFAULTS, LAYERS, LAYERS_CPU, LayerShape
+from table import totals_table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,6 +34,7 @@ from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
 from ssta.kernels import BlockLists
 
 KEYS = ("layer", "padding", "compensation", "stage")
+ONLY = (*DEFAULTS, "published")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     layers = LAYERS if gpu else LAYERS_CPU
     parser = new_parser(__doc__)
     add_names(parser, "layer", layers)
+    parser.add_argument("--only", nargs="+", default=ONLY, choices=ONLY, help="what to measure beside dense attention")
     parser.add_argument("--pad", nargs="+", default=["none", "zero"], choices=["none", "zero", "repeat"], help="paddings to measure")
     parser.add_argument("--compensation", nargs="+", default=["none", "linear"], choices=["none", "linear"])
     parser.add_argument("--parts", type=int, default=1, choices=[1, 2], help="estimates for each tile, with a compensation")
@@ -57,19 +64,19 @@ def main(argv: list[str] | None = None) -> None:
     device = "cuda" if gpu else "cpu"
     if options.tile and options.density is None:
         parser.error(f"--tile must come with --density, for the layers' top-k are for their own tiles, got {options.tile} alone")
-    kinds = [(padding, kind) for padding in options.pad for kind in options.compensation]
-    measure_each(chosen, lambda shape: measure_layer(shape, configurations(shape, kinds, options), options.rounds, device, options.whole),
-                 path)
+    measure_each(chosen, lambda shape: measure_layer(shape, configurations(shape, options), options.rounds, device, options.whole), path,
+                 totals_table)
 
 
-def configurations(shape: LayerShape, kinds: list[tuple[str, str]], options: argparse.Namespace) -> dict[tuple[str, str], SSTAConfig]:
+def configurations(shape: LayerShape, options: argparse.Namespace) -> dict[tuple[str, str], SSTAConfig]:
     """The layer's configuration by (padding, compensation)."""
+    found = {(name, "linear"): shape.attention_config(name) for name in DEFAULTS if name in options.only}
+    kinds = [(padding, kind) for padding in options.pad for kind in options.compensation] if "published" in options.only else []
     changes: dict = {}
     if options.density is not None:
         changes = dict(topk=None, density=options.density, variants=())
     if options.tile:
         changes |= dict(tile_thw=tuple(int(size) for size in options.tile.split("x")))
-    found = {}
     for padding, kind in kinds:
         config = replace(shape.config, pad_type=padding, **changes).for_canvas(shape.thw)
         if kind != "none":
@@ -144,6 +151,7 @@ def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                   config: SSTAConfig) -> float | str:
     """The largest error at the real tokens of the first, a middle and the last video tile. Ends the program where it is no rounding."""
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, q.device)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     tiled = [tiles.tile(x) for x in (q, k, v)]
     last = tiles.num_video_tiles - 1
     errors = []

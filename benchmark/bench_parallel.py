@@ -1,17 +1,20 @@
 """What do several GPUs gain? Exchange, layers by stage, steps of models, memory and errors, on 1, 2, 4, ... ranks of one host.
 
-    torchrun --nproc-per-node=4 benchmark/bench_parallel.py [--ranks 1 2 4] [--layer TEXT ...] [--model TEXT ...] [--ring 2 ...]
+    torchrun --nproc-per-node=4 benchmark/bench_parallel.py [--ranks 1 2 4] [--what all-to-all layer step] [--layer TEXT ...]
+                                                            [--model TEXT ...] [--only default parts none dense] [--ring 2 ...]
                                                             [--rounds 5] [--limit MINUTES] [--profile NAME] [--csv NAME]
 
 On GPUs through NCCL; without one through gloo, on toy shapes. Rounds go through all numbers of ranks, which the first ranks make up while
-the others wait; a time is that of the slowest rank, and all of them begin together. bfloat16, partial tiles. Rows (column what):
+the others wait; a time is that of the slowest rank, and all of them begin together. bfloat16. Column attention says what runs: "default",
+what apply_ssta(pipe) does (compensation "linear"); "parts", the same in two parts; "none", the published configuration in partial tiles; of
+steps also dense attention. --only leaves out the others. Rows (column what):
 
     all-to-all    buffers of some sizes (mib); gb_s are the bytes that a rank sends to others
     layer         a layer of shapes.py: what the rank that attended longest spent in each stage, and the whole. imbalance is its attention
                   over the ranks' mean, difference that of the result from one rank's over the largest value, error that of sampled tiles
                   against float64, extra_mib the largest rank's peak of memory besides the inputs
-    step          a model of models.py, its first blocks measured and the rest reckoned as in bench_pipeline.py: SSTA (none), and diffusers'
-                  own processors and Ulysses around torch's SDPA (stock) where they are right, elsewhere SSTA's processors around SDPA over
+    step          a model of models.py, its first blocks measured and the rest reckoned as in bench_pipeline.py; dense are diffusers' own
+                  processors and Ulysses around torch's SDPA (stock) where they are right, elsewhere SSTA's processors around SDPA over
                   every token (unmasked); difference as of a layer, relative to the output's length
     profile       with --profile: how long the devices are idle within three layers, and how often a host waits for them
 
@@ -35,11 +38,12 @@ import torch
 import torch.distributed as dist
 from arguments import add_names, add_rounds, named, new_parser, number
 from measure import RESULTS, failure, interleaved, print_machine, print_rows, write_rows
-from shapes import SHARED, SHARED_CPU, LayerShape
+from shapes import DEFAULTS, SHARED, SHARED_CPU, LayerShape
 from shared_layer import measure_layer, reckon_layer, row
 from table import draw, ranks_table
 from world import OnRanks, World, meshes
 
+ONLY = (*DEFAULTS, "none", "dense")
 # Bytes of an all-to-all's buffer, own part included: what layers exchange.
 BUFFERS, BUFFERS_CPU = (50e6, 115e6, 230e6), (2.5e5,)
 # So many minutes after the limit the program is ended with every thread's whereabouts.
@@ -74,6 +78,7 @@ def arguments(argv: list[str] | None, gpu: bool) -> argparse.Namespace:
     add_names(parser, "layer", layers)
     add_names(parser, "model", models)
     parser.add_argument("--what", nargs="+", default=["all-to-all", "layer", "step"], choices=["all-to-all", "layer", "step"])
+    parser.add_argument("--only", nargs="+", default=ONLY, choices=ONLY, help="which attention to measure")
     parser.add_argument("--ring", nargs="+", type=number, default=[], help="also meshes with rings of so many ranks, which in a "
                         "layer have rows of their own, and in a step where there are fewer heads than ranks")
     parser.add_argument("--reckon", nargs="*", type=number, default=[2, 4, 8], help="for how many ranks to reckon (default 2 4 8)")
@@ -111,7 +116,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
     path = RESULTS / f"{options.csv}.csv" if options.csv else None
     for about, work in sections(world, options, sizes, rows):
         begun = world.section(world.seconds)
-        title = " ".join(filter(None, (about["what"], about.get("shape"), about.get("basis"))))
+        title = " ".join(filter(None, map(about.get, ("what", "shape", "attention", "basis"))))
         if begun > 60 * options.limit:
             found = [row(**about, note=f"left out: the limit of {options.limit:g} minutes")]
         else:
@@ -149,16 +154,18 @@ def sections(world: World, options: argparse.Namespace, sizes: list[int], rows: 
     models = list(options.models)
     for layer in options.layers:
         model = next((shape for shape in models if shape.thw == layer.thw), None)
-        if "layer" in options.what:
-            yield dict(what="layer", shape=layer.name), partial(measure_layer, world, layer, over, rounds)
+        sparse = [name for name in ONLY if name in options.only and name != "dense"] if "layer" in options.what else []
+        for name in sparse:
+            yield dict(what="layer", shape=layer.name, attention=name), partial(measure_layer, world, layer, name, over, rounds)
         if "step" in options.what and model:
             models.remove(model)
-            yield dict(what="step", shape=model.name), partial(measure_model, world, model, over, rounds)
-        if "layer" in options.what and options.reckon:
-            about = dict(what="layer", shape=layer.name, basis="reckoned")
-            yield about, partial(reckon, world, layer, model, reckoned, rounds, rate, rows)
+            yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, over, rounds)
+        evenly = not layer.kv_heads and any(layer.heads % ranks == 0 for ranks in options.reckon)
+        for name in sparse if evenly else ():
+            about = dict(what="layer", shape=layer.name, attention=name, basis="reckoned")
+            yield about, partial(reckon, world, layer, name, model, reckoned, rounds, rate, rows)
     for model in models if "step" in options.what else ():
-        yield dict(what="step", shape=model.name), partial(measure_model, world, model, over, rounds)
+        yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, over, rounds)
     if options.profile:
         yield dict(what="profile", shape=options.layers[0].name), partial(profile, world, options.layers[0], sizes[-1], options.profile)
 
@@ -197,14 +204,14 @@ def measure_model(*arguments: Any) -> list[dict]:
     return measure_step(*arguments)
 
 
-def reckon(world: World, layer: LayerShape, model: Any, sizes: list[int], rounds: int, rate: Callable[[int], float | None],
+def reckon(world: World, layer: LayerShape, attention: str, model: Any, sizes: list[int], rounds: int, rate: Callable[[int], float | None],
            rows: list[dict]) -> list[dict]:
     """Rows of the layer, and of the step of ``model`` whose layers are such."""
     if rate(max(sizes)) is None:
         raise ValueError("nothing is known of the exchange: --bandwidth must be given where no all-to-all is measured")
-    found = reckon_layer(world, layer, sizes, rounds, rate)
-    one = next((of for of in rows if model and (of["what"], of["shape"], of["attention"], of["ranks"]) == ("step", model.name, "none", 1)),
-               None)
+    found = reckon_layer(world, layer, attention, sizes, rounds, rate)
+    one = next((of for of in rows if model and (of["what"], of["shape"], of["attention"], of["ranks"]) == (
+        "step", model.name, attention, 1)), None)
     if one is None or not one["step_s"]:
         return found
     totals = {of["ranks"]: of["median_ms"] for of in found if of["stage"] == "total" and of["median_ms"]}
@@ -213,8 +220,8 @@ def reckon(world: World, layer: LayerShape, model: Any, sizes: list[int], rounds
     for ranks, ms in totals.items():
         # Every rank has all of the text. Of what arrives v and k do so while k and q are projected.
         step_s = rest * (text + (1 - text) / ranks) + model.depth * (ms - arriving.get(ranks, 0.0) * 2 / 3) / 1e3
-        found.append(row(what="step", shape=model.name, attention="none", ranks=ranks, mesh=f"1 x {ranks}", stage="total", basis="reckoned",
-                         step_s=step_s, speed_up=one["step_s"] / step_s))
+        found.append(row(what="step", shape=model.name, attention=attention, ranks=ranks, mesh=f"1 x {ranks}", stage="total",
+                         basis="reckoned", step_s=step_s, speed_up=one["step_s"] / step_s))
     return found
 
 

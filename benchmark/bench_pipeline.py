@@ -1,18 +1,19 @@
 """What does a denoising step of a video model cost? Seconds and peak memory: diffusers as it comes, dense without its mask, and SSTA.
 
-    python benchmark/bench_pipeline.py [--model TEXT ...] [--what NAME ...] [--rounds 5] [--csv NAME]
+    python benchmark/bench_pipeline.py [--model TEXT ...] [--only NAME ...] [--rounds 5] [--csv NAME]
 
 A step here is one forward of the transformer for one prompt (column step_s); classifier-free guidance takes two. The models of models.py
 have their published width, random weights and a few blocks: the forward of those is measured (median_ms), and in it the time of the blocks
 (blocks_ms); step_s = the rest of the forward + all blocks of the model at the measured ones' mean. Nothing is compiled, and no layer is
 dense unless all are:
 
+    default    SSTA as apply_ssta(pipe) has it for models that were not trained with it, without its dense steps
+    parts      the same with compensation_parts=2
     stock      diffusers' own processors and their default backend
     unmasked   SSTA's processors around torch's SDPA over every token, also those that are not valid
     dense      SSTA's dense step: exact, through whichever kernel is fastest
     zero       SSTA with published padding, tiles, window and top-k as in models.py
     none       the same with partial tiles
-    default    SSTA as the family has it for models that were not trained with it, its dense steps left out
     removed    SSTA's processors without the attention itself, which nothing can be faster than
 
 Before any time is taken, the first block's attention is compared with stock's: of the dense step, and of SSTA with every tile kept (column
@@ -41,12 +42,13 @@ from measure import (
     quartiles,
 )
 from models import MODELS, MODELS_CPU, ModelShape, blocks_of, twin
+from table import steps_table
 from torch import Tensor, nn
 
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.family import family_of
 
-WHAT = ("stock", "unmasked", "dense", "zero", "none", "default", "removed")
+WHAT = ("default", "parts", "stock", "unmasked", "dense", "zero", "none", "removed")
 # Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.
 ALLOWED = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
@@ -56,14 +58,14 @@ def main(argv: list[str] | None = None) -> None:
     shapes = MODELS if gpu else MODELS_CPU
     parser = new_parser(__doc__)
     add_names(parser, "model", shapes)
-    parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
+    parser.add_argument("--only", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
     add_rounds(parser, 5 if gpu else 3)
     options = parser.parse_args(argv)
     chosen = named(parser, "model", options.model, shapes)
     print_machine()
-    whats = [what for what in WHAT if what in options.what]
+    whats = [what for what in WHAT if what in options.only]
     path = RESULTS / f"{options.csv}.csv" if options.csv else None
-    measure_each(chosen, lambda shape: measure_model(shape, whats, options.rounds, "cuda" if gpu else "cpu"), path)
+    measure_each(chosen, lambda shape: measure_model(shape, whats, options.rounds, "cuda" if gpu else "cpu"), path, steps_table)
 
 
 @torch.no_grad()
@@ -113,8 +115,10 @@ def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
         return twin(model, shape.stock_blocks)
     of = twin(model, shape.blocks)
     sites = list(family_of(of).sites(of))
-    sparse = what in ("zero", "none", "default")
+    sparse = what in ("zero", "none", "default", "parts")
     config = replace(shape.config, pad_type=what) if what in ("zero", "none") else family_of(of).default_config()
+    if what == "parts":
+        config = replace(config, compensation_parts=2)
     apply_ssta(of, config, schedule=Schedule() if sparse else Schedule(dense_layers=tuple(range(len(sites)))))
     instead = {"unmasked": unmasked, "removed": removed}.get(what)
     if instead is not None:

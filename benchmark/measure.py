@@ -184,8 +184,10 @@ def write_rows(path: Path, rows: list[dict], quiet: bool = False) -> None:
         print(f"wrote {path}", flush=True)
 
 
-def measure_each(shapes: Sequence, measure: Callable[[object], list[dict]], path: Path | None) -> None:
-    """Prints the rows of one shape after the other, and keeps the CSV at ``path`` up to date, so that an end before the last loses none."""
+def measure_each(shapes: Sequence, measure: Callable[[object], list[dict]], path: Path | None,
+                 table: Callable[[list[dict]], list[list[str]]] | None = None) -> None:
+    """Prints the rows of one shape after the other, and keeps the CSV at ``path`` up to date, so that an end before the last loses none.
+    Last it prints what ``table`` makes of them all: lines of cells, a head first."""
     rows = []
     for shape in shapes:
         found = measure(shape)
@@ -193,6 +195,9 @@ def measure_each(shapes: Sequence, measure: Callable[[object], list[dict]], path
         rows += found
         if path:
             write_rows(path, rows)
+    if table:
+        head, *lines = table([{name: str(value) for name, value in row.items()} for row in rows])
+        print_rows([dict(zip(head, line)) for line in lines])
 
 
 def print_machine() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 from quality_tables import best, layer_times, mean_of, samples_of
-from rows import PADDINGS, STEPS, Row, grouped, is_dense, kept_cell, problem_of, title, with_times
-from stages import STAGES
+from rows import STAGES, STEPS, Row, attention_of, grouped, is_dense, kept_cell, problem_of, title, with_times
 
 # Told apart also by readers who do not see all colours (Okabe and Ito's set).
 COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#000000", "#999999")
@@ -75,8 +74,8 @@ def plot_sweep(rows: list[Row]) -> Figure:
 
 
 def plot_layer(rows: list[Row]) -> Figure:
-    """Milliseconds of every layer: dense, and each padding as a pile of its stages."""
-    bars = list(grouped(rows, lambda row: (row["layer"], row["padding"])).items())
+    """Milliseconds of every layer: dense, and each kind of SSTA as a pile of its stages."""
+    bars = list(grouped(rows, lambda row: (row["layer"], attention_of(row))).items())
     figure = Figure((8, 0.45 * len(bars) + 1.5), layout="constrained")
     axes = figure.subplots()
     for y, (_, found) in enumerate(bars):
@@ -88,7 +87,7 @@ def plot_layer(rows: list[Row]) -> Figure:
                 left += of[stage]
         axes.barh(y, max(of["total"] - left, 0), left=left, color="#bbbbbb", label="rest" if left else "dense")
         axes.text(max(of["total"], left), y, f" {of['total']:.3g}", va="center", fontsize="small")
-    axes.set_yticks(range(len(bars)), [f"{layer}: {PADDINGS[padding].replace('`', '')}" for (layer, padding), _ in bars], fontsize="small")
+    axes.set_yticks(range(len(bars)), [f"{layer}: {name.replace('`', '')}" for (layer, name), _ in bars], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.margins(x=0.1)

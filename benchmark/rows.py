@@ -7,10 +7,14 @@ from pathlib import Path
 
 Row = dict[str, str]
 PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
+# What apply_ssta(pipe) does: shapes.attention_config has the configuration of each name.
+DEFAULTS = {"default": "SSTA by default", "parts": "SSTA by default, `compensation_parts=2`"}
+# The stages of a layer, in the order in which it runs them.
+STAGES = ("exchange in", "tile", "estimate", "score", "select", "attend", "combine", "untile", "exchange out")
 # What bench_pipeline.py measures, as tables and plots have it.
-STEPS = {"stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)", "dense": "a dense step under SSTA",
-         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}",
-         "default": 'SSTA by default, `compensation="linear"`', "removed": "no attention at all"}
+STEPS = {**DEFAULTS, "stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)",
+         "dense": "a dense step under SSTA", "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}",
+         "removed": "no attention at all"}
 
 
 # SOURCE of CSVs -> that of others, from the same machine, which its tables or plots need too.
@@ -27,6 +31,13 @@ def rows_beside(path: Path) -> list[Row]:
     source, _, machine = path.stem.partition("_")
     other = path.with_name(f"{BESIDE[source]}_{machine}.csv")
     return read_rows(other) if other.exists() else []
+
+
+def attention_of(row: Row) -> str:
+    """What a row of a layer is about. A missing compensation is none."""
+    kind = row.get("compensation") or "none"
+    name = row.get("padding") or row["attention"]
+    return DEFAULTS.get(name) or PADDINGS[name] + ("" if kind == "none" else f', `compensation="{kind}"`')
 
 
 def grouped(rows: list[Row], key) -> dict:

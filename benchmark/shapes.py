@@ -106,11 +106,17 @@ class LayerShape:
     heads: int
     head_dim: int
     config: SSTAConfig
+    kv_heads: int | None = None
 
     @property
     def tokens(self) -> int:
         t, h, w = self.thw
         return t * h * w + self.text
+
+    def attention_config(self, name: str) -> SSTAConfig:
+        """On this canvas, of a name in rows.DEFAULTS; any other is a padding for the published configuration of the layer."""
+        config = DEFAULTS[name] if name in DEFAULTS else replace(self.config, pad_type=name)
+        return config.for_canvas(self.thw)
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,10 @@ KERNELS_CPU = {Problem(1_536, heads=2, head_dim=64, block=96): (full, window, pa
 # Wan 2.1 at 81 frames and LTX-Video at 121 (VAE 8 x 32 x 32) attend to their text elsewhere and have no published SSTA setting: here a
 # tenth and a fifth of the tiles besides a window.
 HUNYUAN = SSTAConfig.hunyuan_video_15()
+# What apply_ssta(pipe) chooses for models that were not trained with SSTA; spelled out, so that another checkout computes the same.
+DEFAULT = SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
+                     variants=((1, {"tile_thw": (1, 8, 16)}),))
+DEFAULTS = {"default": DEFAULT, "parts": replace(DEFAULT, compensation_parts=2)}
 LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("HunyuanVideo 1.5, 480p", (31, 30, 53), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("Wan 2.1, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=24)),
@@ -160,11 +170,19 @@ LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128,
 LAYERS_CPU = (LayerShape("small", (7, 12, 20), 40, 25, 2, 64, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
               LayerShape("small, no text", (5, 12, 20), 0, 0, 2, 64, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
 
-# What ranks share out in bench_parallel.py: these layers of the models in models.py, with as many tiles as they have there.
+# What bench_host.py measures.
+HOST = (LAYERS[0], LAYERS[3])
+HOST_CPU = LAYERS_CPU
+
+# What ranks share out in bench_parallel.py: layers of the models in models.py, with as many tiles as they have there; small ones, of which
+# the exchange and the host take a larger part; heads that ranks cannot share evenly; grouped-query attention; and a very large one.
 SHARED = (LAYERS[0], LayerShape("Wan 2.1 14B, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=32)),
+          LayerShape("Wan 2.1 1.3B, 480p", (21, 30, 52), 0, 0, 12, 128, SSTAConfig(topk=24)),
+          LayerShape("13 heads, 9 x 31 x 53", (9, 31, 53), 0, 0, 13, 128, SSTAConfig(topk=16)),
+          LayerShape("8 over 2 heads, 9 x 31 x 53", (9, 31, 53), 0, 0, 8, 128, SSTAConfig(topk=16), kv_heads=2),
           LayerShape("HunyuanVideo 1.5, 720p, 241 frames", (61, 45, 80), 1985, 900, 16, 128, HUNYUAN))
 SHARED_CPU = (LayerShape("small", (7, 12, 16), 18, 6, 4, 32, replace(HUNYUAN, variants=(), tile_thw=(2, 4, 4), topk=4)),
-              LayerShape("small, no text", (5, 12, 16), 0, 0, 4, 32, SSTAConfig(tile_thw=(2, 4, 4), topk=4)))
+              LayerShape("small, no text", (5, 12, 16), 0, 0, 4, 32, SSTAConfig(tile_thw=(2, 4, 4), topk=4), kv_heads=2))
 
 ERRORS = (ErrorShape("uniform", (384,) * 8, 4, 2, 128),
           ErrorShape("ragged", (384, 336, 7, 0, 384, 320, 250, 384), 4, 2, 128, real=(384, 336, 7, 0, 300, 320, 1, 0)))

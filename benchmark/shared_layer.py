@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -34,17 +33,19 @@ class SharedLayer:
 
     Args:
         world: the ranks.
-        shape: which layer, in partial tiles.
+        shape: which layer.
+        attention: a name for ``LayerShape.attention_config``.
     """
 
-    def __init__(self, world: World, shape: LayerShape) -> None:
+    def __init__(self, world: World, shape: LayerShape, attention: str) -> None:
         torch.manual_seed(0)
         self.world, self.shape = world, shape
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self.config = replace(shape.config, pad_type="none").for_canvas(shape.thw)
+        self.config = shape.attention_config(attention)
         self.layout = TokenLayout.video_text(shape.thw, shape.text)
         # [B, S, H, D] as projections give it.
-        self.qkv = [torch.randn(1, shape.tokens, shape.heads, shape.head_dim, device=world.device, dtype=dtype) for _ in range(3)]
+        self.qkv = [torch.randn(1, shape.tokens, heads, shape.head_dim, device=world.device, dtype=dtype)
+                    for heads in (shape.heads, *[shape.kv_heads or shape.heads] * 2)]
         self.text_mask = torch.arange(shape.text, device=world.device)[None] < shape.valid if shape.text else None
 
     def call(self, mesh: Mesh) -> Callable[[], Tensor]:
@@ -56,8 +57,8 @@ class SharedLayer:
         return lambda: ssta_attention(*local, self.layout, self.config, text_mask=self.text_mask, group=group)
 
     def of_heads(self, heads: int) -> Callable[[], Tensor]:
-        """The layer on one rank, of the first ``heads``, in the memory that an exchange leaves them in."""
-        own = [x[:, :, :heads].contiguous().transpose(1, 2) for x in self.qkv]
+        """The layer on one rank, of the first ``heads`` and their keys', in the memory that an exchange leaves them in."""
+        own = [x[:, :, :heads * x.shape[2] // self.shape.heads].contiguous().transpose(1, 2) for x in self.qkv]
         return lambda: ssta_attention(*own, self.layout, self.config, text_mask=self.text_mask)
 
     def shards(self, mesh: Mesh) -> Shards:
@@ -93,12 +94,12 @@ def share(x: Tensor, shards: Shards) -> Tensor:
     return torch.cat([x.narrow(1, start, place.held[shards.rank]) for start, place in zip(starts, shards.places)], 1)
 
 
-def measure_layer(world: World, shape: LayerShape, over: list[Mesh], rounds: int) -> list[dict]:
+def measure_layer(world: World, shape: LayerShape, attention: str, over: list[Mesh], rounds: int) -> list[dict]:
     """Rows of the layer on each mesh: a row for every stage and one for the whole.
 
     Times of stages are those of the rank that attended longest, which the others wait for in the exchange that follows.
     """
-    layer = SharedLayer(world, shape)
+    layer = SharedLayer(world, shape, attention)
     alone = world.attempt(lambda: ssta_attention(*layer.heads_first(), layer.layout, layer.config, text_mask=layer.text_mask,
                                                  return_blocks=True))
     calls, watches, facts, notes = {}, {}, {}, {}
@@ -120,7 +121,7 @@ def measure_layer(world: World, shape: LayerShape, over: list[Mesh], rounds: int
     rows = []
     one = times.get(((1, 1), "total"), NO_TIMES)["median_ms"]
     for mesh in over:
-        about = dict(what="layer", shape=shape.name, attention=layer.config.pad_type, ranks=mesh[0], mesh=mesh_name(mesh))
+        about = dict(what="layer", shape=shape.name, attention=attention, ranks=mesh[0], mesh=mesh_name(mesh))
         if mesh in notes:
             rows.append(row(**about, stage="total", note=notes[mesh]))
             continue
@@ -147,13 +148,14 @@ def slowest(runs: list[list[dict[str, float]]]) -> tuple[dict[str, list[float]],
     return stages, quartiles(imbalances)["median_ms"]
 
 
-def reckon_layer(world: World, shape: LayerShape, sizes: list[int], rounds: int, bandwidth: Callable[[int], float | None]) -> list[dict]:
+def reckon_layer(world: World, shape: LayerShape, attention: str, sizes: list[int], rounds: int,
+                 bandwidth: Callable[[int], float | None]) -> list[dict]:
     """Rows of the layer as it should be on each number of ranks, all measured on rank 0 but the exchange: the layer with a rank's heads and
     the copies that pack and unpack; the exchange is its bytes at ``bandwidth(ranks)`` GB/s a rank.
 
-    What no one rank can show is left out: that ranks differ, and what a collective takes to begin.
+    What no one rank can show is left out: that ranks differ, and what a collective takes to begin. As many heads in k as in q.
     """
-    layer = SharedLayer(world, shape)
+    layer = SharedLayer(world, shape, attention)
     sizes = [ranks for ranks in sizes if shape.heads % ranks == 0 and (ranks == 1 or bandwidth(ranks))]
     watches, calls = {}, {}
     for ranks in sizes:
@@ -165,7 +167,7 @@ def reckon_layer(world: World, shape: LayerShape, sizes: list[int], rounds: int,
     one = times[1, "own heads"]["median_ms"]
     rows = []
     for ranks in sizes:
-        about = dict(what="layer", shape=shape.name, attention=layer.config.pad_type, ranks=ranks, mesh=f"1 x {ranks}", basis="reckoned")
+        about = dict(what="layer", shape=shape.name, attention=attention, ranks=ranks, mesh=f"1 x {ranks}", basis="reckoned")
         own = times[ranks, "own heads"]
         note = own["note"] or (times[ranks, "copies"]["note"] if ranks > 1 else "")
         if note:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -24,13 +25,17 @@ from ssta.pipelines.family import family_of
 RIGHT_AS_STOCK = ("WanTransformer3DModel",)
 
 
-def attentions(shape: ModelShape) -> list[str]:
-    """In bench_pipeline.py's names."""
-    return ["none", "stock" if shape.model in RIGHT_AS_STOCK else "unmasked"]
+SPARSE = ("default", "parts", "none")
+
+
+def attentions(shape: ModelShape, only: Sequence[str]) -> list[str]:
+    """Those of ``only`` in bench_pipeline.py's names, "dense" being what diffusers has where it is right."""
+    dense = "stock" if shape.model in RIGHT_AS_STOCK else "unmasked"
+    return [dense if name == "dense" else name for name in only]
 
 
 @torch.no_grad()
-def measure_step(world: World, shape: ModelShape, over: list[Mesh], rounds: int) -> list[dict]:
+def measure_step(world: World, shape: ModelShape, only: Sequence[str], over: list[Mesh], rounds: int) -> list[dict]:
     """Rows of the model's step on each mesh, of other attention than SSTA on those without rings.
 
     ``difference`` is that of the forward's output from one rank's, relative to its length.
@@ -40,11 +45,11 @@ def measure_step(world: World, shape: ModelShape, over: list[Mesh], rounds: int)
     model = world.attempt(lambda: shape.build(world.device.type, dtype))
     call = world.attempt(lambda: shape.call(world.device.type, dtype))
     models, watches, facts, notes = {}, {}, {}, {}
-    for what in attentions(shape):
+    for what in attentions(shape, only):
         expected = None
         for ranks, ring in over:
             key = what, ranks, ring
-            if ring > 1 and what != "none":
+            if ring > 1 and what not in SPARSE:
                 continue
             try:
                 of = models[key] = world.attempt(lambda key=key: on_ranks(world, shape, model, *key))
@@ -63,7 +68,7 @@ def measure_step(world: World, shape: ModelShape, over: list[Mesh], rounds: int)
     calls = {key: OnRanks(key[1], partial(forward, of, call)) for key, of in models.items()}
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
-    for what, ranks, ring in [(what, *mesh) for what in attentions(shape) for mesh in over if (what, *mesh) in {**times, **notes}]:
+    for what, ranks, ring in [(what, *mesh) for what in attentions(shape, only) for mesh in over if (what, *mesh) in {**times, **notes}]:
         key = what, ranks, ring
         about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, mesh=mesh_name((ranks, ring)), stage="total")
         if key in notes or times[key]["note"]:

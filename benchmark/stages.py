@@ -11,17 +11,18 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from measure import NO_TIMES, elapsed_ms, now, quartiles
+from rows import STAGES
 
 from ssta import attention, ring_layer, selection
 from ssta.layout import TileLayout
 from ssta.parallel import Exchanged, Sent, Shards
 from ssta.rings import Rings
 
-# Stage -> the functions that it consists of, each with the module or class in which the layer looks it up. What runs inside another
+# Of STAGES the functions that each consists of, with the module or class in which the layer looks it up. What runs inside another
 # stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are
 # scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way; on rings
 # "attend" has the wait for others' keys and the merge in it.
-STAGES = {
+FUNCTIONS = {
     "tile": ((TileLayout, TileLayout.tile_qkv), (ring_layer, ring_layer.tile_own)),
     "estimate": ((attention, attention.estimate_tiles),),
     "score": ((selection, selection.descriptors), (selection, selection.tile_scores)),
@@ -82,7 +83,7 @@ def timed_stages(marks: list) -> Iterator[None]:
     with ExitStack() as stack:
         # A layer that follows a plan does the same steps without these functions.
         stack.enter_context(patch.object(attention, "kind_of", lambda *_: None))
-        for stage, functions in STAGES.items():
+        for stage, functions in FUNCTIONS.items():
             for owner, function in functions:
                 stack.enter_context(patch.object(owner, function.__name__, timed(stage, function)))
         yield

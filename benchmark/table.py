@@ -27,9 +27,11 @@ from measure import RESULTS
 from quality_tables import equal_time_table, fine_tune_table, quality_table, samples_table
 from rows import (
     BESIDE,
-    PADDINGS,
+    DEFAULTS,
+    STAGES,
     STEPS,
     Row,
+    attention_of,
     figures,
     grouped,
     is_dense,
@@ -44,7 +46,6 @@ from rows import (
     with_times,
 )
 from shapes import LAYERS
-from stages import STAGES
 
 DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md", Path(__file__).parent / "kernels.md")
 # The lines about staleness in a document.
@@ -216,30 +217,31 @@ def shape_cells(problem: tuple[str, ...]) -> list[str]:
 # The layer
 
 
-def _attention(row: Row) -> str:
-    """What a row of the layer's CSV is about; rows from before there were compensations have no such column."""
-    kind = row.get("compensation") or "none"
-    return PADDINGS[row["padding"]] + ("" if kind == "none" else f', `compensation="{kind}"`')
-
-
 def layer_table(rows: list[Row]) -> list[list[str]]:
-    """Of one layer dense and every padding and compensation, the slowest first."""
+    """Of one layer dense and what SSTA does by default, then every padding and compensation, the slowest first."""
     totals = [row for row in rows if row["stage"] == "total"]
-    totals.sort(key=lambda row: -float(row["median_ms"]))
+    totals.sort(key=lambda row: (row["padding"] not in ("dense", *DEFAULTS), -float(row["median_ms"])))
     dense = {row["padding"]: float(row["median_ms"]) for row in totals}.get("dense")
     lines = [["attention", "ms", "speed-up", "extra memory"]]
     for row in totals:
-        name = _attention(row)
-        lines.append([name if row["padding"] == "dense" else f"SSTA, {name}", milliseconds(row),
+        name = attention_of(row)
+        lines.append([name if row["padding"] in ("dense", *DEFAULTS) else f"SSTA, {name}", milliseconds(row),
                       figures(dense / float(row["median_ms"])), memory(row)])
     return lines
+
+
+def totals_table(rows: list[Row]) -> list[list[str]]:
+    """One line a layer and kind of attention, without its stages."""
+    lines = [["layer", "attention", "ms", "spread", "computed", "extra memory"]]
+    return lines + [[row["layer"], attention_of(row), milliseconds(row), spread(row), f"{float(row['density']):.0%}", memory(row)]
+                    for row in rows if row["stage"] == "total" and row["median_ms"]]
 
 
 def stages_table(rows: list[Row]) -> list[list[str]]:
     """One line a layer, padding and compensation, with what each stage takes inside it."""
     stages = [stage for stage in STAGES if any(row["stage"] == stage for row in rows)]
     lines = [["layer", "", *(f"{stage}, ms" for stage in stages), "whole layer, ms", "computed"]]
-    for (layer, name), found in grouped(rows, lambda row: (row["layer"], _attention(row))).items():
+    for (layer, name), found in grouped(rows, lambda row: (row["layer"], attention_of(row))).items():
         of = {row["stage"]: row for row in found}
         lines.append([layer, name, *(milliseconds(of.get(stage)) for stage in (*stages, "total")),
                       f"{float(of['total']['density']):.0%}"])
@@ -248,8 +250,8 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
 
 def host_table(rows: list[Row]) -> list[list[str]]:
     """One line a shape and call: what it costs the host, and what it needs of memory."""
-    lines = [["layer", "call", "host, us", "spread", "extra memory"]]
-    return lines + [[row["layer"], row["what"], figures(row["host_us"]),
+    lines = [["layer", "call", "host, us", "least, us", "spread", "extra memory"]]
+    return lines + [[row["layer"], row["what"], figures(row["host_us"]), figures(row.get("min_us")),
                      f"{(float(row['q3_us']) - float(row['q1_us'])) / 2 / float(row['host_us']):.1%}", memory(row)] for row in rows]
 
 
@@ -274,9 +276,10 @@ def interfaces_table(rows: list[Row]) -> list[list[str]]:
 
 
 def steps_table(rows: list[Row]) -> list[list[str]]:
-    """One line a model and kind of attention."""
+    """One line a model and kind of attention, what SSTA does by default first."""
     lines = [["model", "attention", "s a step", "blocks measured", "memory besides the weights, MiB", "weights, MiB"]]
-    for row in rows:
+    order = list(dict.fromkeys(row["model"] for row in rows))
+    for row in sorted(rows, key=lambda row: (order.index(row["model"]), list(STEPS).index(row["what"]))):
         lines.append([row["model"], STEPS[row["what"]], figures(row["step_s"]), f"{row['blocks_measured']} of {row['blocks']}",
                       figures(row["extra_mib"]), figures(row["weights_mib"])])
     return lines
@@ -296,7 +299,8 @@ def ranks_table(rows: list[Row]) -> list[list[str]]:
         measured, reckoned = of.get("measured"), of.get("reckoned")
         if measured is None and ranks == "1":
             continue
-        lines.append([f"{shape}, {what}", PADDINGS[attention] if what == "layer" else STEPS[attention], ranks, mesh, shared_time(measured),
+        name = attention_of(found[0]) if what == "layer" else STEPS[attention]
+        lines.append([f"{shape}, {what}", name, ranks, mesh, shared_time(measured),
                       figures((measured or {}).get("speed_up")), shared_time(reckoned), figures((reckoned or {}).get("speed_up")),
                       *(figures((measured or {}).get(column)) for column in ("imbalance", "extra_mib", "difference", "error"))])
     return lines
@@ -309,13 +313,13 @@ def shared_time(row: Row | None) -> str:
 
 
 def shared_stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer and mesh, with what each stage takes on the rank that attends longest."""
-    shown = ["exchange in", "tile", "score", "select", "attend", "untile", "exchange out", "total"]
-    lines = [["layer", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
+    """One line a layer, attention and mesh, with what each stage takes on the rank that attends longest."""
     measured = [row for row in rows if row["what"] == "layer" and row["basis"] == "measured" and not row["note"]]
-    for (shape, mesh), found in grouped(measured, lambda row: (row["shape"], row["mesh"])).items():
+    shown = [stage for stage in (*STAGES, "total") if any(row["stage"] == stage for row in measured)]
+    lines = [["layer", "attention", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
+    for (shape, _, mesh), found in grouped(measured, lambda row: (row["shape"], row["attention"], row["mesh"])).items():
         of = {row["stage"]: row for row in found}
-        lines.append([shape, mesh, *(milliseconds(of.get(stage)) for stage in shown)])
+        lines.append([shape, attention_of(found[0]), mesh, *(milliseconds(of.get(stage)) for stage in shown)])
     return lines
 
 

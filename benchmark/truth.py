@@ -76,7 +76,9 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
     estimated linearly, each as one (``ssta.compensation``). As many heads in k as in q."""
     spot, (starts, sizes) = exact_query_block(q, k, v, blocks, 0, head, row), blocks.kv_bounds(k.shape[2])
     query, scale = q[0, head, spot.rows].double(), q.shape[-1] ** -0.5
-    moment = query.mT @ query / len(query)
+    # Those of the block's queries that speak for it in h and in the masses.
+    sampled = _sampled(len(query), 32 if int(_of_head(sizes, 0, head)[:last].max()) <= 128 else 64)
+    moment = query[sampled].mT @ query[sampled] / len(sampled)
     keys = _listed_keys(blocks, k.shape[2], 0, head, row)
     exact = (query @ k[0, head, keys].double().mT * scale).logsumexp(-1)
     listed = _of_head(blocks.indices, 0, head)[row, :int(_of_head(blocks.counts, 0, head)[row])]
@@ -93,7 +95,7 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
         means.append(value.mean(0))
         matrices.append(min(1.0, 1 / max(h, 1e-6)) ** 0.5 * (spread.mT @ (value - value.mean(0)) / len(key)))
     logits, means, matrices = torch.stack(logits, -1), torch.stack(means)[left], torch.stack(matrices)[left]
-    mass = logits[_sampled(len(query), 32 if int(_of_head(sizes, 0, head)[:last].max()) <= 128 else 64)].softmax(-1).mean(0)[left]
+    mass = logits[sampled].softmax(-1).mean(0)[left]
     matrix = ((mass / mass.sum())[:, None, None] * matrices).sum(0)
     logits = logits[:, left]
     weights = torch.stack((exact, logits.logsumexp(-1)), -1).softmax(-1)

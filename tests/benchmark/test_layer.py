@@ -4,6 +4,7 @@ import csv
 import types
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -23,23 +24,35 @@ def test_layer_end_to_end(bench, tmp_path):
         rows = list(csv.DictReader(file))
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
               "linear": ["tile", "estimate", "select", "attend", "combine", "untile", "total"]}
-    expected = [("dense", "", "total"), *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
+    expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "parts") for stage in stages["linear"]),
+                *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
     assert [(row["padding"], row["compensation"], row["stage"]) for row in rows] == expected
-    assert [row["stage"] for row in rows if row["error"]] == ["total"] * 4
-    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 5
-    assert [row["stage"] for row in rows if row["tflops"]] == ["total", *["attend"] * 4]
+    assert [row["padding"] for row in rows if row["error"]] == ["default", "none", "none", "zero", "zero"]
+    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 7
+    assert [row["stage"] for row in rows if row["tflops"]] == ["total", *["attend"] * 6]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
+def test_the_default_is_what_pipelines_do(bench):
+    from models import MODELS_CPU
+    from shapes import DEFAULT
+
+    from ssta.pipelines.family import family_of
+
+    for shape in MODELS_CPU:
+        assert family_of(shape.build("cpu", torch.float32)).default_config() == DEFAULT, shape.name
+
+
 def test_the_whole_layer_alone(bench, tmp_path):
-    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--compensation", "linear", "--csv", "mine"])
+    bench.main(["--rounds", "1", "--whole", "--only", "published", "--pad", "none", "--compensation", "linear", "--csv", "mine"])
     with (tmp_path / "mine.csv").open(newline="") as file:
         found = [(row["padding"], row["compensation"], row["stage"]) for row in csv.DictReader(file)]
     assert found == [("dense", "", "total"), ("none", "linear", "total")]
 
 
 def test_tiles_of_another_size_come_with_a_density(bench, tmp_path, capsys):
-    bench.main(["--rounds", "1", "--whole", "--pad", "none", "--tile", "2x4x4", "--density", "0.3", "--parts", "2", "--csv", "mine"])
+    bench.main(["--rounds", "1", "--whole", "--only", "published", "--pad", "none", "--tile", "2x4x4", "--density", "0.3", "--parts", "2",
+                "--csv", "mine"])
     with (tmp_path / "mine.csv").open(newline="") as file:
         assert all(float(row["density"]) < 1 for row in csv.DictReader(file) if row["padding"] == "none")
     with pytest.raises(SystemExit):
@@ -55,7 +68,7 @@ def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
         return found if return_blocks else found * 1.01
 
     monkeypatch.setattr(bench, "ssta_attention", wrong)
-    with pytest.raises(SystemExit, match="SSTA with padding 'none' and compensation 'none' is wrong: .*; no time is printed"):
+    with pytest.raises(SystemExit, match="SSTA with padding 'none' and compensation 'linear' is wrong: .*; no time is printed"):
         bench.main(["--rounds", "1"])
 
 
@@ -74,7 +87,7 @@ def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
         module.score()
 
     module.score, module.select = score, select
-    monkeypatch.setattr(stages, "STAGES", {"score": ((module, score),), "select": ((module, select),)})
+    monkeypatch.setattr(stages, "FUNCTIONS", {"score": ((module, score),), "select": ((module, select),)})
     unpatched = module.select
     watch = stages.Stopwatch(lambda: module.select())
     watch()
@@ -87,8 +100,9 @@ def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
 
 
 def test_every_stage_is_where_the_layer_looks_it_up(bench):
-    from stages import STAGES
+    from stages import FUNCTIONS, STAGES
 
-    for functions in STAGES.values():
+    assert set(FUNCTIONS) == set(STAGES)
+    for functions in FUNCTIONS.values():
         for owner, function in functions:
             assert getattr(owner, function.__name__) is function

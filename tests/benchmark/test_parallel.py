@@ -38,17 +38,23 @@ def test_two_ranks_end_to_end(measured):
     assert not of([row for row in rows if row["note"]])
     assert [row["what"] for row in rows][0] == "all-to-all" and float(rows[0]["gb_s"]) > 0
     for layer in ("small", "small, no text"):
-        one, two, ring = (of(rows, what="layer", shape=layer, basis="measured", mesh=mesh) for mesh in ("1 x 1", "1 x 2", "2 x 1"))
+        one, two, ring = (of(rows, what="layer", shape=layer, attention="none", basis="measured", mesh=mesh)
+                          for mesh in ("1 x 1", "1 x 2", "2 x 1"))
         inside = ["tile", "score", "select", "attend"]
         assert [row["stage"] for row in one] == [*inside, "untile", "total"]
         assert [row["stage"] for row in two] == [row["stage"] for row in ring] == ["exchange in", *inside, "exchange out", "total"]
         assert max(float(two[-1]["difference"]), float(ring[-1]["difference"]), float(two[-1]["error"])) < 1e-5
         assert float(two[-1]["imbalance"]) >= 1
         assert float(two[-1]["speed_up"]) == pytest.approx(float(one[-1]["median_ms"]) / float(two[-1]["median_ms"]))
+        for mesh in ("1 x 1", "1 x 2"):
+            default = of(rows, what="layer", shape=layer, attention="default", basis="measured", mesh=mesh)
+            assert {"tile", "estimate", "select", "attend", "combine", "total"} <= {row["stage"] for row in default}
+            assert default[-1]["difference"] == "0.0" and 0 < float(default[-1]["error"]) < 1e-5
     steps = of(rows, what="step", basis="measured")
     assert [(row["shape"].split(",")[0], row["attention"], row["mesh"]) for row in steps] == [
         (model, *what) for model, dense in (("HunyuanVideo 1.5", "unmasked"), ("Wan 2.1", "stock"))
-        for what in (("none", "1 x 1"), ("none", "1 x 2"), ("none", "2 x 1"), (dense, "1 x 1"), (dense, "1 x 2"))]
+        for what in (*((sparse, mesh) for sparse in ("default", "parts", "none") for mesh in ("1 x 1", "1 x 2", "2 x 1")),
+                     (dense, "1 x 1"), (dense, "1 x 2"))]
     assert all(float(row["step_s"]) > 0 and float(row["difference"]) < 1e-5 for row in steps)
     # Only the first rank prints, and its last lines are the summary.
     assert run.stdout.count("2 ranks, measured on 1, 2") == 1 and "`pad_type=" in run.stdout.split("\n\n")[-2]
@@ -57,11 +63,13 @@ def test_two_ranks_end_to_end(measured):
 @pytest.mark.slow
 def test_reckoned_rows_follow_from_what_was_measured(measured):
     rows, _ = measured
-    layer = {row["ranks"]: row for row in of(rows, what="layer", shape="small", basis="reckoned", stage="total")}
-    step = {row["ranks"]: row for row in of(rows, what="step", shape="HunyuanVideo 1.5, small", basis="reckoned")}
+    about = dict(attention="default", basis="reckoned")
+    layer = {row["ranks"]: row for row in of(rows, what="layer", shape="small", stage="total", **about)}
+    step = {row["ranks"]: row for row in of(rows, what="step", shape="HunyuanVideo 1.5, small", **about)}
+    assert not of(rows, shape="small, no text", basis="reckoned"), "grouped-query attention is not reckoned"
     assert list(layer) == list(step) == ["1", "2", "4"], "4 heads are too few for 8 ranks"
     for ranks in "24":
-        stages = of(rows, what="layer", shape="small", basis="reckoned", ranks=ranks)
+        stages = of(rows, what="layer", shape="small", ranks=ranks, **about)
         assert [row["stage"] for row in stages] == ["exchange in", "exchange out", "own heads", "total"]
         assert float(stages[-1]["median_ms"]) == pytest.approx(sum(float(row["median_ms"]) for row in stages[:-1]))
         # In 4 blocks; 18 of 1362 tokens are text, which no rank has less of.
@@ -70,7 +78,7 @@ def test_reckoned_rows_follow_from_what_was_measured(measured):
         hidden = float(stages[0]["median_ms"]) * 2 / 3
         expected = rest * (text + (1 - text) / int(ranks)) + depth * (ms[ranks] - hidden) / 1e3
         assert float(step[ranks]["step_s"]) == pytest.approx(expected)
-    one, = of(rows, what="step", shape="HunyuanVideo 1.5, small", attention="none", ranks="1", basis="measured")
+    one, = of(rows, what="step", shape="HunyuanVideo 1.5, small", attention="default", ranks="1", basis="measured")
     assert float(step["1"]["step_s"]) == pytest.approx(float(one["step_s"]))
 
 
@@ -82,7 +90,7 @@ def test_no_section_begins_after_the_limit(tmp_path, monkeypatch):
     assert together(lambda world: bench_parallel.run(world, options, [1])) == [None, None]
     with (tmp_path / "parallel_none.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 7 and {row["note"] for row in rows} == {"left out: the limit of 0 minutes"}
+    assert len(rows) == 12 and {row["note"] for row in rows} == {"left out: the limit of 0 minutes"}
 
 
 def test_arguments(monkeypatch, capsys):
@@ -298,5 +306,6 @@ def test_tables_of_several_gpus(tmp_path):
         '| M, step | SSTA, `pad_type="none"` | 2 | 1 x 2 | 1.40 s | 1.93 | – | – | – | – | – | – |',
         '| L, layer | `pad_type="none"` | 8 | 1 x 8 | – | – | 1.30 ms | 8.00 | – | – | – | – |',
         '| M, step | diffusers as it comes | 2 | 1 x 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
-    assert "| L | 1 x 2 | – | – | – | – | 4.50 | – | – | 5.20 |\n" in stages and "| L | 1 x 4 |" not in stages
+    assert stages.split("\n")[1].count("attend, ms | total, ms") == 1, "stages that nothing has are not shown"
+    assert '| L | `pad_type="none"` | 1 x 2 | 4.50 | 5.20 |\n' in stages and "| 1 x 4 |" not in stages
     assert "| 2 | 50.0 | 10.0 | 10.0% | 333 |\n" in exchange and exchange.count("\n| ") == 2

@@ -27,15 +27,16 @@ def test_steps_end_to_end(bench, tmp_path):
         built, depth = int(row["blocks_measured"]), int(row["blocks"])
         assert 0 < blocks < total and float(row["step_s"]) == pytest.approx((total + (depth / built - 1) * blocks) / 1e3)
         assert (row["error"] != "") == (row["what"] in ("dense", "none")) and not row["note"]
-    assert [row["blocks_measured"] for row in rows[:2]] == ["1", "2"]
+    assert [row["blocks_measured"] for row in rows[1:3]] == ["2", "1"]
 
     import table
     lines = table.steps_table(rows)
-    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[1][3] == "1 of 4" and len(lines) == 22
+    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "SSTA by default"] and len(lines) == 25
+    assert lines[3][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[3][3] == "1 of 4"
     pytest.importorskip("matplotlib")
     import plots
     axes = plots.plot_pipeline(rows).axes
-    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[7:14]]
+    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[8:16]]
 
 
 def test_a_model_with_fewer_blocks_shares_its_weights(bench):
@@ -55,7 +56,7 @@ def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
     monkeypatch.setattr(streams, "apply_rope", lambda x, cos, sin: rope(x, cos, -sin) if x.shape[1] > 10 else x)
     monkeypatch.setattr(streams, "kernels_run", lambda x: False)
     with pytest.raises(SystemExit, match="Wan 2.1, small, dense, is wrong: the first block's attention is off by .*; no time is printed"):
-        bench.main(["--model", "wan", "--what", "stock", "dense"])
+        bench.main(["--model", "wan", "--only", "stock", "dense"])
     assert "_ms" not in capsys.readouterr().out
 
 

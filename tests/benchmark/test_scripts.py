@@ -356,7 +356,7 @@ def host(script, monkeypatch):
     bench_host = script("bench_host")
     from shapes import HUNYUAN, LayerShape
 
-    for name in ("LAYERS", "LAYERS_CPU"):
+    for name in ("HOST", "HOST_CPU"):
         monkeypatch.setattr(bench_host, name, (LayerShape("tiny", (3, 9, 10), 130, 120, 1, 64, HUNYUAN),))
     return bench_host
 
@@ -364,23 +364,39 @@ def host(script, monkeypatch):
 def test_host_times_end_to_end(host, tmp_path):
     host.main(["--calls", "2", "--rounds", "2", "--csv", "mine"])
     rows = read(tmp_path / "mine.csv")
-    assert [row["what"] for row in rows] == ["block_sparse_attention", "block_sparse_attention, recording", "its backward",
-                                             "ssta_3d_attention", "ssta_3d_attention, linear"]
-    assert all(0 < float(row["q1_us"]) <= float(row["host_us"]) <= float(row["q3_us"]) for row in rows)
+    assert [row["what"] for row in rows] == list(host.CALLS) and {row["calls"] for row in rows} == {"4"}
+    assert all(0 < float(row["min_us"]) <= float(row["q1_us"]) <= float(row["host_us"]) <= float(row["q3_us"]) for row in rows)
     assert all((row["extra_over_qkvo"] != "") == torch.cuda.is_available() for row in rows)
 
 
-def test_host_times_are_medians_over_rounds_of_medians(host, monkeypatch):
-    # Calls of two rounds, the first of which is not counted: 9, 9, 9 and 1, 2, 6 ms.
-    clock = iter([0.0, 0.009] * 3 + [0.0, 0.001, 0.0, 0.002, 0.0, 0.006])
+def test_host_times_are_medians_over_all_warm_calls(host, monkeypatch):
+    # Calls of three rounds, the first of which is not counted: 9, 9, 9, then 1, 2, 6 and 3, 4, 8 ms. The device is idle before each.
+    clock = iter([x for ms in (9, 9, 9, 1, 2, 6, 3, 4, 8) for x in (0.0, ms / 1e3)])
+    waits = []
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(host.torch.cuda, "is_available", lambda: False)
-    assert host.host_times({"a": lambda: None}, 3, 1)["a"]["median_ms"] == pytest.approx(2.0)
+    monkeypatch.setattr(host.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host.torch.cuda, "synchronize", lambda: waits.append("wait"))
+    found = host.host_times({"a": lambda: waits.append("call")}, 3, 2)["a"]
+    assert found == pytest.approx(dict(host_us=3500, q1_us=2250, q3_us=5500, min_us=1000)) and waits == ["wait", "call"] * 9
+
+
+def test_only_some_calls(host, tmp_path):
+    host.main(["--calls", "1", "--rounds", "1", "--only", "layer, default", "--csv", "mine"])
+    assert [row["what"] for row in read(tmp_path / "mine.csv")] == [name for name in host.CALLS if name.startswith("layer, default")]
+    host.main(["--calls", "1", "--rounds", "1", "--only", "backward", "--csv", "mine"])
+    assert [row["what"] for row in read(tmp_path / "mine.csv")] == ["its backward"]
+    with pytest.raises(SystemExit):
+        host.main(["--only", "sora"])
 
 
 def test_a_wrong_call_gets_no_host_time(host, monkeypatch, capsys):
-    right = host.ssta_3d_attention
-    monkeypatch.setattr(host, "ssta_3d_attention", lambda *args, **options: 1.01 * right(*args, **options))
+    right = host.ssta_attention
+
+    def wrong(*args, **options):
+        out, blocks = right(*args, **options)
+        return 1.01 * out, blocks
+
+    monkeypatch.setattr(host, "ssta_attention", wrong)
     with pytest.raises(SystemExit, match="is wrong: .*; no time is printed"):
         host.main(["--calls", "1", "--rounds", "1"])
     assert "_us" not in capsys.readouterr().out

@@ -283,8 +283,8 @@ def test_the_other_tables(tmp_path):
         what="sample", clips="film", train_seed=1, name="linear 0.2", density=0.2, psnr=30.0, psnr_spread="", ssim=0.9,
         sample_s=2.0, velocity_error=0.05, loss_above=1.0)])
     host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
-    measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", extra_mib="", extra_over_qkvo=""),
-                                                 dict(**host, what="ssta_3d_attention", extra_mib=10.0, extra_over_qkvo=0.8)])
+    measure.write_rows(tmp_path / "host_a.csv", [dict(**host, what="forward", min_us=140, extra_mib="", extra_over_qkvo=""),
+                                                 dict(**host, what="layer", min_us="", extra_mib=10.0, extra_over_qkvo=0.8)])
     measure.write_rows(tmp_path / "fine_tune_a.csv", [
         dict(what="fine-tune", clips="film", train_seed=1, name=name, loss=0.12345, loss_above=2.875, velocity_error=error,
              gap_closed=closed)
@@ -297,7 +297,7 @@ def test_the_other_tables(tmp_path):
     assert "| linear 0.156 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "linear 0.2" not in samples
     assert "| linear 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % | 1.50 |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % | 2.00 |\n" in quality
-    assert "| small | forward | 151 | 2.0% | – |\n| small | ssta_3d_attention | 151 | 2.0% | 10.0 MiB (0.800 x) |\n" in host
+    assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
     assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
     assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
