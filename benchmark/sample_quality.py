@@ -12,7 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from video_model import SHIFT, PatchAutoencoder, VideoModel
 
-from ssta.pipelines import quality
+from ssta.pipelines.evaluation import quality
 
 # Shares of the steps at which velocities are compared, in percent, and held-out losses taken.
 VELOCITIES = (0, 20, 40, 60, 80, 100)

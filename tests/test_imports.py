@@ -107,12 +107,12 @@ def violations(path: str, source: str) -> list[str]:
             found.append("triton is imported by kernels/ in the folders that need it, or inside a function")
         elif top == "diffusers" and floor != "ssta.pipelines":
             found.append("diffusers is imported only in pipelines/")
-        elif top in ("matplotlib", "numpy") and (path not in ("ssta/plot.py", "pipelines/scatter.py") or imported.at_load):
-            found.append(f"{top} is imported only inside the functions of ssta/plot.py and pipelines/scatter.py")
+        elif top in ("matplotlib", "numpy") and (path not in ("ssta/plot.py", "pipelines/evaluation/scatter.py") or imported.at_load):
+            found.append(f"{top} is imported only inside the functions of ssta/plot.py and pipelines/evaluation/scatter.py")
         elif top in ("safetensors", "huggingface_hub") and (path != "pipelines/checkpoint.py" or imported.at_load):
             found.append(f"{top}, which comes with diffusers, is imported only inside the functions of pipelines/checkpoint.py")
-        elif top == "lpips" and (path != "pipelines/quality.py" or imported.at_load):
-            found.append("lpips is imported only inside a function of pipelines/quality.py")
+        elif top == "lpips" and (path != "pipelines/evaluation/quality.py" or imported.at_load):
+            found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
         elif top == "vllm_omni" and path != "pipelines/vllm_omni_backend.py" and (path != "pipelines/vllm_omni.py" or imported.at_load):
             found.append("vllm_omni is imported by pipelines/vllm_omni_backend.py and inside a function of pipelines/vllm_omni.py")
         elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
@@ -121,6 +121,8 @@ def violations(path: str, source: str) -> list[str]:
 
         if floor == "ssta.kernels" and top == "ssta" and not is_in(target, "ssta.kernels"):
             found.append(f"kernels knows nothing of {target}")
+        if is_in(target, "ssta.pipelines.evaluation") and not is_in(module, "ssta.pipelines.evaluation"):
+            found.append("the evaluation is imported by nothing else in the package")
         if floor == "ssta" and is_in(target, "ssta.pipelines"):
             found.append("ssta knows nothing of pipelines")
         if floor != "ssta.kernels" and is_in(target, "ssta.kernels") and (target != "ssta.kernels" or imported.name not in CONTRACT):
@@ -174,7 +176,8 @@ def test_file_keeps_the_import_rules(path):
     ("ssta/layout.py", "import numpy as np"),
     ("pipelines/apply.py", "import triton"),
     ("pipelines/streams.py", "from ssta.kernels.prologue.projection import Projection"),
-    ("pipelines/quality.py", "import lpips"),
+    ("pipelines/evaluation/quality.py", "import lpips"),
+    ("pipelines/report.py", "def f():\n    from .evaluation.quality import psnr"),
     ("pipelines/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
     ("pipelines/apply.py", "def f():\n    import vllm_omni"),
     ("pipelines/apply.py", "def f():\n    import safetensors"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_pipelines import wan_with_frames
 
-from ssta.pipelines.quality import require_video_writer
+from ssta.pipelines.evaluation.quality import require_video_writer
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if "generate import" in path.read_text())

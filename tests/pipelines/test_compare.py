@@ -19,11 +19,12 @@ from rank_compare import agree
 from tiny_hunyuan import SPARSE
 from tiny_pipelines import PIPELINES, latents, wan_with_frames, wan_with_prompts
 
-from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta, evaluation
-from ssta.pipelines.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
-from ssta.pipelines.evaluation_folder import Folder
-from ssta.pipelines.evaluation_parts import exact_mass
-from ssta.pipelines.measurement import measurement_of
+from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta
+from ssta.pipelines.evaluation import comparison
+from ssta.pipelines.evaluation.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
+from ssta.pipelines.evaluation.folder import Folder
+from ssta.pipelines.evaluation.measurement import measurement_of
+from ssta.pipelines.evaluation.parts import exact_mass
 
 STOCK = Configuration("stock", None)
 CLIP = Clip()
@@ -110,7 +111,7 @@ def test_steps_are_those_that_run():
     found = compare(pipe, [dense(pipe), Configuration("sparse", SPARSE, Schedule(dense_steps=0.25))],
                     tiny.call | {"num_inference_steps": 4, "strength": 0.5, "output_type": "latent"})
     assert of(found, "sparse").dense_kernels == ("default backend",)
-    with evaluation._denoising(pipe) as denoised:
+    with comparison._denoising(pipe) as denoised:
         latents(pipe, **tiny.call, strength=0.5)
     assert denoised.steps == 2 and len(pipe.scheduler.timesteps) == 4
 
@@ -182,7 +183,7 @@ def test_an_interrupted_comparison_goes_on_and_gives_the_same(tmp_path, monkeypa
     configurations = [dense(pipe), STOCK, Configuration("sparse", SPARSE, Schedule())]
     clips = [Clip(prompt, seed) for prompt in ("a cat", "a dog") for seed in (0, 1)]
     whole = compare(pipe, configurations, call, clips, output=tmp_path / "whole")
-    generate, calls = evaluation._generate, []
+    generate, calls = comparison._generate, []
 
     def interrupted(pipe, call, seed):
         if len(calls) == interrupted.after:
@@ -190,7 +191,7 @@ def test_an_interrupted_comparison_goes_on_and_gives_the_same(tmp_path, monkeypa
         calls.append((call.get("prompt"), seed, call["output_type"]))
         return generate(pipe, call, seed)
 
-    monkeypatch.setattr(evaluation, "_generate", interrupted)
+    monkeypatch.setattr(comparison, "_generate", interrupted)
     output = tmp_path / "parts"
     # In the middle of a clip; then after the reference of another.
     for after in (5, 6 + 3):
@@ -282,8 +283,8 @@ def command(monkeypatch):
     """Runs the command line on a tiny pipeline whose prompts mean something; videos are kept instead of written."""
     pipe, written = wan_with_prompts(), []
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda name, **options: pipe)
-    monkeypatch.setattr("ssta.pipelines.compare.require_video_writer", lambda: None)
-    monkeypatch.setattr(evaluation, "write_video", lambda video, path, fps: written.append((video, path, fps)))
+    monkeypatch.setattr("ssta.pipelines.evaluation.compare.require_video_writer", lambda: None)
+    monkeypatch.setattr(comparison, "write_video", lambda video, path, fps: written.append((video, path, fps)))
     return lambda *arguments: (main(["some/model", *SIZE, *map(str, arguments)]), written)
 
 
@@ -362,7 +363,7 @@ def test_more_processes_than_gpus(command, monkeypatch, capsys):
 
 
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "_generate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(comparison, "_generate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(SystemExit) as ended:
         command("--output", tmp_path / "out")
     assert ended.value.code == 130 and "the same command with --resume goes on in" in capsys.readouterr().err

@@ -11,8 +11,9 @@ from tiny_hunyuan import SPARSE, tiny_transformer
 from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
-from ssta.pipelines import WAN, Schedule, configurations
-from ssta.pipelines.configurations import Configuration, dense, parse_configuration, running
+from ssta.pipelines import WAN, Schedule
+from ssta.pipelines.evaluation import configurations
+from ssta.pipelines.evaluation.configurations import Configuration, dense, parse_configuration, running
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
-from ssta.pipelines.configurations import Configuration
-from ssta.pipelines.evaluation_record import append_record, read_records, record_of
-from ssta.pipelines.evaluation_table import Evaluation, Spread
-from ssta.pipelines.measurement import Clip, Measurement, measurement_of, plain
-from ssta.pipelines.scatter import plot_evaluation
+from ssta.pipelines.evaluation.configurations import Configuration
+from ssta.pipelines.evaluation.measurement import Clip, Measurement, measurement_of, plain
+from ssta.pipelines.evaluation.record import append_record, read_records, record_of
+from ssta.pipelines.evaluation.scatter import plot_evaluation
+from ssta.pipelines.evaluation.table import Evaluation, Spread
 
 CLIPS = [Clip("a cat", 0), Clip("a cat", 1), Clip("a dog", 0, "dog.png")]
 

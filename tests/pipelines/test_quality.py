@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssta.pipelines import quality
-from ssta.pipelines.quality import describe, lpips_distance, psnr, relative_difference, ssim
+from ssta.pipelines.evaluation import quality
+from ssta.pipelines.evaluation.quality import describe, lpips_distance, psnr, relative_difference, ssim
 
 
 def test_psnr_and_relative_difference():

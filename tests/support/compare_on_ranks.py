@@ -5,7 +5,7 @@ import sys
 import diffusers
 from tiny_pipelines import wan_with_prompts
 
-from ssta.pipelines import compare
+from ssta.pipelines.evaluation import compare
 
 if __name__ == "__main__":
     pipe = wan_with_prompts()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from rank_harness import SPARSE, parallel, refused
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
-from ssta.pipelines import Schedule, cp_plan, evaluation
-from ssta.pipelines.compare import Clip, Configuration, Measurement, OtherRankError, compare, dense, parse_configuration
+from ssta.pipelines import Schedule, cp_plan
+from ssta.pipelines.evaluation import comparison
+from ssta.pipelines.evaluation.compare import Clip, Configuration, Measurement, OtherRankError, compare, dense, parse_configuration
 
 SPARSELY = Configuration("sparse", SPARSE, Schedule())
 STOCK = Configuration("stock", None)
@@ -42,7 +43,7 @@ def compared(rank: int, ranks: int) -> None:
     call, clips = dict(height=96, width=128, num_frames=9, num_inference_steps=2), [Clip("a cat"), Clip("a dog", 1)]
     alone = compare(pipe, configurations, call, clips)
     share(pipe, ranks)
-    generate, calls, said = evaluation._generate, [], []
+    generate, calls, said = comparison._generate, [], []
 
     def interrupted(pipe, call, seed):
         # After the reference of the second clip, when four warm-ups and one more of the first clip were generated.
@@ -53,7 +54,7 @@ def compared(rank: int, ranks: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = partial(compare, pipe, configurations, call, clips, output=Path(folder, "out"), resume=True, say=said.append)
-        evaluation._generate = interrupted
+        comparison._generate = interrupted
         try:
             run()
         except KeyboardInterrupt:
@@ -63,7 +64,7 @@ def compared(rank: int, ranks: int) -> None:
         else:
             raise AssertionError("was not interrupted")
         finally:
-            evaluation._generate = generate
+            comparison._generate = generate
         # The first one decodes for all.
         assert calls.count("latent") == (4 if rank == 0 else 10)
         finished = sorted(path.name for path in Path(folder, "out", "clips").glob("*/*")) if rank == 0 else []
@@ -110,7 +111,7 @@ def one_rank_fails(rank: int, ranks: int) -> None:
     pipe = PIPELINES["wan"].build()
     call = PIPELINES["wan"].call | {"num_inference_steps": 2, "output_type": "latent"}
     share(pipe, ranks)
-    generate, measured = evaluation._generate, evaluation._Comparison._measured
+    generate, measured = comparison._generate, comparison._Comparison._measured
     run = partial(compare, pipe, [dense(pipe), SPARSELY], call)
 
     def fail(*_):
@@ -124,16 +125,16 @@ def one_rank_fails(rank: int, ranks: int) -> None:
         return fail() if rank == 1 else found
 
     for broken in (before, after):
-        evaluation._generate = broken
+        comparison._generate = broken
         try:
             refused(RuntimeError if rank == 1 else OtherRankError, "^no memory left here" if rank == 1 else FAILED, run)
         finally:
-            evaluation._generate = generate
-    evaluation._Comparison._measured = fail
+            comparison._generate = generate
+    comparison._Comparison._measured = fail
     try:
         refused(RuntimeError if rank == 0 else OtherRankError, "^no memory" if rank == 0 else FAILED.replace("rank 1", "rank 0"), run)
     finally:
-        evaluation._Comparison._measured = measured
+        comparison._Comparison._measured = measured
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.json").write_text("{}")
         refused(ValueError if rank == 0 else OtherRankError, "output must be a folder without a comparison", partial(run, output=folder))

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .evaluation_table import Evaluation
+from .table import Evaluation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Speed against what it changes in the videos, over prompts and seeds, for any supported pipeline: python -m ssta.pipelines.compare."""
+"""Speed against what it changes in a pipeline's videos, over prompts and seeds: python -m ssta.pipelines.evaluation.compare."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 
-from .apply import transformers_of
+from ..apply import transformers_of
+from .comparison import compare
 from .configurations import Configuration, dense, parse_configuration
-from .evaluation import compare
-from .evaluation_folder import SCHEMA
-from .evaluation_record import append_record, read_records, record_of
-from .evaluation_table import Evaluation
+from .folder import SCHEMA
 from .measurement import Clip, Measurement, write_json
 from .quality import require_video_writer
+from .record import append_record, read_records, record_of
 from .scatter import plot_evaluation
+from .table import Evaluation
 from .team import OtherRankError, joined, quit_last, share_over_world, world
 
 __all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "OtherRankError", "append_record", "compare", "dense", "main",
@@ -154,7 +154,7 @@ def _write(folder: Path, evaluation: Evaluation) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.evaluation.compare", description=__doc__)
     parser.add_argument("model", help="a diffusers pipeline with a supported transformer: a repository's name or a folder")
     parser.add_argument("--config", action="append", default=[], metavar="FIELDS",
                         help="'default', 'stock' (without SSTA), a preset's name, or what differs from the default or a preset, such as "

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from ..text_table import aligned
 from .measurement import Clip, Measurement
-from .text_table import aligned
 
 # What is compared pair by pair, and whether more of it is better.
 METRICS = {"psnr": True, "ssim": True, "lpips": False, "latent_difference": False, "seconds": False}

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ssta.parallel import check_ranks
 
-from .apply import SSTAHandle, transformers_of
+from ..apply import SSTAHandle, transformers_of
+from ..progress import Progress
+from ..report import Stopwatch
 from .configurations import Configuration, running
-from .evaluation_folder import Folder, Reference, settings_of
-from .evaluation_parts import Part, exact_mass, whole_report
-from .evaluation_table import Evaluation
+from .folder import Folder, Reference, settings_of
 from .measurement import Clip, Measurement, plain
-from .progress import Progress
+from .parts import Part, exact_mass, whole_report
 from .quality import describe, relative_difference, write_video
-from .report import Stopwatch
+from .table import Evaluation
 from .team import Team
 
 # How `LayerRun.implementation` begins where a layer attended densely.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ssta.compensation import mass_summary
 
-from .apply import SSTAHandle
-from .report import LayerRun, RunReport
+from ..apply import SSTAHandle
+from ..report import LayerRun, RunReport
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .evaluation_folder import SCHEMA
-from .evaluation_table import METRICS, Evaluation
+from .folder import SCHEMA
 from .measurement import Clip, Measurement, measurement_of, plain, read_json, write_json
+from .table import METRICS, Evaluation
 
 # What a run is known again by. Runs that differ in any of it are different ones and stand beside each other.
 _IDENTITY = ("pipeline", "transformers", "dtype", "device", "ranks", "versions", "call", "reference")
