@@ -20,7 +20,8 @@ from .progress import Progress
 from .report import RunReport
 from .schedule import Schedule
 
-_TRANSFORMERS = ("transformer", "transformer_2")
+# Wan 2.2 has a second one for low noise, MiniMax-H3 another one for generations with references.
+_TRANSFORMERS = ("transformer", "transformer_2", "transformer_ref")
 # Stands for the first 15 % of the steps where nothing counts them: about what flow matching with a shift of 3 spends there.
 _WARM_UP_NOISE = 0.95
 
@@ -42,7 +43,8 @@ def apply_ssta(
     schedule that follows the steps leaves the graph once a forward.
 
     Args:
-        model: a transformer (see ``supported_models()``), or a pipeline: then its ``transformer``, and ``transformer_2`` if it has one.
+        model: a transformer (see ``supported_models()``), or a pipeline: then those of ``transformer``, ``transformer_2`` and
+            ``transformer_ref`` that it has.
         config: what is attended; default the family's.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
         preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
@@ -190,7 +192,7 @@ def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
     found = [(name, module) for i, (name, module) in enumerate(named)
              if isinstance(module, nn.Module) and all(module is not other for _, other in named[:i])]
     if not found:
-        raise TypeError(f"model must be a transformer or a pipeline with a .transformer, got {type(model).__name__}")
+        raise TypeError(f"model must be a transformer or a pipeline with one as {' or '.join(_TRANSFORMERS)}, got {type(model).__name__}")
     return found
 
 

@@ -34,8 +34,10 @@ class Ranks(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, and the ranks that share it, if there are several."""
+    """One forward's own: its canvas in tokens, whether its step is dense, the ranks that share it, if there are any, and how many tokens
+    its family has found before the video."""
 
     thw: tuple[int, int, int]
     dense_step: bool
     ranks: Ranks | None = None
+    before: int = 0

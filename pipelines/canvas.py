@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-# The canvas that a tensor of coordinates was found to hold, and the tensor's version then. Pipelines make it once for all steps.
+# By tensor of coordinates: what was read from it, its version then, and the value. Most pipelines make the tensor once for all steps.
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -41,11 +41,17 @@ def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, in
 
 
 def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of a model that is called with ``num_frames``, ``height`` and ``width`` of its latents; without them, of its ``video_coords``."""
+    """Of a model that is called with ``num_frames``, ``height`` and ``width`` of its latents; without them, of its ``video_coords``.
+
+    Where all three are 1 and there are ``video_coords`` of more tokens, as LTXI2VLongMultiPromptPipeline has it, the coordinates are those
+    of frames that follow one another, whatever times these have.
+    """
     frames, height, width = (arguments.get(name) for name in ("num_frames", "height", "width"))
-    if frames is not None and height is not None and width is not None:
-        return frames, height, width
     coords = arguments.get("video_coords")
+    if frames is not None and height is not None and width is not None:
+        if coords is not None and coords.dim() == 3 and coords.shape[2] > 1 == frames == height == width:
+            return _value_of(coords, "frames", _frames, lambda: coords[0].T)
+        return frames, height, width
     if coords is None:
         raise ValueError("num_frames, height and width, or video_coords, must be given so that SSTA knows the canvas, got neither")
     if coords.dim() != 3:
@@ -55,27 +61,81 @@ def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, i
     return from_coordinates(coords, lambda: coords[0].T)
 
 
-def from_coordinates(key: Tensor, points: Any) -> tuple[int, int, int]:
+def from_coordinates(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, int, int]:
     """Of the grid that a sequence of (t, h, w) coordinates ends with.
 
     Args:
         key: the tensor that holds the coordinates. It is read, which waits for the device, when it is first seen or was changed; one that
-            was made under ``torch.inference_mode`` does not say whether it was changed, and is read in every forward.
+            was made under ``torch.inference_mode`` does not say whether it was changed, and is read in every forward. Reading it breaks the
+            graph under torch.compile.
         points: called for the coordinates as ``[S, 3]``.
 
     Raises:
         ValueError: the sequence does not end with the last frame of a grid; under torch.export, which knows no values.
     """
+    return _value_of(key, "last grid", _last_grid, points)
+
+
+def tokens_before(model: nn.Module, arguments: Mapping[str, Any]) -> int:
+    """How many tokens stand before the video in a call of LTX-2's transformer: none, as in diffusers' own pipelines, which have key frames
+    and references behind it; or all that are not the video's, as Echo has its memory.
+
+    Only where there are other tokens than the video's, their coordinates are read (see ``from_coordinates``): the video's are frames of
+    which each begins when the one before it ends.
+    """
+    coords, frames, height, width = (arguments.get(name) for name in ("video_coords", "num_frames", "height", "width"))
+    if coords is None or coords.dim() != 4 or frames is None or height is None or width is None:
+        return 0
+    video, others = frames * height * width, coords.shape[2] - frames * height * width
+    if others <= 0:
+        return 0
+
+    def before(points: Tensor) -> int:
+        return others if not _gapless(points[:video], frames) and _gapless(points[others:], frames) else 0
+
+    return _value_of(coords, ("before", video, frames), before, lambda: coords[0].movedim(0, 1))
+
+
+_Value = TypeVar("_Value")
+
+
+def _value_of(key: Tensor, what: Hashable, function: Callable[[Tensor], _Value], points: Callable[[], Tensor]) -> _Value:
+    """``function`` of the coordinates ``points()``, which the tensor ``key`` holds; ``what`` names it."""
     if torch.compiler.is_exporting():
         raise ValueError("the canvas must be in shapes or numbers under torch.export, which knows no values of tensors, got coordinates, "
                          "from whose values SSTA takes it in this model; torch.compile works")
+    return _read(key, what, function, points)
+
+
+@torch.compiler.disable(reason="SSTA reads the video's canvas from the values of a tensor of coordinates: compile this model without "
+                               "fullgraph=True, or its blocks with compile_repeated_blocks")
+def _read(key: Tensor, what: Hashable, function: Callable[[Tensor], _Value], points: Callable[[], Tensor]) -> _Value:
     if key.is_inference():
-        return _last_grid(points().detach().cpu())
+        return function(points().detach().cpu())
     known = _KNOWN.get(key)
-    if known is None or known[1] != key._version:
-        known = _last_grid(points().detach().cpu()), key._version
+    if known is None or known[:2] != (what, key._version):
+        known = what, key._version, function(points().detach().cpu())
         _KNOWN[key] = known
-    return known[0]
+    return known[2]
+
+
+def _frames(points: Tensor) -> tuple[int, int, int]:
+    """Of a sequence that is frames alike in height and width: a frame goes until its first token's place comes again."""
+    places = points[:, 1:]
+    again = (places[1:] == places[0]).all(1).nonzero().flatten()
+    area = 1 + int(again[0]) if len(again) else len(points)
+    width = _trailing((points[:area, 1] == points[0, 1]).flip(0))
+    if len(points) % area or area % width or (places.unflatten(0, (-1, area)) != places[:area]).any():
+        raise ValueError(f"video_coords must be those of frames alike in height and width where num_frames, height and width are 1, got "
+                         f"{len(points)} tokens, of which the first {area} are no such frame")
+    return len(points) // area, area // width, width
+
+
+def _gapless(points: Tensor, frames: int) -> bool:
+    """Whether ``[S, 3, 2]`` are that many frames alike in height and width, each of which begins when the one before it ends."""
+    by_frame = points.unflatten(0, (frames, -1))
+    alike = (by_frame[:, :, 1:] == by_frame[:1, :, 1:]).all() and (by_frame[:, :, 0] == by_frame[:, :1, 0]).all()
+    return bool(alike) and torch.allclose(by_frame[1:, 0, 0, 0], by_frame[:-1, 0, 0, 1], rtol=1e-3, atol=1e-4)
 
 
 def _last_grid(points: Tensor) -> tuple[int, int, int]:

@@ -105,6 +105,8 @@ class Family:
         presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
             ``apply_ssta(preset=name)`` takes them.
         split: how it runs on several ranks; None = it does not.
+        before: ``before(model, arguments)`` is how many tokens stand before the video, in a model where that differs from call to call and
+            an attention's own arguments do not say it; its processors find it in ``context.call.before``. None = they need not know.
 
     Raises:
         TypeError: a field of the wrong kind.
@@ -119,11 +121,14 @@ class Family:
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
     split: Split | None = None
+    before: Callable[[nn.Module, Mapping[str, Any]], int] | None = None
 
     def __post_init__(self) -> None:
         _require_name("Family.model", self.model)
         for name in ("sites", "canvas", "default_config", "default_schedule", "noise"):
             _require_function(f"Family.{name}", getattr(self, name))
+        if self.before is not None:
+            _require_function("Family.before", self.before)
         if not isinstance(self.presets, Mapping):
             raise TypeError(f"Family.presets must be a dict of functions by name, got {type(self.presets).__name__}")
         for name, make in self.presets.items():

@@ -1,4 +1,4 @@
-"""LTX-2: self-attention over the video, keyframe tokens after it; audio has attention modules of its own, which stay as they are."""
+"""LTX-2: self-attention over the video, keyframe tokens after it or Echo's memory before it; audio's own attention stays as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 from torch import Tensor, nn
 
-from ..canvas import from_numbers
+from ..canvas import from_numbers, tokens_before
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
 from ..split import Plan, Split, gathered, split, split_outputs
@@ -36,7 +36,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         query_rotary_emb: tuple[Tensor, Tensor] | None = None,
         key_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states ``[B, t*h*w + keyframes, C]``."""
+        """hidden_states ``[B, memory + t*h*w + keyframes, C]``; there is memory or keyframes, not both."""
         return self._project_out(attn, hidden_states, self._attended(attn, hidden_states, attn.to_v(hidden_states), attention_mask,
                                                                      query_rotary_emb))
 
@@ -45,7 +45,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"video_self_attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}; "
                              "call remove_ssta for pipelines that need it")
-        layout = self.around(hidden_states.shape[1], after=None)
+        layout = self.around(hidden_states.shape[1], before=self.context.call.before, after=None)
 
         def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
             x = norm(linear(hidden_states))
@@ -107,6 +107,6 @@ def _plan(model: nn.Module) -> Plan:
 
 # Queries of audio, which are whole, look at keys of the video, which is split: `video_to_audio_attn` is left to diffusers.
 _WHOLE = tuple(f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
-LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, split=Split(
+LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, before=tokens_before, split=Split(
     _plan, _WHOLE, tokens_given, trains="its audio attends to the video through diffusers' own exchange, which has no right gradient for "
                                         "queries and keys of different lengths"))

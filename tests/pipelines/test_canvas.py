@@ -7,7 +7,8 @@ import torch
 from tiny_hunyuan import CANVAS, SPARSE
 from tiny_models import TINY, run
 
-from ssta.pipelines import Schedule, apply_ssta
+from ssta import DenseRun, VideoGrid
+from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta
 from ssta.pipelines.canvas import from_coordinates, from_numbers
 
 
@@ -51,6 +52,66 @@ def test_coordinates_that_are_changed_in_place_are_read_again():
         assert from_coordinates(points, lambda: points) == (3, 3, 4)
         points[:12, 0] = 5.0
         assert from_coordinates(points, lambda: points) == (2, 3, 4)
+
+
+@pytest.mark.parametrize("thw", [(5, 3, 4), (3, 1, 4), (3, 4, 1), (7, 1, 1), (1, 3, 4)], ids=str)
+def test_frames_at_any_times_are_a_canvas_where_the_numbers_are_one(thw):
+    t, h, w = thw
+    grid = torch.stack(torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")).flatten(1) * 32.0
+    # The last frames stand for others, as a window of LTXI2VLongMultiPromptPipeline has its overlap and negative index.
+    grid[0, -h * w:] = -1.0
+    numbers = dict(num_frames=1, height=1, width=1)
+    assert from_numbers(torch.nn.Module(), numbers | dict(video_coords=grid[None])) == thw
+    assert from_numbers(torch.nn.Module(), numbers) == (1, 1, 1)
+    if h * w > 1:
+        with pytest.raises(ValueError, match="video_coords must be those of frames alike in height and width"):
+            from_numbers(torch.nn.Module(), numbers | dict(video_coords=torch.cat([grid, grid[:, :1]], 1)[None]))
+
+
+def test_the_windows_of_ltx_long_videos_are_sparse():
+    tiny, (t, h, w) = TINY["ltx"], CANVAS
+    model, call = tiny.build(), tiny.call()
+    grid = torch.stack(torch.meshgrid(*(torch.arange(n) * 1.5 for n in CANVAS), indexing="ij")).flatten(1)
+    call |= {"video_coords": torch.cat([grid, grid[:, :h * w]], 1)[None], "hidden_states": torch.randn(1, (t + 1) * h * w, 4),
+             "num_frames": 1, "height": 1, "width": 1}
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
+        run(model, call)
+        assert {layer.thw for layer in handle.report()} == {(t + 1, h, w)} and all(layer.density < 1 for layer in handle.report())
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["memory", "keyframes"])
+def test_ltx2_finds_other_tokens_on_either_side_of_the_video(before):
+    """Echo's transformer has memory tokens before the video, LTX-2's own pipelines have key frames after it."""
+    tiny, (t, h, w), others = TINY["ltx2"], CANVAS, 10
+    model, call = tiny.build(), tiny.call()
+    coords = model.rope.prepare_video_coords(1, t, h, w, torch.device("cpu"), fps=25.0)
+    more = model.rope.prepare_video_coords(1, 1, 2, 5, torch.device("cpu"), fps=25.0)
+    more[:, 0] += 500 if before else 0.2
+    coords = torch.cat([more, coords] if before else [coords, more], dim=2)
+    call |= {"video_coords": coords, "hidden_states": torch.randn(1, t * h * w + others, 4)}
+    layouts, attend = [], SSTAProcessor.attend
+
+    def noted(processor, query, key, value, layout, text_mask=None):
+        layouts.append(layout.segments)
+        return attend(processor, query, key, value, layout, text_mask)
+
+    with apply_ssta(model, SPARSE, schedule=Schedule()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SSTAProcessor, "attend", noted)
+        run(model, call)
+    video, dense = VideoGrid(*CANVAS), DenseRun(others)
+    assert set(layouts) == {(dense, video) if before else (video, dense)}
+
+
+def test_a_canvas_of_coordinates_says_why_it_leaves_the_graph():
+    tiny = TINY["minimax_h3"]
+    model, call = tiny.build(), tiny.call()
+    with apply_ssta(model, SPARSE, schedule=Schedule()):
+        expected = run(model, call)
+        torch._dynamo.reset()
+        torch.testing.assert_close(run(torch.compile(model, backend="aot_eager"), call), expected)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="SSTA reads the video's canvas from the values of a tensor of coordinates"):
+            run(torch.compile(model, backend="aot_eager", fullgraph=True), call)
 
 
 def test_coordinates_that_do_not_say_where_the_video_ends_are_refused():

@@ -244,6 +244,14 @@ def test_both_transformers_of_a_pipeline():
     with pytest.raises(ValueError, match="applied already"):
         apply_ssta(pipeline, SPARSE)
     assert stock_everywhere(pipeline.transformer)
+    # MiniMax-H3's for references, beside the other or alone.
+    both = SimpleNamespace(transformer=tiny_transformer(0), transformer_ref=tiny_transformer(1))
+    with apply_ssta(both, SPARSE):
+        assert not stock_everywhere(both.transformer) and not stock_everywhere(both.transformer_ref)
+    del both.transformer
+    with apply_ssta(both, SPARSE):
+        assert not stock_everywhere(both.transformer_ref)
+    assert stock_everywhere(both.transformer_ref)
     # One transformer under both names is one transformer.
     shared = SimpleNamespace(transformer=pipeline.transformer, transformer_2=pipeline.transformer)
     apply_ssta(shared, SPARSE).remove()
