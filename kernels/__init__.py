@@ -18,8 +18,8 @@ if __name__ != "kernels":
     from .prologue.select import keep_blocks, score_blocks, select_blocks, topk_blocks
     from .prologue.steps import Steps
     from .routing import IMPLEMENTATIONS, PatternFacts, Route, choose_route, require_impl
-    from .tail import CAP, ITERATIONS, BlockEstimates, estimate_blocks, per_query_head, sampled_queries, useful_heads
-    from .tail_op import add_tail
+    from .tail import BlockEstimates, known_share, per_query_head
+    from .tail_op import add_tail, estimate_blocks
 
     __all__ = [
         # attention
@@ -30,5 +30,5 @@ if __name__ != "kernels":
         "Deferred", "Projection", "RMSNorm", "Steps", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks", "select_blocks",
         "take_tokens", "token_rstd", "topk_blocks", "valid_lengths",
         # what stands in for blocks that were not selected
-        "CAP", "ITERATIONS", "BlockEstimates", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads",
+        "BlockEstimates", "add_tail", "estimate_blocks", "known_share", "per_query_head",
     ]

@@ -24,7 +24,7 @@ ATTENTION = {"BlockLists", "IMPLEMENTATIONS", "Kept", "PatternFacts", "Route", "
              "require_int", "require_number", "require_strided", "resolve_scale", "warn_once", "watched", "without_autocast"}
 PREPARATION = {"Deferred", "Projection", "RMSNorm", "Steps", "gather_blocks", "keep_blocks", "kernels_run", "score_blocks",
                "select_blocks", "take_tokens", "token_rstd", "topk_blocks", "valid_lengths"}
-TAIL = {"BlockEstimates", "CAP", "ITERATIONS", "add_tail", "estimate_blocks", "per_query_head", "sampled_queries", "useful_heads"}
+TAIL = {"BlockEstimates", "add_tail", "estimate_blocks", "known_share", "per_query_head"}
 CONTRACT = ATTENTION | PREPARATION | TAIL
 
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..lowering.inputs import strided, tma_ok
+from ..lowering.inputs import loadable, loaded
 from ..lowering.primitives import LN2, LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
@@ -335,7 +335,14 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
 
 def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
                       matrix: Tensor, tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
-    """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128, q and out ``mergeable``."""
+    """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128. Where TMA cannot follow q or out in memory, copies take their
+    place."""
+    if not loadable(out):
+        copy = loaded(out)
+        hopper_tail_merge(copy, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, offsets, longest, scale, share)
+        out.copy_(copy)
+        return
+    q = loaded(q)
     batch, heads, tokens, dim = q.shape
     blocks, units = bias.shape[2:]
     parts = -(-longest // ROWS)
@@ -348,11 +355,6 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
              tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
             (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
     torch.sum(shares, -1, out=share)
-
-
-def mergeable(q: Tensor, out: Tensor) -> bool:
-    """Whether TMA can load q and out as they lie in memory."""
-    return all([tma_ok(x) and strided(x) is x for x in (q, out)])
 
 
 def constants(dim: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..device import multiprocessors
-from ..lowering.inputs import strided, tma_ok
+from ..lowering.inputs import loaded
 from ..lowering.primitives import LN2
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
@@ -184,7 +184,8 @@ def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_m
 def hopper_key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, moments: Tensor,
                           covariances: Tensor, slab: int) -> None:
     """Writes k_mean, v_mean, log_count and ``moments`` as ``key_statistics`` of the portable kernels, and what their ``covariances`` gives;
-    of bfloat16, head_dim 128, k and v ``readable``, a block one unit."""
+    of bfloat16, head_dim 128, a block one unit. Where TMA cannot follow k or v in memory, copies take their place."""
+    k, v = loaded(k), loaded(v)
     batch, heads, blocks, dim = k_mean.shape
     items = batch * heads * blocks
     programs = min(items, multiprocessors(k.device))
@@ -194,11 +195,6 @@ def hopper_key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor,
     _launch(key, (programs, 1, 1),
             (tma_tiles(k, STEP), tma_tiles(v, STEP), tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
             (offsets, k_mean, v_mean, log_count, moments), numbers, fixed, OPTIONS)
-
-
-def readable(k: Tensor, v: Tensor) -> bool:
-    """Whether TMA can load k and v as they lie in memory."""
-    return all([tma_ok(x) and strided(x) is x for x in (k, v)])
 
 
 def constants(dim: int, slab: int) -> dict[str, int]:

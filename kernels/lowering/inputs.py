@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -19,6 +20,16 @@ def tma_ok(x: Tensor) -> bool:
     batch, head, row, _ = x.stride()
     # A multiple of a power of two has no bits below it.
     return (batch | head | row) % (16 // x.element_size()) == 0 and bool(batch and head and row) and x.data_ptr() % 16 == 0
+
+
+def loadable(x: Tensor) -> bool:
+    """Whether TMA can load rows of x [B, H, tokens, dim] one after another as they lie in memory."""
+    return tma_ok(x) and strided(x) is x
+
+
+def loaded(x: Tensor) -> Tensor:
+    """x, or a copy where it is not ``loadable``."""
+    return x if loadable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:

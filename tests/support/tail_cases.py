@@ -1,22 +1,16 @@
-"""Cases of the tail's kernels, and the specification of what they compute: ssta.compensation's plain torch in float64, over any blocks."""
+"""Cases of the tail, and its formulas in loops, differentiable by autograd."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
 
-from ssta import compensation
-from ssta.kernels import BlockEstimates, BlockLists, block_sparse_attention
-
-
-class Blocks(SimpleNamespace):
-    """What the specification asks a TileLayout for; one to a case, as it keeps what follows from each."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+from ssta.kernels import BlockEstimates, BlockLists, add_tail, block_sparse_attention
+from ssta.kernels.eager import tail as eager
+from ssta.kernels.portable import tail as portable
 
 
 @dataclass
@@ -32,12 +26,17 @@ class TailCase:
     parts: int
 
     def __post_init__(self):
-        device = self.q.device
-        self.offsets = torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
+        self.offsets = torch.tensor([0, *self.lengths], device=self.q.device).cumsum(0).int()
         self.longest, self.slots = max(self.lengths[:self.number]), sum(self.lengths[:self.number])
         self.scale = 1.3 * self.q.shape[-1] ** -0.5
-        self.layout = Blocks(num_video_tiles=self.number, offsets=self.offsets, lengths=self.offsets.diff(), device=device,
-                             video=[SimpleNamespace(longest_tile=self.longest, num_slots=self.slots)])
+
+    @property
+    def shape(self):
+        """What follows q, k and v in calls."""
+        return self.offsets, self.number, self.longest
+
+    def double(self):
+        return TailCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts)
 
     def lists(self, mask):
         """Of a mask ``[B|1, H|Hkv|1, T, T]``."""
@@ -59,36 +58,65 @@ class TailCase:
         return (out.to(self.q.dtype), lse.float()), (out, lse)
 
     def estimate(self, q=None):
-        from ssta.kernels.tail import estimate_blocks
-
-        return estimate_blocks(self.q if q is None else q, self.k, self.v, self.offsets, self.number, self.longest, scale=self.scale,
-                               parts=self.parts)
+        """By Triton's kernels."""
+        return portable.estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
 
     def add(self, out, lse, blocks, estimates, owned=False):
-        from ssta.kernels.tail import add_tail
+        """By Triton's kernels: (out, lse, share)."""
+        return add_tail(out, lse, self.q, self.k, self.v, *self.shape, blocks, estimates, scale=self.scale, owned=owned, kernels=True)
 
-        return add_tail(out, lse, self.q, self.k, self.v, self.offsets, self.number, self.longest, blocks, estimates, scale=self.scale,
-                        owned=owned)
-
-    def specified_estimates(self, monkeypatch, order=None):
-        """In float64; ``order``, int32 [B, Hkv, P] as the kernels give it, is taken instead of one of its own, in which ties of rounded
-        numbers may differ."""
-        config = SimpleNamespace(compensation_parts=self.parts)
-        with monkeypatch.context() as patch:
-            if order is not None:
-                patch.setattr(compensation, "_principal_order", lambda k_tiles, tiles: self.places(order))
-            return compensation._estimate_in_torch(*(x.double() for x in (self.q, self.k, self.v)), self.layout, config, self.scale)
-
-    def places(self, order):
-        """An order of the kernels, int32 [B, Hkv, P], as the specification has it: int64 [B, Hkv, N, L]."""
-        tiles = compensation._Tiles(self.layout)
-        cut = tiles.cut(order[..., None].long())[..., 0] - self.offsets[:self.number, None]
-        return torch.where(tiles.valid, cut, torch.arange(tiles.longest, device=cut.device))
+    def specified_estimates(self, order=None):
+        """In plain torch, of q, k and v in float64; ``order`` is taken instead of one of its own, in which ties of rounded numbers may
+        differ."""
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        if order is None:
+            return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
+        with patch.object(eager._Blocks, "principal_order", lambda *_: order):
+            return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
 
     def specified(self, out, lse, blocks, estimates):
-        """(out, lse, share) in float64, of float64 out and lse and specified estimates."""
-        return compensation._compensate_in_torch(out, lse, *(x.double() for x in (self.q, self.k, self.v)), self.layout, blocks, estimates,
-                                                 self.scale)
+        """(out, lse, share) in plain torch, of float64 out and lse and specified estimates."""
+        out, lse = out.clone(), lse.clone()
+        share, _, _, _ = eager.combine(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
+                                       blocks.indices, estimates, self.scale, False)
+        return out, lse, share
+
+    def units(self, estimates, batch, head):
+        """The tokens of each unit of a key/value head."""
+        bounds = self.offsets.tolist()
+        order = torch.arange(bounds[-1], device=self.q.device) if estimates.order is None else estimates.order[batch, head].long()
+        for start, end in zip(bounds[:self.number], bounds[1:]):
+            for part in range(self.parts):
+                yield order[start + (end - start) * part // self.parts:start + (end - start) * (part + 1) // self.parts]
+
+    def formulas(self, out, lse, q, k, v, blocks, estimates):
+        """(out, lse), head by head and block by block; h, mass and order are those of ``estimates``, means and covariances are not."""
+        outs, lses, scale = out.clone(), lse.clone(), self.scale
+        bounds, kept = self.offsets.tolist(), blocks.to_mask().expand(*q.shape[:2], -1, -1)
+        for b, head in np.ndindex(*q.shape[:2]):
+            kv_head = head * k.shape[1] // q.shape[1]
+            sound = estimates.log_count[b, kv_head] > -torch.inf
+            keys, values = k[b, kv_head], v[b, kv_head]
+            tokens = [t if good else t[:0] for t, good in zip(self.units(estimates, b, kv_head), sound)]
+            means = [(keys[t].mean(0), values[t].mean(0)) if len(t) else (keys[0] * 0, values[0] * 0) for t in tokens]
+            k_means, v_means = (torch.stack(x) for x in zip(*means))
+            covariances = torch.stack([(keys[t] - km).T @ (values[t] - vm) / max(len(t), 1) for t, (km, vm) in zip(tokens, means)])
+            counts = torch.tensor([float(len(t)) for t in tokens], device=q.device, dtype=q.dtype)
+            for block in range(self.number):
+                rows = slice(bounds[block], bounds[block + 1])
+                left = ~kept[b, head, block, :self.number].repeat_interleave(self.parts) & sound
+                if not estimates.useful[b, head] or not left.any() or rows.start == rows.stop:
+                    continue
+                h, mass = (x[b, head, block, left].to(q.dtype) for x in (estimates.half_variance, estimates.mass))
+                logits = scale * q[b, head, rows] @ k_means[left].T + counts[left].log() + h.clamp(max=1)
+                mixture = mass / mass.sum() * (1 / h).clamp(max=1).sqrt()
+                matrix = torch.einsum("u, uij -> ij", mixture, covariances[left])
+                tail = logits.softmax(1) @ v_means[left] + scale * q[b, head, rows] @ matrix
+                both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
+                exact, of_tail = both.softmax(0)[..., None]
+                outs[b, head, rows] = exact * out[b, head, rows] + of_tail * tail
+                lses[b, head, rows] = both.logsumexp(0)
+        return outs, lses
 
 
 def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0):
@@ -113,6 +141,12 @@ def same_estimates(case: TailCase, got: BlockEstimates, expected: BlockEstimates
     bound = (2**-7 if case.q.is_cuda else 2**-6) * expected.half_variance.abs().amax().item() + 1e-6
     torch.testing.assert_close(got.half_variance.double(), expected.half_variance, rtol=0, atol=bound)
     torch.testing.assert_close(got.mass.double(), expected.mass, rtol=3e-2, atol=1e-4)
+
+
+def in_float64(estimates: BlockEstimates) -> BlockEstimates:
+    """The same numbers, as plain torch takes them."""
+    names = "log_count", "half_variance", "mass", "k_mean", "v_mean"
+    return replace(estimates, covariances=None, **{name: getattr(estimates, name).double() for name in names})
 
 
 @pytest.fixture

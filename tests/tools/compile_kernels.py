@@ -111,25 +111,27 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
 def estimate(dim: int, dtype: torch.dtype, parts: int) -> None:
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists, tail, tail_op
+    from ssta.kernels.portable import tail as portable
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    tail.ESTIMATE_ROOM = tail.MERGE_ROOM = tail.WAITING_ROOM = tail_op.TAIL_ROOM = float("inf")
+    portable.ESTIMATE_ROOM = portable.MERGE_ROOM = tail.WAITING_ROOM = portable.BACKWARD_ROOM = float("inf")
     blocks = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     offsets = torch.arange(0, 512, 128, dtype=torch.int32)
     shape = offsets, 3, 128
-    found = tail.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts)
+    found = tail_op.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts, kernels=True)
     found.scores()
-    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False)
+    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False,
+                                      kernels=True)
     torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
 
 
 def estimate_on_hopper(dim: int) -> None:
     """The same where tensors seem to be on a Hopper GPU."""
-    from ssta.kernels import tail
+    from ssta.kernels import tail_op
 
     multiply = torch.bmm
-    with (patch.object(tail, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
+    with (patch.object(tail_op, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
           patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
         estimate(dim, torch.bfloat16, 1)
 
