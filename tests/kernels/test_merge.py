@@ -107,6 +107,15 @@ def test_what_is_not_finite_stays_in_its_row_and_what_counts_for_nothing_is_igno
 
 
 @merges
+@pytest.mark.parametrize("lses", [(-300.0, 0.0, 300.0), (300.0, 0.0, -300.0), (0.0, 300.0, -300.0)])
+def test_the_heaviest_part_is_all_where_others_are_far_below(lses, device, merge):
+    """e^300 is no float32, so weights are measured from the largest lse, wherever it stands."""
+    outs = [torch.randn(1, 2, 5, 20, device=device) for _ in lses]
+    out, lse = merge(outs, [torch.full((1, 2, 5), x, device=device) for x in lses])
+    assert torch.equal(out, outs[lses.index(300.0)]) and (lse == 300).all()
+
+
+@merges
 def test_strides_and_long_lists_of_parts(device, merge):
     """Any strides, head_dims and numbers of parts; the caller's tensors stay as they are."""
     parts = [torch.randn(2, 7, 3, 48, device=device).transpose(1, 2)[..., i % 2 * 8::1][..., :40] for i in range(9)]

@@ -1,0 +1,147 @@
+"""The faults that mutants.py plants: what is wrong, a text that its file holds once, what is put there, and who must see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One deliberate fault.
+
+    Attributes:
+        name: what is wrong.
+        file: from the repository's root.
+        old: a text that ``file`` holds exactly once.
+        new: what replaces it.
+        tests: pytest's names of files or functions of which at least one must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+LAWS = "tests/kernels/test_laws.py"
+AGAINST_FLOAT64 = (f"{LAWS}::test_against_float64",)
+
+FAULTS = (
+    # Attention to the blocks that are listed
+    Fault("portable: the scale of one head", "kernels/portable/forward.py",
+          "    kv_head = head // group\n",
+          "    kv_head = head // group\n    scale_log2 *= tl.where(head == heads - 1, 1.02, 1.0)\n", AGAINST_FLOAT64),
+    Fault("portable: query heads share the wrong key head", "kernels/portable/forward.py",
+          "    kv_head = head // group\n", "    kv_head = head % (heads // group)\n", AGAINST_FLOAT64),
+    Fault("portable: what was summed is not rescaled when the largest score grows", "kernels/portable/forward.py",
+          "        acc = acc * alpha[:, None]\n", "", AGAINST_FLOAT64),
+    Fault("portable: the last full chunk is left out", "kernels/portable/forward.py",
+          "    for i in range(n_full):\n", "    for i in range(tl.maximum(n_full - 1, tl.minimum(n_full, 1))):\n", AGAINST_FLOAT64),
+    Fault("portable: a key more than a partial chunk has", "kernels/lowering/primitives.py",
+          "    visible = (keys < size) &", "    visible = (keys <= size) &", AGAINST_FLOAT64),
+    Fault("portable: causal order one key late", "kernels/lowering/primitives.py",
+          "query + tl.arange(0, M)[:, None] + shift)\n", "query + tl.arange(0, M)[:, None] + shift + 1)\n", AGAINST_FLOAT64),
+    Fault("portable: lse off by 0.005", "kernels/lowering/primitives.py",
+          "(row_max + tl.log2(divisor)) * LN2)\n", "(row_max + tl.log2(divisor)) * LN2 + 0.005)\n", AGAINST_FLOAT64),
+    Fault("portable: an optimistic row that overflowed is not done again", "kernels/portable/forward.py",
+          "        if some:\n", "        if some and rows < 0:\n",
+          ("tests/kernels/test_numerics.py::test_scores_far_above_those_of_the_first_chunk",)),
+    Fault("torch: query heads share the wrong key head", "kernels/eager/steps.py",
+          "torch.cat([x[b, h // group, start:end] for start, end in spans])",
+          "torch.cat([x[b, h % k.shape[1], start:end] for start, end in spans])", AGAINST_FLOAT64),
+    Fault("torch: the first block of a list is left out", "kernels/eager/steps.py",
+          "indices[b][h][row][:max(count, 0)]", "indices[b][h][row][int(count > 1):max(count, 0)]", AGAINST_FLOAT64),
+
+    # Its gradients
+    Fault("portable: dK without delta", "kernels/portable/backward.py",
+          "    dscores = weights * (dweights - row_delta[None, :])\n", "    dscores = weights * dweights\n", AGAINST_FLOAT64),
+    Fault("portable: dQ without the gradient that arrives through lse", "kernels/portable/backward.py",
+          '        row_delta -= tl.where(row_lse == float("-inf"), 0.0, row_dlse)\n', "", AGAINST_FLOAT64),
+    Fault("portable: dK and dV without the last query head of a group", "kernels/portable/backward.py",
+          "    for head in range(kv_head * group, kv_head * group + group):\n",
+          "    for head in range(kv_head * group, kv_head * group + tl.maximum(group - 1, 1)):\n", AGAINST_FLOAT64),
+    Fault("torch: dK without delta", "kernels/eager/blocks.py",
+          ".sub_(step.read(delta)[..., None])", "", AGAINST_FLOAT64),
+    Fault("torch: dV without a block's last query", "kernels/eager/blocks.py",
+          "        step.add_to_keys(dv, weights.mT @ step_dout)\n",
+          "        step.add_to_keys(dv, weights[..., :-1, :].mT @ step_dout[..., :-1, :])\n", AGAINST_FLOAT64),
+
+    # Merging parts
+    Fault("portable: lse of merged parts", "kernels/lowering/primitives.py",
+          "lse_max + tl.log(divisor))\n", "lse_max + tl.log(divisor) * 0.99)\n", ("tests/kernels/test_merge.py",)),
+    Fault("portable: a part of a merge counts twice", "kernels/portable/merge.py",
+          "        row_sum += weights\n", "        row_sum += weights * (1 + (i == 0))\n", ("tests/kernels/test_merge.py",)),
+    Fault("torch: a merge measures from the first part", "kernels/merge.py",
+          "    lse_max = every.detach().amax(0)\n", "    lse_max = every.detach()[0] + 1e-3\n", ("tests/kernels/test_merge.py",)),
+
+    # The tail: what stands in for blocks that no list names
+    Fault("portable: the mixture without damping", "kernels/portable/tail_rows.py",
+          "        share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))\n", "",
+          ("tests/kernels/test_tail.py", "tests/kernels/test_tail_backward.py")),
+    Fault("portable: h without its cap in a unit's bias", "kernels/portable/tail_rows.py",
+          "        value += tl.minimum(h, CAP)\n", "        value += h\n", ("tests/kernels/test_tail.py",)),
+    Fault("portable: the tail's lse off by 0.005", "kernels/portable/tail_rows.py",
+          "    acc, row_tail = finish_softmax(acc, row_max, row_sum)\n",
+          "    acc, row_tail = finish_softmax(acc, row_max, row_sum)\n    row_tail += 0.005\n", ("tests/kernels/test_tail.py",)),
+    Fault("portable: one block's mass off by 2 %", "kernels/portable/tail_rows.py",
+          "    share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)\n",
+          "    share = tl.where(block == 1, 1.02, 1.0) / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)\n",
+          ("tests/kernels/test_tail_mass.py",)),
+    Fault("portable: the merged lse is the larger one", "kernels/portable/tail_rows.py",
+          "    tl.store(lse + at * tokens + row + lines, total, mask=written)\n",
+          "    tl.store(lse + at * tokens + row + lines, larger, mask=written)\n", ("tests/kernels/test_tail.py",)),
+    Fault("portable: dK of the tail without the covariances", "kernels/portable/tail_backward.py",
+          "        new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)\n", "",
+          ("tests/kernels/test_tail_backward.py",)),
+
+    # Tiles
+    Fault("tokens come back from a neighbour's slot on grids of odd width", "ssta/layout.py",
+          "        inverses.append(slot[:t, :h, :w].flatten())\n",
+          "        inverses.append(slot[:t, :h, :w].roll(w % 2, 2).flatten())\n", ("tests/ssta/test_layout.py",)),
+    Fault("padding takes the gradient of the last column", "ssta/layout.py",
+          "last = cube.narrow(axis, real - 1, padded - real + 1)", "last = cube.narrow(axis, real - 1, 1)", ("tests/ssta/test_layout.py",)),
+    Fault("portable: a tile's mean over one token too many", "kernels/prologue/reorder_kernel.py",
+          "(tl.sum(total, 0) / (last - first))", "(tl.sum(total, 0) / (last - first + 1))",
+          ("tests/kernels/test_prologue.py::test_gathered_blocks_are_the_tiles_and_their_means",)),
+
+    # Which tiles are selected
+    Fault("the window stands one tile further", "ssta/window.py",
+          "    return (centre[:, None] - tile).abs() <= reach\n", "    return (centre[:, None] + 1 - tile).abs() <= reach\n",
+          ("tests/ssta/test_window.py",)),
+    Fault("the window shrinks at the far border", "ssta/window.py",
+          ".clamp(max=n - 1 - reach)", ".clamp(max=n - 1)", ("tests/ssta/test_window.py",)),
+    Fault("a density has one tile too many in the last row", "ssta/budget.py",
+          "+ SLACK).floor()\n", "+ SLACK).floor()\n        bounds[-1] += 1\n", ("tests/ssta/test_budget.py",)),
+    Fault("a threshold stops one tile early", "ssta/budget.py",
+          "    needed = reached.shape[-1] - reached.sum(-1) + 1\n", "    needed = reached.shape[-1] - reached.sum(-1)\n",
+          ("tests/ssta/test_selection.py",)),
+    Fault("torch: the last of the selected tiles is dropped", "kernels/prologue/select.py",
+          "taken = torch.arange(scores.shape[-1], device=scores.device) < number\n",
+          "taken = torch.arange(scores.shape[-1], device=scores.device) < number - 1\n",
+          ("tests/ssta/test_selection.py::test_topk_takes_the_best_and_of_equals_the_first",)),
+    Fault("portable: of equal scores one tile is dropped", "kernels/prologue/select_kernel.py",
+          "tl.cumsum(equal.to(tl.int32), 0) <= left)", "tl.cumsum(equal.to(tl.int32), 0) < left)",
+          ("tests/kernels/test_prologue.py::test_selected_blocks_are_the_best_and_the_forced",)),
+    Fault("portable: redundancy without the share of relevance", "kernels/prologue/select_kernel.py",
+          "            shared = lambda_ * 0.5 - (1 - lambda_) * redundancy\n", "            shared = lambda_ * 0.5 - redundancy\n",
+          ("tests/kernels/test_prologue.py::test_scores_are_those_of_the_definition",)),
+    Fault("redundancy counts the tile itself", "ssta/scoring.py",
+          "((k.sum(2, keepdim=True) - k) * k).sum(-1)", "(k.sum(2, keepdim=True) * k).sum(-1)",
+          ("tests/ssta/test_selection.py::test_importance_is_its_formula_and_ignores_the_length_of_descriptors",)),
+    Fault("text columns are not forced", "ssta/selection.py",
+          "torch.nn.functional.pad(keep, (0, layout.num_dense_tiles, 0, layout.num_dense_tiles), value=True)",
+          "torch.nn.functional.pad(keep, (0, layout.num_dense_tiles, 0, layout.num_dense_tiles), value=True)\n"
+          "    forced[:layout.num_video_tiles, layout.num_video_tiles:] = False",
+          ("tests/ssta/test_selection.py",)),
+    Fault("text that is not valid is attended to", "ssta/text.py",
+          "        lengths = self.tile_lengths(layout)\n", "        lengths = layout.lengths.repeat(len(self.valid), 1, 1)\n",
+          ("tests/ssta/test_attention.py::test_invalid_text_changes_nothing_without_padding",
+           "tests/ssta/test_attention.py::test_attention_is_the_definition_with_its_gradients")),
+
+    # Ranks
+    Fault("ranks send the wrong heads", "ssta/exchange.py",
+          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])",
+          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[shards.rank + 1:]), counts[shards.rank])",
+          ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
+)
