@@ -144,14 +144,16 @@ class SSTAHandle:
         return bool(self._still_applied())
 
     def report(self) -> RunReport:
-        """What each layer ran last, in order, as a list that prints as a table. Synchronises the device.
+        """What each layer ran last, in order, as a list that prints as a table; after SSTA was removed too. Synchronises the device.
 
         A layer that has not run since ``apply_ssta`` is left out, and so is one whose processor was replaced since, which attends densely.
         """
-        applied = self._still_applied()
-        runs = [processor.last_run(f"{name}.{site}" if name else site)
-                for name, module, installation in applied for site, processor in installation.processors(module)]
-        return RunReport([run for run in runs if run is not None], models=max(len(applied), 1))
+        runs = []
+        for name, module, installation in self._installed:
+            applied = installation_of(module) is installation
+            for site, processor in installation.processors(module) if applied else installation.left:
+                runs.append(processor.last_run(f"{name}.{site}" if name else site))
+        return RunReport([run for run in runs if run is not None], models=len(self._installed))
 
     def layers(self) -> list[tuple[str, nn.Module, ModelContext, list[tuple[str, SSTAProcessor]]]]:
         """(name, model, context, its processors by site) of each transformer that still has SSTA. For use inside the package."""

@@ -17,6 +17,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout
 from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
 from ssta.kernels import Route, logger, warn_once
+from ssta.report import heads_without_estimate
 
 from .comfy_models import ComfyModel, Sequence, comfy_model
 from .defaults import small_tiles
@@ -237,7 +238,8 @@ class ComfyPatch:
                 runs.append(LayerRun(
                     name, str(ran.route), _canvas(ran.layout), ran.layout.length, ran.tiles, float(ran.counts.double().mean()) / ran.tiles,
                     steps, dense, explanation=() if ran.route is None else ran.route.explain(),
-                    exact_mass=None if ran.exact_mass is None else mass_summary(ran.exact_mass)))
+                    exact_mass=None if ran.exact_mass is None else mass_summary(ran.exact_mass),
+                    without_estimate=None if ran.exact_mass is None else heads_without_estimate(ran.exact_mass)))
             elif self.configs[block] is None and layouts:
                 runs.append(LayerRun(name, "dense, ComfyUI's", _canvas(layouts[0]), layouts[0].length, None, 1.0, steps, steps))
         return RunReport(runs)

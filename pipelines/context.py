@@ -75,6 +75,9 @@ class ModelContext:
         self.layouts: dict[tuple, TokenLayout] = {}
         self._progress = progress
         self._steps = _Steps()
+        # How many forwards were timed, and which of them ended last.
+        self._forwards = 0
+        self.last_forward: int | None = None
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -83,10 +86,11 @@ class ModelContext:
         self._counting = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_latest", "_counting")}
+        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_latest", "_counting", "layouts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        # The layouts are known by process groups, which cannot be copied, and are made again.
+        vars(self).update(state, layouts={})
         self._forget_calls()
 
     @property
@@ -111,6 +115,11 @@ class ModelContext:
     def thw(self) -> tuple[int, int, int]:
         """The canvas (t, h, w), in tokens, of this thread's forward; raises as ``call`` does."""
         return self.call.thw
+
+    @property
+    def forward(self) -> int | None:
+        """The number of this thread's forward, among those that are timed."""
+        return getattr(self._calls, "forward", None)
 
     @property
     def dense_step(self) -> bool:
@@ -166,12 +175,14 @@ class ModelContext:
         """Forward hook of the transformer."""
         if not torch.compiler.is_compiling():
             self.stopwatch.stop()
+            self.last_forward = self.forward
 
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
     def _follow(self, arguments: dict, state: CallState) -> bool:
         """Counts the forward's step, and starts the stopwatch; whether the step is dense."""
         schedule, dense = self.schedule, self.wholly_dense
+        self._calls.forward = None
         if getattr(self._calls, "densely", False):
             return True
         timestep = arguments.get("timestep")
@@ -186,6 +197,8 @@ class ModelContext:
         if schedule.dense_above is not None:
             dense = dense or self._noise(step, timestep) > schedule.dense_above
         with self._counting:
+            self._forwards += 1
+            self._calls.forward = self._forwards
             self._steps.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense

@@ -21,21 +21,29 @@ _ATTRIBUTE = "_ssta_installation"
 
 @dataclass
 class Installation:
-    """What one model's installation changed: the processors that were replaced, by site; hooks; modules that were added, by name."""
+    """What one model's installation changed: the processors that were replaced, by site; hooks; modules that were added, by name. Once it
+    is undone, ``left`` has its processors by site, for reports."""
 
     context: ModelContext
     originals: dict[str, Any]
     hooks: list[RemovableHandle]
     added: list[str] = field(default_factory=list)
+    left: list[tuple[str, SSTAProcessor]] = field(default_factory=list)
 
     def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
-        """(name, processor) of the sites where this installation's processor is still in place."""
+        """(name, processor) of the sites where this installation's processor is still in place. A site whose block has another number by
+        now, because one before it was deleted, has the name that goes with it."""
+        return [(name, processor) for name, _, processor in self.in_place(model)]
+
+    def in_place(self, model: nn.Module) -> list[tuple[str, nn.Module, SSTAProcessor]]:
+        """The same with the attention modules."""
         found = []
-        for name in self.originals:
-            processor: Any = model.get_submodule(name).processor
+        for name, module in model.named_modules():
+            processor = getattr(module, "processor", None)
             if isinstance(processor, SSTAProcessor) and processor.context is self.context:
-                found.append((name, processor))
-        return found
+                found.append((name, module, processor))
+        order = {site: number for number, site in enumerate(self.originals)}
+        return sorted(found, key=lambda entry: order[entry[2].site])
 
 
 def installation_of(model: nn.Module) -> Installation | None:
@@ -92,7 +100,7 @@ def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site,
                             f"got {type(processor).__name__}")
         if any(processor is other for _, other in replacements):
             raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
-        processor.config = own
+        processor.config, processor.site = own, site.name
         replacements.append((site, processor))
     return replacements
 
@@ -139,15 +147,20 @@ def uninstall(model: nn.Module, stays_split: bool = False) -> None:
 
 def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> None:
     """What was installed so far, taken back."""
-    for name, processor in installation.processors(model):
-        original = installation.originals[name]
+    in_place: list[tuple[str, Any, SSTAProcessor]] = installation.in_place(model)
+    installation.left = [(name, processor) for name, _, processor in in_place]
+    for _, module, processor in in_place:
+        original = installation.originals[processor.site]
         _copy_settings(processor, original)
-        model.get_submodule(name).processor = original
+        module.processor = original
     for hook in installation.hooks:
         hook.remove()
+    # Without blocks that were deleted since.
+    modules = dict(model.named_modules()) if installation.added else {}
     for name in installation.added:
         parent, _, attribute = name.rpartition(".")
-        delattr(model.get_submodule(parent), attribute)
+        if parent in modules:
+            delattr(modules[parent], attribute)
     installation.context.parallel.undo(model, list(installation.originals.values()), stays_split)
 
 

@@ -17,6 +17,7 @@ from ssta.compensation import mass_summary
 from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.layout import Input
 from ssta.parallel import Exchanged, Sent, Shards
+from ssta.report import heads_without_estimate
 from ssta.rings import Rings
 from ssta.selection import Selection
 
@@ -45,6 +46,7 @@ class _Run(NamedTuple):
     counts: Tensor | None
     exact_mass: Tensor | None  # as in a LayerResult
     part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
+    forward: int | None  # ModelContext.forward
 
 
 class SSTAProcessor:
@@ -62,6 +64,8 @@ class SSTAProcessor:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        # The attention's dotted name when SSTA was applied.
+        self.site = ""
         # None = dense at every step.
         self.config: SSTAConfig | None = context.config
         self.holder = Holder()
@@ -243,7 +247,8 @@ class SSTAProcessor:
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
+        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
+                          self.context.forward if timed else None)
         return out.transpose(1, 2)
 
     def _attend_sparsely(
@@ -314,12 +319,13 @@ class SSTAProcessor:
         steps, always_dense = self.context.steps, self.config is None
         dense = steps if always_dense or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
-        share = None if seconds is None or not whole else seconds / whole
+        share = None if seconds is None or not whole or run.forward != self.context.last_forward else seconds / whole
         rank, ranks, own, heads = run.part or (0, 1, None, None)
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
             exact_mass=None if run.exact_mass is None else mass_summary(run.exact_mass),
+            without_estimate=None if run.exact_mass is None else heads_without_estimate(run.exact_mass),
             rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 

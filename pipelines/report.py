@@ -28,11 +28,14 @@ class LayerRun:
             forwards since ``apply_ssta``. None under a torch.compile of the whole model, which leaves no trace.
         dense_steps: in how many of them the layer was dense.
         seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
-        time_share: ``seconds`` over the time of the model's last forward; None where either is unknown.
+        time_share: ``seconds`` over the time of the model's last forward; None where either is unknown, and for a layer that did not run in
+            that forward, as under a step cache.
         explanation: for each faster implementation that was not taken, why.
         exact_mass: share of the softmax mass that was computed exactly, an estimate carried the rest: the mean, the 5th percentile over
             (head, query tile) pairs, and the mean of the worst head, of the heads that have an estimate. None where none has, without
             compensation, and where it attended densely.
+        without_estimate: (how many heads had no estimate, of how many), over the batch elements. What such a head does not compute exactly
+            is dropped, and ``exact_mass`` leaves it out. None without compensation, and where it attended densely.
         rank, ranks: which of how many ranks it ran on. Everything here is this rank's own; so a report on one of them waits for no other.
         own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
         exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
@@ -51,6 +54,7 @@ class LayerRun:
     time_share: float | None = None
     explanation: tuple[str, ...] = ()
     exact_mass: tuple[float, float, float] | None = None
+    without_estimate: tuple[int, int] | None = None
     rank: int = 0
     ranks: int = 1
     own_heads: int | None = None
@@ -106,7 +110,7 @@ def _mean_density(run: LayerRun) -> float:
 
 
 # Columns of the table that are left out where they are empty.
-_OPTIONAL = ("exact mass", "exchange, ms")
+_OPTIONAL = ("exact mass", "no estimate", "exchange, ms")
 
 
 def _cells(run: LayerRun) -> dict[str, str]:
@@ -115,6 +119,7 @@ def _cells(run: LayerRun) -> dict[str, str]:
         "tiles": "-" if run.tiles is None else str(run.tiles), "density": f"{run.density:.1%}",
         "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
+        "no estimate": "{} of {} heads".format(*run.without_estimate) if run.without_estimate and run.without_estimate[0] else "-",
         "ms": "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}",
         "exchange, ms": "-" if run.exchange_seconds is None else f"{run.exchange_seconds * 1e3:.2f}",
         "time share": "-" if run.time_share is None else f"{run.time_share:.1%}"}

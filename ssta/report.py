@@ -51,6 +51,8 @@ class Report:
         seconds: wall time of the one call that was run, first-call compilation included; None when ``value`` was not given.
         exact_mass: with a compensation, the share of the softmax that was computed exactly: the mean, the 5th percentile over query tiles
             of all heads, and the mean of the worst head; the estimate carried the rest. None when not run or not compensated.
+        without_estimate: with a compensation, (how many heads have no estimate, of how many), over the batch elements. What such a head
+            does not compute exactly is dropped, and ``exact_mass`` leaves it out. None when not run or not compensated.
         output_error: ||sparse - dense|| / ||dense|| over the sampled rows of that call; None when not run or not finite.
         route: what ``implementation`` and ``why_not`` are taken from, forward and backward.
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
@@ -85,6 +87,7 @@ class Report:
     error_sources: tuple[str, ...]
     seconds: float | None
     exact_mass: tuple[float, float, float] | None
+    without_estimate: tuple[int, int] | None
     output_error: float | None
     route: Route
     config: SSTAConfig
@@ -122,6 +125,8 @@ class Report:
             mean, fifth, worst = self.exact_mass
             rows.append(("computed exactly", f"{mean:.1%} of the softmax, the rest estimated; 5th percentile of tiles {fifth:.1%}, worst "
                                              f"head {worst:.1%}"))
+        if self.without_estimate is not None and self.without_estimate[0]:
+            rows.append(("without an estimate", "{} of {} heads, whose other tiles are dropped".format(*self.without_estimate)))
         if self.output_error is not None:
             rows.append(("relative error", f"{self.output_error:.2e} against dense (sampled)"))
         rows += [("error sources" if index == 0 else "", sentence) for index, sentence in enumerate(self.error_sources)]
@@ -189,6 +194,7 @@ def explain(
     dense_flops = 4 * head_dim * length**2 * batch * heads
     kept, error = _against_dense(query, key, value, None if result is None else result.out, layout, mask, text, scale)
     exact_mass = None if result is None or result.exact_mass is None else mass_summary(result.exact_mass)
+    without = None if result is None or result.exact_mass is None else heads_without_estimate(result.exact_mass)
     return Report(
         implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
         batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
@@ -199,10 +205,19 @@ def explain(
         text_tiles=layout.num_dense_tiles, partial_text_tiles=_partial_tiles(layout.dense),
         tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
-        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads),
-        seconds=seconds, exact_mass=exact_mass, output_error=error, route=route, config=config, layout=layout, blocks=blocks,
+        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads,
+                                     without=without),
+        seconds=seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
+        route=route, config=config, layout=layout, blocks=blocks,
         near=window, budget=selection.kept,
     )
+
+
+def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
+    """Of shares ``[B, H, N]`` that were computed exactly, as a ``LayerResult`` has them: (how many of the B x H heads have no estimate, how
+    many there are). Synchronises the device."""
+    without = exact_mass.isnan().any(2)
+    return int(without.sum()), without.numel()
 
 
 def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None) -> TokenLayout:
@@ -266,7 +281,8 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     return (kept if math.isfinite(kept) else None), (error if math.isfinite(error) else None)
 
 
-def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype: torch.dtype, *, masked: bool, heads: int) -> tuple:
+def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype: torch.dtype, *, masked: bool, heads: int,
+                   without: tuple[int, int] | None) -> tuple:
     """Sentences on what makes this case differ from exact dense attention, the largest source first."""
     found = []
     padding = layout.num_slots - layout.tokens.length
@@ -275,7 +291,12 @@ def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype
         if config.compensation == "none":
             found.append(rest + "dropped, with all that their keys would have given")
         else:
-            found.append(rest + "estimated from their means and covariances")
+            dropped, of = without or (0, 1)
+            found.append(rest + ("estimated from their means and covariances" if dropped < of else
+                                 "dropped: no head has an estimate, because its tokens differ too much inside tiles"))
+            if 0 < dropped < of:
+                found.append(f"{dropped} of {of} heads have no estimate, because their tokens differ too much inside tiles: "
+                             "theirs are dropped")
         if config.selected_by == "sta":
             found.append("the window alone selects: nothing outside it is "
                          + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))

@@ -25,7 +25,7 @@ from ..report import Stopwatch
 from .configurations import Configuration, running
 from .folder import Folder, Reference, settings_of
 from .measurement import Clip, Measurement, plain
-from .parts import Part, exact_mass, whole_report
+from .parts import Part, exact_mass, whole_report, without_estimate
 from .quality import describe, relative_difference, write_video
 from .table import Evaluation
 from .team import Team
@@ -165,8 +165,9 @@ class _Comparison:
         report = whole_report(parts)
         seen.update(dict.fromkeys(kernel for part in parts for kernel in part.dense_kernels))
         kernels = tuple(dict.fromkeys(run.implementation for part in parts for run in part.report))
-        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), kernels, tuple(seen), report[0].thw,
-                                      ranks=ranks), device
+        return generated, Measurement(
+            seconds, wall, report.mean_density(), exact_mass(report), without_estimate(report), kernels, tuple(seen), report[0].thw,
+            ranks=ranks), device
 
     def _run(self, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:
         """``_generate`` on all ranks, which then know that none of them failed."""

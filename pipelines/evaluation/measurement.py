@@ -47,6 +47,8 @@ class Measurement:
         density: attended tile pairs over all, the mean over layers and steps; None without SSTA.
         exact_mass: share of the softmax mass that was computed exactly, over the layers that ran sparsely and at their last step: the mean,
             the lowest 5th percentile, and the worst head; None where nothing ran sparsely or nothing says.
+        without_estimate: share of these layers' heads that have no estimate: what they do not compute exactly is dropped;
+            ``exact_mass`` leaves them out. None where that is None for another reason.
         kernels: what the layers ran last, each once, as ``LayerRun.implementation`` has it; empty without SSTA.
         dense_kernels: what dense steps and layers ran, seen in two steps of warm-up; empty without SSTA or where nothing is dense.
         canvas: (t, h, w) in tokens; None without SSTA.
@@ -62,6 +64,7 @@ class Measurement:
     wall_seconds: float
     density: float | None = None
     exact_mass: tuple[float, float, float] | None = None
+    without_estimate: float | None = None
     kernels: tuple[str, ...] = ()
     dense_kernels: tuple[str, ...] = ()
     canvas: tuple[int, int, int] | None = None
@@ -95,12 +98,12 @@ def plain(value: Any) -> Any:
 
 
 def measurement_of(found: Mapping[str, Any]) -> Measurement:
-    """A Measurement again, out of ``plain``. One without ranks was made before there were several.
+    """A Measurement again, out of ``plain``. Records of older versions lack ranks and heads without an estimate.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    found = {"ranks": 1, **found}
+    found = {"ranks": 1, "without_estimate": None, **found}
     return Measurement(**{field.name: _number(found[field.name]) for field in fields(Measurement)})
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ssta.compensation import mass_summary
+from ssta.report import heads_without_estimate
 
 from ..apply import SSTAHandle
 from ..report import LayerRun, RunReport
@@ -40,7 +41,8 @@ def whole_report(parts: Sequence[Part]) -> RunReport:
         masses = [mass for part in parts if (mass := part.masses[index]) is not None]
         runs.append(replace(
             first, density=_over_heads(layer, [run.density for run in layer]),
-            exact_mass=mass_summary(torch.cat(masses, dim=1)) if masses else None))
+            exact_mass=mass_summary(torch.cat(masses, dim=1)) if masses else None,
+            without_estimate=heads_without_estimate(torch.cat(masses, dim=1)) if masses else None))
     return RunReport(runs, parts[0].report.models)
 
 
@@ -57,3 +59,9 @@ def exact_mass(report: RunReport) -> tuple[float, float, float] | None:
         return None
     mean, fifth, worst = zip(*masses)
     return sum(mean) / len(mean), min(fifth), min(worst)
+
+
+def without_estimate(report: RunReport) -> float | None:
+    """``Measurement.without_estimate`` of a report."""
+    heads = [run.without_estimate for run in report if run.without_estimate is not None]
+    return sum(without for without, _ in heads) / sum(of for _, of in heads) if heads else None

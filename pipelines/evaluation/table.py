@@ -123,6 +123,9 @@ class Evaluation:
         for name, found in self.measurements.items():
             density, masses = self.spread(name, "density"), [m.exact_mass for m in found.values() if m.exact_mass is not None]
             mass = "-" if not masses else f"{sum(m[0] for m in masses) / len(masses):.1%} ({min(m[2] for m in masses):.1%})"
+            dropped = [m.without_estimate for m in found.values() if m.without_estimate]
+            if dropped:
+                mass += f", {sum(dropped) / len(found):.1%} of heads without an estimate"
             dense = ", ".join(dict.fromkeys(kernel for m in found.values() for kernel in m.dense_kernels))
             rows.append([name, dense or "-", str(len(found)), "-" if density is None else f"{density.mean:.1%}", mass,
                          *(self._cell(name, metric) for metric in metrics)])

@@ -226,6 +226,35 @@ def test_the_report_says_why_nothing_faster_ran():
         assert handle.report()[0].explanation == () and str(handle.report()).splitlines()[-1].startswith("all")
 
 
+def test_a_report_outlives_the_patch():
+    model = tiny_transformer()
+    with apply_ssta(model, SPARSE) as handle:
+        run(model)
+        inside = handle.report()
+    assert not handle.active and [layer.layer for layer in handle.report()] == [layer.layer for layer in inside]
+    assert "\nall " in str(handle.report())
+    # Another one's forwards are not this one's.
+    with apply_ssta(model, SPARSE):
+        run(model, **inputs((2, 4, 4)))
+    assert {layer.thw for layer in handle.report()} == {layer.thw for layer in inside}
+
+
+@pytest.mark.parametrize("deleted", [0, 1, 2])
+def test_a_block_that_was_deleted_takes_its_site_along(deleted):
+    model = tiny_transformer(layers=3)
+    before = [block.attn.processor for block in model.transformer_blocks]
+    handle = apply_ssta(model, SPARSE)
+    del model.transformer_blocks[deleted]
+    run(model)
+    assert [layer.layer for layer in handle.report()] == [f"transformer_blocks.{i}.attn" for i in range(2)]
+    handle.remove()
+    assert stock_everywhere(model) and not handle.active
+    del before[deleted]
+    assert [block.attn.processor for block in model.transformer_blocks] == before
+    with apply_ssta(model, SPARSE):
+        run(model)
+
+
 # Two transformers
 
 

@@ -9,9 +9,12 @@ import torch
 from tiny_hunyuan import EVERYTHING, SPARSE
 from tiny_models import TINY, run
 
+from ssta import explain
 from ssta.compensation import mass_summary
 from ssta.pipelines import Schedule, apply_ssta, processor
+from ssta.pipelines.evaluation.parts import without_estimate
 from ssta.pipelines.report import LayerRun, RunReport
+from ssta.report import heads_without_estimate
 
 
 def wan(sharpness: float) -> torch.nn.Module:
@@ -62,7 +65,44 @@ def test_heads_that_look_at_single_tokens_have_no_estimate():
     model, call = wan(20), TINY["wan"].call()
     with apply_ssta(model, replace(SPARSE, compensation="linear"), schedule=Schedule()) as handle:
         run(model, call)
-        assert handle.report()[0].exact_mass is None
+        assert handle.report()[0].exact_mass is None and handle.report()[0].without_estimate == (2, 2)
+        head, row, *_ = str(handle.report()).splitlines()
+        assert "no estimate" in head and "2 of 2 heads" in row
+
+
+def test_reports_and_explanations_say_how_many_heads_have_no_estimate():
+    mass = torch.rand(2, 3, 5)
+    mass[1, 2] = torch.nan
+    assert heads_without_estimate(mass) == (1, 6) and heads_without_estimate(mass[:1]) == (0, 3)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 128, 16)
+    k[:, 1:] *= 20
+    options = dict(value=v, topk=3, tile_thw=(1, 4, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", compensation="linear")
+    one = explain(q, k, (2, 8, 8), **options)
+    assert one.without_estimate == (1, 2) and "1 of 2 heads, whose other tiles are dropped" in str(one)
+    assert "1 of 2 heads have no estimate" in one.error_sources[1]
+    none = explain(q[:, 1:], k[:, 1:], (2, 8, 8), **options | {"value": v[:, 1:]})
+    assert none.without_estimate == (1, 1) and "dropped: no head has an estimate" in none.error_sources[0]
+    assert "estimated" not in none.error_sources[0] and none.to_dict()["without_estimate"] == [1, 1]
+
+
+def test_comparisons_count_heads_without_an_estimate():
+    run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2)
+    report = RunReport([run, replace(run, without_estimate=(1, 4)), replace(run, without_estimate=(2, 4))])
+    assert without_estimate(report) == pytest.approx(3 / 8) and without_estimate(RunReport([run])) is None
+
+
+def test_a_layer_that_a_step_cache_skipped_has_no_share_of_the_last_forward():
+    model, call = wan(1 / 6), TINY["wan"].call()
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
+        run(model, call)
+        assert all(0 < layer.time_share <= 1 for layer in handle.report())
+        skipped = model.blocks[0]
+        skipped.forward = lambda hidden_states, *_, **__: hidden_states
+        run(model, call)
+        first, second = handle.report()
+        assert first.seconds is not None and first.time_share is None and 0 < second.time_share <= 1
+        del skipped.forward
 
 
 def test_mean_percentile_and_worst_head():

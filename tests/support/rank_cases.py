@@ -8,7 +8,7 @@ from rank_compare import compared, one_rank_fails, unequal_comparisons, whole_wh
 from rank_families import beyond_the_heads, four, gradients, parallel_first_and_odd, sharded, sparse_dense_and_removed, uneven_heads
 from rank_harness import run_all
 from rank_mistakes import caches_that_look, mistakes, more_ranks_than_heads, ranks_that_differ, shared_patterns
-from rank_settings import cached, compiled, example, masks, order, packed, pipelines, reported, settings
+from rank_settings import cached, compiled, copied, example, masks, order, packed, pipelines, reported, settings
 from tiny_models import TINY
 
 __all__ = ["CASES", "run_all"]
@@ -19,7 +19,7 @@ TWO = {
     **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in TINY},
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
-    **{case.__name__: case for case in (settings, masks, order, packed, pipelines, cached, compiled, reported, example, mistakes,
+    **{case.__name__: case for case in (settings, masks, copied, order, packed, pipelines, cached, compiled, reported, example, mistakes,
                                         caches_that_look, shared_patterns, ranks_that_differ,
                                         compared, whole_where_stock_cannot_share, one_rank_fails, unequal_comparisons)},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import os
@@ -57,6 +58,15 @@ def masks(rank, ranks):
         finally:
             type(attn.processor).__call__ = stock
     assert len(seen) == 2
+
+
+def copied(rank, ranks):
+    """A model that has run on ranks is copied, whose process groups are not."""
+    model, call = tiny("wan")
+    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=parallel(ranks))
+        found = forward(model, call)
+        assert torch.equal(forward(copy.deepcopy(model), call), found)
 
 
 def order(rank, ranks):
