@@ -38,9 +38,10 @@ import torch
 import torch.distributed as dist
 from arguments import add_names, add_rounds, named, new_parser, number
 from measure import RESULTS, failure, interleaved, print_machine, print_rows, write_rows
+from rank_tables import scaling_table
 from shapes import DEFAULTS, SHARED, SHARED_CPU, LayerShape
 from shared_layer import measure_layer, reckon_layer, row
-from table import draw, ranks_table
+from table import draw
 from world import OnRanks, World, meshes
 
 ONLY = (*DEFAULTS, "none", "dense")
@@ -135,7 +136,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
             if path:
                 write_rows(path, rows, quiet=True)
     if world.rank == 0:
-        head, *lines = ranks_table(rows)
+        head, *lines = scaling_table(rows)
         if lines:
             print_rows([dict(zip(head, line)) for line in lines])
         print(f"{'wrote ' + str(path) + ' after ' if path else ''}{world.own_seconds():.0f} s", flush=True)

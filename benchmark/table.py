@@ -12,7 +12,7 @@ A document marks a place by two lines, between which this script writes:
 NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that
 it was measured on below it, and a line where code under its rows has changed since (staleness.py). That line may lag behind the code:
 nobody who changes a kernel has to touch the documents. A place without a CSV is left as it is. The main README has the shortest tables;
-all others stand in benchmark/README.md and benchmark/kernels.md.
+most others stand in benchmark/*.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import staleness
+from kernel_tables import around_table, missing_table, rates_table, times_table
 from measure import RESULTS
 from quality_tables import equal_time_table, fine_tune_table, quality_table, samples_table
+from rank_tables import exchange_table, ranks_table, scaling_table, shared_stages_table
 from rows import (
     BESIDE,
     DEFAULTS,
@@ -34,22 +36,19 @@ from rows import (
     attention_of,
     figures,
     grouped,
-    is_dense,
-    kept_cell,
     memory,
     milliseconds,
-    problem_of,
     read_rows,
     rows_beside,
     spread,
-    title,
-    with_times,
 )
 from shapes import LAYERS
 
-DOCUMENTS = (Path(__file__).parent.parent / "README.md", Path(__file__).parent / "README.md", Path(__file__).parent / "kernels.md")
+HERE = Path(__file__).parent
+DOCUMENTS = (HERE.parent / "README.md", *(HERE / f"{name}.md" for name in ("README", "kernels", "interfaces", "ranks", "quality")),
+             HERE.parent / "docs" / "sparse-checkpoints.md")
 # The lines about staleness in a document.
-NOTE = re.compile(r"^\n(?=Stale: |Unknown: )|^(?:Stale|Unknown): .*\n", re.M)
+NOTE = re.compile(r"^\*\*(?:Stale|Unknown)\*\*: .*\n", re.M)
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
 
 
@@ -105,8 +104,7 @@ def print_stale(results: Path) -> list[str]:
 
 def stale_line(name: str, rows: list[Row]) -> str:
     """What stands below a table of ``rows`` of the CSV ``name`` where they are stale, or may be."""
-    lines = [f"{age}.\n" for age in staleness.ages(name, rows) if not age.fresh]
-    return "\n" + "".join(lines) if lines else ""
+    return "".join(re.sub(r"^(\w+)", r"**\1**", f"{age}.\n") for age in staleness.ages(name, rows) if not age.fresh)
 
 
 def draw(results: Path, sources: Iterable[str] = ()) -> None:
@@ -155,65 +153,6 @@ def filled(text: str, results: Path, below: Callable[[str, list[Row]], str] = la
     return PLACE.sub(fill, text)
 
 
-# The kernel
-
-
-def times_table(rows: list[Row]) -> list[list[str]]:
-    """One line a problem, pattern and direction: milliseconds of every provider, the rate of the first, and how many times as long as ours
-    the fastest other library takes."""
-    measured = [row for row in rows if row["what"] in ("forward", "backward")]
-    providers = with_times(measured)
-    others = [name for name in providers if not name.startswith("ssta")]
-    compared = [name for name in providers if others and name.split(",")[0] == providers[0]]
-    lines = [["tokens", "heads", "dim", "inputs", "blocks kept", "direction", f"{title(providers[0])}, TFLOP/s",
-              *(f"{title(name)}, ms" for name in providers), *(f"fastest other / {title(name)}" for name in compared)]]
-    for problem, of_problem in grouped(measured, problem_of).items():
-        # What knows no patterns computes everything once for all patterns of the problem.
-        everything = {(row["what"], row["provider"]): row for row in of_problem if is_dense(row)}
-        for (*_, what), found in grouped(of_problem, lambda row: (row["pattern"], row["kept"], row["what"])).items():
-            cells = {row["provider"]: row for row in found} | {name: row for (of, name), row in everything.items() if of == what}
-            if any(cells.get(name, {}).get("median_ms") for name in providers if (what, name) not in everything):
-                lines.append([*shape_cells(problem), kept_cell(found[0]), what, figures(cells[providers[0]]["tflops"]),
-                              *(milliseconds(cells.get(name)) for name in providers),
-                              *(ratio(cells.get(name), map(cells.get, others)) for name in compared)])
-    return lines
-
-
-def ratio(row: Row | None, others: Iterable[Row | None]) -> str:
-    """The least time of ``others`` over that of ``row``."""
-    times = [float(other["median_ms"]) for other in others if other and other["median_ms"]]
-    return f"{min(times) / float(row['median_ms']):.2f}" if times and row and row["median_ms"] else "–"
-
-
-def around_table(rows: list[Row]) -> list[list[str]]:
-    """What stands around the times: making the lists, spread, extra memory, what the host needs for a call, errors."""
-    lines = [["tokens", "heads", "dim", "inputs", "blocks kept", "library", "lists, ms", "forward, spread", "backward, spread",
-              "forward, MiB", "backward, MiB", "forward, host ms", "forward, error", "backward, error"]]
-    measured = [row for row in rows if row["what"] != "absent"]
-    for (problem, _, _, provider), found in grouped(measured, lambda row: (problem_of(row), row["pattern"], row["kept"],
-                                                                           row["provider"])).items():
-        of = {row["what"]: row for row in found}
-        if any(row["median_ms"] for row in found):
-            lines.append([*shape_cells(problem), kept_cell(found[0]), title(provider), milliseconds(of.get("lists")),
-                          *(spread(of.get(what)) for what in ("forward", "backward")),
-                          *(figures(of.get(what, {}).get("extra_mib")) for what in ("forward", "backward")),
-                          figures(of.get("forward", {}).get("host_ms")),
-                          *(figures(of.get(what, {}).get("error")) for what in ("forward", "backward"))])
-    return lines
-
-
-def missing_table(rows: list[Row]) -> list[list[str]]:
-    """Which library could not be measured, and why; each reason once."""
-    lines = [["library", "what", "why not"]]
-    seen = dict.fromkeys((row["provider"], row["what"], row["note"]) for row in rows if row["note"])
-    return lines + [[name, "" if what == "absent" else what, note.replace("|", "/")] for name, what, note in seen]
-
-
-def shape_cells(problem: tuple[str, ...]) -> list[str]:
-    tokens, heads, head_dim, _, inputs = problem
-    return [f"{int(tokens):,}", heads, head_dim, inputs]
-
-
 # The layer
 
 
@@ -245,6 +184,19 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
         of = {row["stage"]: row for row in found}
         lines.append([layer, name, *(milliseconds(of.get(stage)) for stage in (*stages, "total")),
                       f"{float(of['total']['density']):.0%}"])
+    return lines
+
+
+def trained_table(rows: list[Row]) -> list[list[str]]:
+    """One line a layer of a checkpoint that was trained sparse: dense, its exact part and the whole, and their backwards."""
+    lines = [["layer", "dense SDPA, ms", "exact part, ms (TFLOP/s)", "layer, ms", "exact part, backward, ms (TFLOP/s)",
+              "layer, backward, ms"]]
+    for layer, found in grouped([row for row in rows if row["impl"] != "fastvideo-kernel"], lambda row: row["layer"]).items():
+        of = {(row["what"], row["direction"]): row for row in found}
+        exact = [of.get(("exact part", direction)) for direction in ("forward", "backward")]
+        forward, backward = (f"{milliseconds(row)} ({figures(row['tflops'])})" if row else "–" for row in exact)
+        lines.append([layer, milliseconds(of.get(("dense", "forward"))), forward, milliseconds(of.get(("layer", "forward"))), backward,
+                      milliseconds(of.get(("layer", "backward")))])
     return lines
 
 
@@ -285,51 +237,6 @@ def steps_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
-# Several GPUs
-
-
-def ranks_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer or step, attention and number of ranks: measured beside reckoned."""
-    lines = [["of", "attention", "ranks", "ring x ulysses", "time", "speed-up", "reckoned", "its speed-up", "imbalance", "MiB a rank",
-              "from one rank", "error"]]
-    totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and not row["note"]]
-    names = "what", "shape", "attention", "ranks", "mesh"
-    for (what, shape, attention, ranks, mesh), found in grouped(totals, lambda row: tuple(str(row[name]) for name in names)).items():
-        of = {row["basis"]: row for row in found}
-        measured, reckoned = of.get("measured"), of.get("reckoned")
-        if measured is None and ranks == "1":
-            continue
-        name = attention_of(found[0]) if what == "layer" else STEPS[attention]
-        lines.append([f"{shape}, {what}", name, ranks, mesh, shared_time(measured),
-                      figures((measured or {}).get("speed_up")), shared_time(reckoned), figures((reckoned or {}).get("speed_up")),
-                      *(figures((measured or {}).get(column)) for column in ("imbalance", "extra_mib", "difference", "error"))])
-    return lines
-
-
-def shared_time(row: Row | None) -> str:
-    if row is None:
-        return "–"
-    return f"{figures(row['median_ms'])} ms" if row["what"] == "layer" else f"{figures(row['step_s'])} s"
-
-
-def shared_stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer, attention and mesh, with what each stage takes on the rank that attends longest."""
-    measured = [row for row in rows if row["what"] == "layer" and row["basis"] == "measured" and not row["note"]]
-    shown = [stage for stage in (*STAGES, "total") if any(row["stage"] == stage for row in measured)]
-    lines = [["layer", "attention", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
-    for (shape, _, mesh), found in grouped(measured, lambda row: (row["shape"], row["attention"], row["mesh"])).items():
-        of = {row["stage"]: row for row in found}
-        lines.append([shape, attention_of(found[0]), mesh, *(milliseconds(of.get(stage)) for stage in shown)])
-    return lines
-
-
-def exchange_table(rows: list[Row]) -> list[list[str]]:
-    """One line a number of ranks and buffer of an all-to-all."""
-    lines = [["ranks", "MiB a rank", "ms", "spread", "GB/s to others"]]
-    return lines + [[row["ranks"], figures(row["mib"]), milliseconds(row), spread(row), figures(row["gb_s"])] for row in rows
-                    if row["what"] == "all-to-all" and not row["note"]]
-
-
 # Exactness
 
 
@@ -359,12 +266,12 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
 
 
 # NAME in a document -> SOURCE of its CSVs, and how the table is made.
-TABLES = {"kernels": ("kernels", times_table), "around": ("kernels", around_table),
+TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table), "around": ("kernels", around_table),
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
-          "steps": ("pipeline", steps_table), "ranks": ("parallel", ranks_table), "shared_stages": ("parallel", shared_stages_table),
-          "exchange": ("parallel", exchange_table), "host": ("host", host_table),
-          "errors": ("errors", errors_table), "quality": ("quality", quality_table),
+          "steps": ("pipeline", steps_table), "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
+          "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
+          "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
           "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table)}
 # Those that are made of two CSVs.
 JOINED = (samples_table, equal_time_table)

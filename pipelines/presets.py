@@ -29,7 +29,7 @@ class Preset:
 
 
 # All estimate the tiles that they leave out; without that, a small model's video is lost at any of these densities (18 to 22 dB from its
-# dense one; benchmark/README.md, Quality). A warm-up decides which video is made, so it is saved on last. The decibels are that model's,
+# dense one; benchmark/quality.md). A warm-up decides which video is made, so it is saved on last. The decibels are that model's,
 # means of two trainings in tiles of 4 x 4 x 8; no promise about others.
 PRESETS: dict[str, Preset] = {
     "near": Preset(density=0.30, warm_up=0.20, compensation="linear", reason=(

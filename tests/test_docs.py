@@ -8,7 +8,8 @@ import pytest
 from ssta.pipelines import family
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md",
+             *sorted(f"{folder}/{path.name}" for folder in ("docs", "benchmark") for path in (ROOT / folder).glob("*.md")))
 FILE = re.compile(r"[\w.*-]+(/[\w.*-]+)*\.(py|md|toml|txt|csv|png|json)|\.ci/run|[\w-]+(/[\w-]+)*/|LICENSE|Makefile")
 
 
@@ -31,6 +32,7 @@ BLOCKS = [pytest.param(document, line, code, id=f"{document}-{line}")
 def test_readme_has_code_to_run_and_fits_on_a_few_screens():
     assert any(block.values[0] == "README.md" for block in BLOCKS)
     assert (ROOT / "README.md").read_text().count("\n") <= 150
+    assert (ROOT / "benchmark" / "README.md").read_text().count("\n") <= 300
 
 
 @pytest.mark.parametrize("document, line, code", BLOCKS)

@@ -54,11 +54,11 @@ def measured(tmp_path):
 
     measure.write_rows(tmp_path / "quality_card.csv", [
         sample(name, psnr + seed, density, seed) for seed in (0, 1) for name, psnr, density in (
-            ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), ("linear 0.156, warm-up 15 %", 26.0, 0.578),
+            ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), ("preset near", 26.0, 0.578),
             ("dense, backend cudnn", 64.0, 1.0))] + [sample("linear 2 parts 0.156", 29.0, 0.156)])
     measure.write_rows(tmp_path / "grid_card.csv", [
         layer("dense", 1.0, "", 1.0), layer("dropped 0.156", 0.2, "none"), layer("linear 0.156", 0.24),
-        layer("linear 0.156, warm-up 15 %", 0.24), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
+        layer("preset near", 0.24), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
     return tmp_path
 
 
@@ -68,12 +68,12 @@ def test_time_over_all_steps_counts_the_dense_ones(measured):
     text = "<!-- table:samples -->\n<!-- /table -->\n<!-- table:equal_time -->\n<!-- /table -->\n"
     samples, equal_time = table.filled(text, measured).split("<!-- /table -->\n")[:2]
     # Of (0.578 - 0.156) / (1 - 0.156), half, the time is 1.
-    assert "| linear 0.156, warm-up 15 % | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
-    assert "| dropped 0.156 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
-    assert "| dense, backend cudnn | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
+    assert "| preset \"near\" | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
+    assert "| dropped, tiles of 4 x 8 x 8 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
+    assert "| dense, other kernels: rounding alone | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
     assert "2 parts" not in equal_time, "measured on one model alone"
     assert [line.split(" | ")[0] for line in equal_time.splitlines()[3:6]] == [
-        "| dropped 0.156", "| linear 0.156", "| linear 0.156, warm-up 15 %"]
+        "| dropped 0.156", "| linear 0.156", "| preset near"]
     assert [line.endswith("| yes |") for line in equal_time.splitlines()[3:6]] == [True, True, False]
     (measured / "grid_card.csv").unlink()
     assert "720p" not in table.filled(text, measured)

@@ -298,8 +298,13 @@ def test_tables_of_several_gpus(tmp_path):
         row(**step, attention="none", ranks=2, mesh="1 x 2", step_s=1.4, speed_up=1.93),
         *(row(**layer, ranks=ranks, mesh=f"1 x {ranks}", basis="reckoned", median_ms=10.4 / ranks, speed_up=ranks) for ranks in (1, 2, 8)),
         row(**step, attention="stock", ranks=2, mesh="1 x 2", step_s=6.0, speed_up=1.9)])
-    text = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("ranks", "shared_stages", "exchange")), tmp_path)
-    ranks, stages, exchange = text.split("<!-- /table -->\n")[:3]
+    text = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("ranks", "shared_stages", "exchange", "scaling")),
+                        tmp_path)
+    ranks, stages, exchange, scaling = text.split("<!-- /table -->\n")[:4]
+    assert scaling.split("\n")[1:6] == [
+        "| of | attention | 1 GPU | 2 GPUs | speed-up on 2 |", "|---|---|---:|---:|---:|",
+        '| L, layer | `pad_type="none"` | 10.0 ms | 5.20 ms | 1.92 |', '| M, step | SSTA, `pad_type="none"` | – | 1.40 s | 1.93 |',
+        "| M, step | diffusers as it comes | – | 6.00 s | 1.90 |"]
     assert ranks.split("\n")[3:9] == [
         '| L, layer | `pad_type="none"` | 1 | 1 x 1 | 10.0 ms | 1.00 | 10.4 ms | 1.00 | 1.00 | – | 0.00 | 0.00100 |',
         '| L, layer | `pad_type="none"` | 2 | 1 x 2 | 5.20 ms | 1.92 | 5.20 ms | 2.00 | 1.01 | 700 | 0.00 | 0.00100 |',

@@ -195,7 +195,8 @@ def test_stale_rows_are_shown_and_fail_only_where_fresh_ones_are_wanted(made_up,
         table.main(["--fresh"])
     table.main([])
     caption = "commit abc, 2026-01-02\n"
-    assert readme.read_text() == clean.replace(caption, f"{caption}\n{aged}.\n")
+    line = "**Stale**: 1 file under these rows changed since commit abc (kernels 1).\n"
+    assert readme.read_text() == clean.replace(caption, caption + line)
     capsys.readouterr()
     table.main(["--check"])
     assert "has changed" not in capsys.readouterr().out
@@ -220,6 +221,30 @@ def test_other_inputs_have_lines_of_their_own_and_are_left_out_of_plots(made_up)
 
     where = dict(device="Card", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
     assert len(plots.plot_kernels([row | where for row in rows]).axes[0].patches) == 1
+
+
+def test_rates_in_short_say_how_much_the_inputs_matter(made_up):
+    table, *_ = made_up
+
+    def row(what, provider, ms, inputs):
+        return dict(kernel_row(what, provider, ms), inputs=inputs, **{"tflops": 400.4 if provider == "ssta hopper" else 1.0})
+
+    rows = [row("forward", name, ms, inputs) for inputs, times in (("randn", (10.0, 11.0, 12.0)), ("long", (10.0, 13.0, 12.5)))
+            for name, ms in zip(("ssta hopper", "fast", "other"), times)]
+    rows += [row("backward", name, ms, "randn") for name, ms in (
+        ("ssta hopper", 10.0), ("ssta hopper, non-deterministic dQ", 8.0), ("fast", 9.0))]
+    rows = [{name: str(value) for name, value in row.items()} for row in rows]
+    assert table.rates_table(rows)[1:] == [["46,080", "16", "128", "48 of 120", "400", "1.10 to 1.25", "400", "0.90", "1.12"]]
+    assert table.rates_table(rows[:3])[1:] == [["46,080", "16", "128", "48 of 120", "400", "1.10", "–", "–"]]
+
+
+def test_layers_of_checkpoints_that_were_trained_sparse():
+    import table
+
+    rows = [dict(layer="VSA", what=what, impl=impl, direction=direction, median_ms=ms, tflops="274.2") for what, impl, direction, ms in (
+        ("dense", "SDPA", "forward", "10"), ("exact part", "auto", "forward", "4.3"), ("layer", "auto", "forward", "5"),
+        ("exact part", "auto", "backward", "12"), ("layer", "fastvideo-kernel", "forward", "6"))]
+    assert table.trained_table(rows)[1:] == [["VSA", "10.0", "4.30 (274)", "5.00", "12.0 (274)", "–"]]
 
 
 def test_plots_are_drawn_or_named_as_missing(made_up, tmp_path, monkeypatch, capsys):
@@ -294,7 +319,7 @@ def test_the_other_tables(tmp_path):
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
     assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
     assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
-    assert "| linear 0.156 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "linear 0.2" not in samples
+    assert "| linear, tiles of 4 x 8 x 8 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "0.2" not in samples
     assert "| linear 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % | 1.50 |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % | 2.00 |\n" in quality
     assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
@@ -308,7 +333,7 @@ def test_the_other_tables(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of kernels, .*, fine_tune, got 'speed'"),
+    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of rates, .*, fine_tune, got 'speed'"),
     ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
     ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
 def test_places_that_cannot_be_filled(tmp_path, text, message):
