@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 from ssta.pipelines.families.wan import WAN
-from ssta.pipelines.presets import PRESETS, preset_settings
+from ssta.pipelines.schedule.presets import PRESETS, preset_settings
 
 Triple = tuple[int, int, int]
 # Shares of the tile pairs; of 45 tiles 7, 13 or 14, and 4 or 5. MIDDLE is the one at which everything else is varied.

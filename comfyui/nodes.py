@@ -3,8 +3,8 @@
 import re
 
 from ssta import SSTAConfig
+from ssta.pipelines import Schedule
 from ssta.pipelines.comfy import patch_model, report_model, unpatch_model
-from ssta.pipelines.schedule import Schedule
 
 CATEGORY = "model_patches/SSTA"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .parallel import cp_plan
     from .processor import SSTAProcessor
     from .report import LayerRun, RunReport
-    from .schedule import Schedule
+    from .schedule.schedule import Schedule
     from .sparse_checkpoints import apply_sla, apply_vsa
     from .split import Split
     from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
@@ -28,7 +28,7 @@ __all__ = [
 # Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
 _MODULES = {
     "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report", "SSTAHandle": "apply",
-    "SSTAProcessor": "processor", "Schedule": "schedule", "Site": "family", "Split": "split", "apply_sla": "sparse_checkpoints",
+    "SSTAProcessor": "processor", "Schedule": "schedule.schedule", "Site": "family", "Split": "split", "apply_sla": "sparse_checkpoints",
     "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "cp_plan": "parallel", "register_family": "family", "remove_ssta": "apply",
     "stack_sites": "family", "supported_models": "family",
     **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),

@@ -14,11 +14,11 @@ from ssta.kernels import require_bool, require_impl
 from .context import ModelContext
 from .family import Family, Site, family_of
 from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
-from .presets import preset_settings
 from .processor import SSTAProcessor
-from .progress import Progress
 from .report import RunReport
-from .schedule import Schedule
+from .schedule.presets import preset_settings
+from .schedule.progress import Progress
+from .schedule.schedule import Schedule
 
 # Wan 2.2 has a second one for low noise, MiniMax-H3 another one for generations with references.
 _TRANSFORMERS = ("transformer", "transformer_2", "transformer_ref")
@@ -48,8 +48,9 @@ def apply_ssta(
         config: what is attended; default the family's.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
         preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
-            for every family's densely trained weights (``pipelines/presets.py`` has their settings and reasons); or one for weights that
-            were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no dense steps.
+            for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons); or one for
+            weights that were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no
+            dense steps.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
             synchronises with the device once in each forward.

@@ -20,9 +20,9 @@ from ssta.kernels import Route, logger, warn_once
 from ssta.report import heads_without_estimate
 
 from .comfy_models import ComfyModel, Sequence, comfy_model
-from .defaults import small_tiles
 from .report import LayerRun, RunReport
-from .schedule import Schedule
+from .schedule.defaults import small_tiles
+from .schedule.schedule import Schedule
 
 # Under which a ModelPatcher and a call's transformer_options hold what is ours.
 KEY = "ssta"

@@ -18,9 +18,9 @@ from ssta.kernels import warn_once
 from .call import CallState
 from .family import Family
 from .parallel import Parallelism, agree
-from .progress import Generation, Progress, Step, read
 from .report import Stopwatch
-from .schedule import Schedule
+from .schedule.progress import Generation, Progress, Step, read
+from .schedule.schedule import Schedule
 
 
 @dataclass

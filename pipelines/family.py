@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
-from .defaults import small_tiles
 from .families import PLACES
-from .schedule import Schedule
+from .schedule.defaults import small_tiles
+from .schedule.schedule import Schedule
 from .split import Split
 
 

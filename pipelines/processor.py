@@ -25,8 +25,8 @@ from .backends import default_is_sdpa
 from .context import ModelContext
 from .exchange import Exchange, Given, OnItsWay
 from .kept_selection import Holder
-from .progress import is_fake
 from .report import LayerRun, Stopwatch
+from .schedule.progress import is_fake
 from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.

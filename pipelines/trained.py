@@ -20,8 +20,8 @@ from .families.wan_attention import WanSSTAProcessor
 from .family import Family, Site, family_of
 from .installation import processors_for, require_bare, sites_of
 from .processor import SSTAProcessor
-from .progress import Progress
-from .schedule import Schedule
+from .schedule.progress import Progress
+from .schedule.schedule import Schedule
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

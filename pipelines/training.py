@@ -15,9 +15,9 @@ from ssta.kernels import require_int, require_number
 
 from .apply import SSTAHandle
 from .context import CallState, ModelContext
-from .density import DENSE_FROM, with_density
 from .kept_selection import KeptSelection
 from .processor import SSTAProcessor
+from .schedule.density import DENSE_FROM, with_density
 
 
 class Velocities(NamedTuple):

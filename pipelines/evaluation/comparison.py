@@ -20,8 +20,8 @@ from torch import Tensor
 from ssta.parallel import check_ranks
 
 from ..apply import SSTAHandle, transformers_of
-from ..progress import Progress
 from ..report import Stopwatch
+from ..schedule.progress import Progress
 from .configurations import Configuration, running
 from .folder import Folder, Reference, settings_of
 from .measurement import Clip, Measurement, plain

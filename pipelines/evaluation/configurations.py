@@ -15,8 +15,8 @@ from ssta.kernels import IMPLEMENTATIONS
 from ..apply import SSTAHandle, apply_ssta, transformers_of
 from ..family import Family, family_of
 from ..installation import uninstall
-from ..presets import preset_names, preset_settings
-from ..schedule import Schedule
+from ..schedule.presets import preset_names, preset_settings
+from ..schedule.schedule import Schedule
 
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
 _CONFIG_FIELDS = {field.name for field in fields(SSTAConfig) if field.init} - {"variants", "budget"}

@@ -12,9 +12,9 @@ from torch import nn
 
 from ssta import SSTAConfig, TokenLayout, VideoGrid
 from ssta.kernels import notices
+from ssta.pipelines import Schedule
 from ssta.pipelines.comfy import KEY, OVERRIDE, patch_model, report_model, unpatch_model
 from ssta.pipelines.comfy_models import Sequence, comfy_model
-from ssta.pipelines.schedule import Schedule
 
 TILE = {"tile_thw": (2, 4, 4), "kernel_thw": (1, 1, 1)}
 ALL, FEW = SSTAConfig(**TILE, topk=4096), SSTAConfig(**TILE, topk=2)

@@ -14,8 +14,8 @@ from torch import nn
 
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, processor, set_density, teacher_student
-from ssta.pipelines.density import with_density
 from ssta.pipelines.kept_selection import KeptSelection
+from ssta.pipelines.schedule.density import with_density
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.25)

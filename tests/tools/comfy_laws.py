@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import torch
 
 from ssta import SSTAConfig
+from ssta.pipelines import Schedule
 from ssta.pipelines.comfy import OVERRIDE, patch_model, report_model, unpatch_model
 from ssta.pipelines.comfy_models import comfy_model
-from ssta.pipelines.schedule import Schedule
 
 TILE = {"tile_thw": (2, 4, 4), "kernel_thw": (1, 1, 1)}
 ALL = SSTAConfig(**TILE, topk=4096)

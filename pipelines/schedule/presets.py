@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssta import SSTAConfig
 
-from .family import Family
 from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from ..family import Family
 
 
 @dataclass(frozen=True)
