@@ -1,10 +1,10 @@
-"""The nodes, in the form that ComfyUI has had since its first versions; what they do is ssta.pipelines.comfy."""
+"""The nodes, in the form that ComfyUI has had since its first versions; what they do is ssta.pipelines.plugs.comfy."""
 
 import re
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
-from ssta.pipelines.comfy import patch_model, report_model, unpatch_model
+from ssta.pipelines.plugs.comfy import patch_model, report_model, unpatch_model
 
 CATEGORY = "model_patches/SSTA"
 

@@ -118,8 +118,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{top}, which comes with diffusers, is imported only inside the functions of pipelines/checkpoint.py")
         elif top == "lpips" and (path != "pipelines/evaluation/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
-        elif top == "vllm_omni" and path != "pipelines/vllm_omni_backend.py" and (path != "pipelines/vllm_omni.py" or imported.at_load):
-            found.append("vllm_omni is imported by pipelines/vllm_omni_backend.py and inside a function of pipelines/vllm_omni.py")
+        elif top == "vllm_omni" and below != ["plugs", "vllm_omni_backend"] and (below != ["plugs", "vllm_omni"] or imported.at_load):
+            found.append("vllm_omni is imported by plugs/vllm_omni_backend.py and inside a function of plugs/vllm_omni.py")
         elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
                          "huggingface_hub", *sys.stdlib_module_names}:
             found.append(f"{top} is no dependency of the package")
@@ -195,7 +195,7 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/streams.py", "from ssta.kernels.prologue.projection import Projection"),
     ("pipelines/evaluation/quality.py", "import lpips"),
     ("pipelines/report.py", "def f():\n    from .evaluation.quality import psnr"),
-    ("pipelines/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
+    ("pipelines/plugs/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
     ("pipelines/apply.py", "def f():\n    import vllm_omni"),
     ("pipelines/apply.py", "def f():\n    import safetensors"),
     ("pipelines/checkpoint.py", "from huggingface_hub import snapshot_download"),
@@ -228,6 +228,17 @@ def test_a_fresh_import_loads_torch_and_nothing_heavier(statement, tmp_path):
     loaded = {module.split(".")[0] for module in run.stdout.split()}
     assert "ssta" in loaded
     assert sorted(loaded - {"ssta", "torch"} - sys.stdlib_module_names) == []
+
+
+@pytest.mark.parametrize("module", ["comfy", "comfy_models", "vllm_omni"])
+def test_a_plug_loads_without_diffusers(module, tmp_path):
+    """Nor does it load the program that it is for."""
+    program = f"import sys, torch; before = set(sys.modules); import ssta.pipelines.plugs.{module}; print(*set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    loaded = set(run.stdout.split())
+    assert f"ssta.pipelines.plugs.{module}" in loaded and "diffusers" not in loaded
+    assert {name.split(".")[0] for name in loaded} - {"ssta", "torch"} - sys.stdlib_module_names == set()
 
 
 def test_the_version_is_said_once():

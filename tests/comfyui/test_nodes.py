@@ -10,7 +10,7 @@ import torch
 from comfy_stand_in import HunyuanVideo, LTXVModel, Patcher, WanModel
 
 import ssta
-from ssta.pipelines.comfy import KEY, patch_model, report_model
+from ssta.pipelines.plugs.comfy import KEY, patch_model, report_model
 
 PACK = Path(__file__).parents[2] / "comfyui"
 DEFAULTS = {"density": 0.15, "top_k": 0, "tile": "2x4x4", "dense_steps": 0.0, "dense_blocks": "", "compensation": "linear"}

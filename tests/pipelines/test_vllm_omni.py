@@ -7,7 +7,7 @@ import pytest
 
 from ssta import DenseRun, TokenLayout, VideoGrid
 from ssta.pipelines.family import small_tiles
-from ssta.pipelines.vllm_omni import VARIABLE, Settings, config_from, register, sequence_layout
+from ssta.pipelines.plugs.vllm_omni import VARIABLE, Settings, config_from, register, sequence_layout
 
 
 def video(prefix_len=None, latent_grid=None, used_len=None, spans=()):

@@ -16,7 +16,7 @@ from published_omni import REQUIREMENT, published_omni
 from torch.nn.functional import scaled_dot_product_attention
 
 from ssta import DenseRun, TokenLayout, VideoGrid, ssta_attention
-from ssta.pipelines.vllm_omni import STANDS_IN_FOR, VARIABLE, config_from, register
+from ssta.pipelines.plugs.vllm_omni import STANDS_IN_FOR, VARIABLE, config_from, register
 
 # The first of them loads some hundred modules.
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def omni(loaded, monkeypatch):
     """vLLM-Omni with SSTA registered as its plug-in loader does it, and nothing said yet."""
     monkeypatch.setenv(VARIABLE, ASKED)
     register()
-    backend = importlib.import_module("ssta.pipelines.vllm_omni_backend")
+    backend = importlib.import_module("ssta.pipelines.plugs.vllm_omni_backend")
     backend._said.clear()
     loaded.selector._cached_get_backend_cls.cache_clear()
     yield SimpleNamespace(**vars(loaded), backend=backend)
@@ -243,11 +243,11 @@ def test_unasked_vllm_omni_keeps_its_backend(loaded, monkeypatch):
 
 
 def reload_backend(omni):
-    sys.modules.pop("ssta.pipelines.vllm_omni_backend")
+    sys.modules.pop("ssta.pipelines.plugs.vllm_omni_backend")
     try:
-        importlib.import_module("ssta.pipelines.vllm_omni_backend")
+        importlib.import_module("ssta.pipelines.plugs.vllm_omni_backend")
     finally:
-        sys.modules["ssta.pipelines.vllm_omni_backend"] = omni.backend
+        sys.modules["ssta.pipelines.plugs.vllm_omni_backend"] = omni.backend
 
 
 def fewer(cls, name):
@@ -285,7 +285,7 @@ def test_the_plug_in_loads_beside_the_diffusers_that_vllm_omni_asks_for(folder):
     requirement, = [line.split(": ")[1] for line in next(folder.glob("vllm_omni-*.dist-info")).joinpath("METADATA").read_text().splitlines()
                     if line.startswith("Requires-Dist: diffusers")]
     path = published(requirement)
-    program = ("import diffusers, ssta.pipelines.vllm_omni as plug; plug.register(); "
+    program = ("import diffusers, ssta.pipelines.plugs.vllm_omni as plug; plug.register(); "
                "print(diffusers.__version__, plug.config_from('{}').tile_thw)")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path])})

@@ -62,9 +62,9 @@ def published_omni(folder: Path) -> Iterator[SimpleNamespace]:
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
-            if name.split(".")[0] in ("vllm", "vllm_omni") or name == "ssta.pipelines.vllm_omni_backend":
+            if name.split(".")[0] in ("vllm", "vllm_omni") or name == "ssta.pipelines.plugs.vllm_omni_backend":
                 del sys.modules[name]
-        vars(sys.modules["ssta.pipelines"]).pop("vllm_omni_backend", None)
+        vars(sys.modules["ssta.pipelines.plugs"]).pop("vllm_omni_backend", None)
 
 
 def _load(folder: Path) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Runs the laws of ssta.pipelines.comfy against a checkout of ComfyUI, with tiny models of its own on the CPU and its own sampler.
+"""Runs the laws of ssta.pipelines.plugs.comfy against a checkout of ComfyUI, with tiny models of its own on the CPU and its own sampler.
 
     COMFYUI_PATH=path/to/ComfyUI python tests/tools/comfy_laws.py
 
@@ -21,8 +21,8 @@ import torch
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
-from ssta.pipelines.comfy import OVERRIDE, patch_model, report_model, unpatch_model
-from ssta.pipelines.comfy_models import comfy_model
+from ssta.pipelines.plugs.comfy import OVERRIDE, patch_model, report_model, unpatch_model
+from ssta.pipelines.plugs.comfy_models import comfy_model
 
 TILE = {"tile_thw": (2, 4, 4), "kernel_thw": (1, 1, 1)}
 ALL = SSTAConfig(**TILE, topk=4096)

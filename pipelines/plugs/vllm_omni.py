@@ -10,7 +10,7 @@ from typing import Any
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 
-from .family import small_tiles
+from ..schedule.defaults import small_tiles
 
 # Set by whoever wants SSTA there: a JSON object of fields of SSTAConfig, {} for the defaults.
 VARIABLE = "SSTA_VLLM_OMNI"
@@ -160,4 +160,4 @@ def misfit(found: str) -> ImportError:
         installed = version("vllm-omni")
     except PackageNotFoundError:
         installed = "of an unknown version"
-    return ImportError(f"ssta.pipelines.vllm_omni was written for vLLM-Omni 0.30 and does not fit vLLM-Omni {installed}: {found}")
+    return ImportError(f"ssta.pipelines.plugs.vllm_omni was written for vLLM-Omni 0.30 and does not fit vLLM-Omni {installed}: {found}")

@@ -1,0 +1,1 @@
+"""SSTA in other programs, one module each. Nothing here needs diffusers."""
