@@ -1,45 +1,61 @@
-"""Where it is used: one call makes a diffusers video model attend sparsely, another brings it back; other programs have a module each."""
+"""Where it is used: one call makes a diffusers video model attend sparsely, another brings it back.
+
+patch/ puts SSTA into a model and takes it out, schedule/ says which steps and layers stay dense, ranks/ shares a forward among GPUs,
+families/ has one file a model, plugs/ serves other programs, and evaluation/ measures what a configuration does to videos.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .families import PLACES
 
+# Every public name, once. Type checkers read these imports; at run time a name is imported when it is first asked for, because what plugs/
+# serves need not have diffusers.
 if TYPE_CHECKING:
-    from .apply import SSTAHandle, apply_ssta, remove_ssta
-    from .context import ModelContext
-    from .family import Family, Site, register_family, stack_sites, supported_models
-    from .parallel import cp_plan
-    from .processor import SSTAProcessor
-    from .report import LayerRun, RunReport
-    from .schedule.schedule import Schedule
-    from .sparse_checkpoints import apply_sla, apply_vsa
-    from .split import Split
-    from .training import Ramp, Velocities, frozen_checkpoint, set_density, teacher_student
+    from .apply import SSTAHandle as SSTAHandle
+    from .apply import apply_ssta as apply_ssta
+    from .apply import remove_ssta as remove_ssta
+    from .context import ModelContext as ModelContext
+    from .family import Family as Family
+    from .family import Site as Site
+    from .family import register_family as register_family
+    from .family import stack_sites as stack_sites
+    from .family import supported_models as supported_models
+    from .parallel import cp_plan as cp_plan
+    from .processor import SSTAProcessor as SSTAProcessor
+    from .report import LayerRun as LayerRun
+    from .report import RunReport as RunReport
+    from .schedule.schedule import Schedule as Schedule
+    from .sparse_checkpoints import apply_sla as apply_sla
+    from .sparse_checkpoints import apply_vsa as apply_vsa
+    from .split import Split as Split
+    from .training import Ramp as Ramp
+    from .training import Velocities as Velocities
+    from .training import frozen_checkpoint as frozen_checkpoint
+    from .training import set_density as set_density
+    from .training import teacher_student as teacher_student
 
-__all__ = [
-    "Family", "LayerRun", "ModelContext", "Ramp", "RunReport", "SSTAHandle", "SSTAProcessor", "Schedule", "Site", "Split", "Velocities",
-    "apply_sla", "apply_ssta", "apply_vsa", "cp_plan", "frozen_checkpoint", "register_family", "remove_ssta", "set_density", "stack_sites",
-    "supported_models", "teacher_student",
-]
 
-# Loaded when first asked for: ComfyUI's users, who come in through .comfy, need not have diffusers.
-_MODULES = {
-    "Family": "family", "LayerRun": "report", "ModelContext": "context", "RunReport": "report", "SSTAHandle": "apply",
-    "SSTAProcessor": "processor", "Schedule": "schedule.schedule", "Site": "family", "Split": "split", "apply_sla": "sparse_checkpoints",
-    "apply_ssta": "apply", "apply_vsa": "sparse_checkpoints", "cp_plan": "parallel", "register_family": "family", "remove_ssta": "apply",
-    "stack_sites": "family", "supported_models": "family",
-    **dict.fromkeys(("Ramp", "Velocities", "frozen_checkpoint", "set_density", "teacher_student"), "training"),
-}
+def _public() -> dict[str, str]:
+    """The module of each public name: what this file imports `as` itself."""
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(sys.modules[__name__]))) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f".{node.module}" for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+_MODULES = _public()
+__all__ = sorted(_MODULES)
 # The families themselves, WAN and so on, are taken by name; `import *` leaves them out, for it would import all of their models.
 _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.items()}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        return getattr(import_module(_MODULES[name], __name__), name)
     if name in _NAMED:
         return import_module(".family", __name__).imported(*_NAMED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
