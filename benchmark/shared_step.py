@@ -18,8 +18,8 @@ from shared_layer import row
 from torch import Tensor, nn
 from world import Mesh, OnRanks, World, mesh_name
 
-from ssta.pipelines.exchange import OnItsWay
 from ssta.pipelines.family import family_of
+from ssta.pipelines.ranks.exchange import OnItsWay
 
 # diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.
 RIGHT_AS_STOCK = ("WanTransformer3DModel",)

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from .family import register_family as register_family
     from .family import stack_sites as stack_sites
     from .family import supported_models as supported_models
-    from .parallel import cp_plan as cp_plan
     from .processor import SSTAProcessor as SSTAProcessor
+    from .ranks.parallel import cp_plan as cp_plan
+    from .ranks.split import Split as Split
     from .report import LayerRun as LayerRun
     from .report import RunReport as RunReport
     from .schedule.schedule import Schedule as Schedule
     from .sparse_checkpoints import apply_sla as apply_sla
     from .sparse_checkpoints import apply_vsa as apply_vsa
-    from .split import Split as Split
     from .training import Ramp as Ramp
     from .training import Velocities as Velocities
     from .training import frozen_checkpoint as frozen_checkpoint

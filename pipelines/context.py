@@ -17,7 +17,7 @@ from ssta.kernels import warn_once
 
 from .call import CallState
 from .family import Family
-from .parallel import Parallelism, agree
+from .ranks.parallel import Parallelism, agree
 from .report import Stopwatch
 from .schedule.progress import Generation, Progress, Step, read
 from .schedule.schedule import Schedule

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 
 from .families import PLACES
+from .ranks.split import Split
 from .schedule.defaults import small_tiles
 from .schedule.schedule import Schedule
-from .split import Split
 
 
 def thousandth(timestep: Tensor | float) -> Tensor | float:

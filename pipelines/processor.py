@@ -23,8 +23,8 @@ from ssta.selection import Selection
 
 from .backends import default_is_sdpa
 from .context import ModelContext
-from .exchange import Exchange, Given, OnItsWay
 from .kept_selection import Holder
+from .ranks.exchange import Exchange, Given, OnItsWay
 from .report import LayerRun, Stopwatch
 from .schedule.progress import is_fake
 from .streams import TORCH_NORMS, Norms, Stream, finished, joined

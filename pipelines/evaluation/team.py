@@ -18,7 +18,7 @@ from diffusers.models._modeling_parallel import ParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..parallel import make_whole, share_out, shared_by, stock_shares
+from ..ranks.parallel import make_whole, share_out, shared_by, stock_shares
 
 _T = TypeVar("_T")
 # Between two looks at whether another rank has answered.

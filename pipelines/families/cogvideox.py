@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..canvas import from_bfchw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
+from ..ranks.split import Plan, Split, gathered, split
 from ..rope import apply_rope
-from ..split import Plan, Split, gathered, split
 from ..streams import Projected, later, projection_of
 
 

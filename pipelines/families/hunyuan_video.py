@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..call import CallState
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
-from ..split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 

@@ -11,8 +11,8 @@ from ssta import SSTAConfig
 
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
+from ..ranks.split import Plan, Split, gathered, split_outputs
 from ..schedule.schedule import Schedule
-from ..split import Plan, Split, gathered, split_outputs
 from .joint import JointSSTAProcessor
 
 

@@ -10,12 +10,12 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnPr
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..after_gather import shared_gradients
 from ..call import CallState
 from ..canvas import from_bfhwc
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
-from ..split import Plan, Split, gathered, split
+from ..ranks.after_gather import shared_gradients
+from ..ranks.split import Plan, Split, gathered, split
 
 
 class Kandinsky5SSTAProcessor(SSTAProcessor):

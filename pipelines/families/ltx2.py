@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..canvas import from_numbers, tokens_before
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
-from ..split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}

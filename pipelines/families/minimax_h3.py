@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..canvas import from_coordinates
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
-from ..split import Split, stock_plan
+from ..ranks.split import Split, stock_plan
 from ..streams import Projected, later, projection_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
 from ..processor import SSTAProcessor
-from ..split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from ..streams import Stream, later
 
 

@@ -12,7 +12,7 @@ from ssta import TokenLayout
 
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
-from ..split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 

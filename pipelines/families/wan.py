@@ -10,8 +10,8 @@ from torch import nn
 
 from ..canvas import from_bcfhw
 from ..family import Family, Site, stack_sites
+from ..ranks.split import Plan, Split, gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
-from ..split import Plan, Split, gathered, split, split_outputs, stock_plan
 from .wan_attention import WanSSTAProcessor
 
 

@@ -18,7 +18,7 @@ from tiny_models import TINY, run
 from ssta.pipelines import Family, Split, cp_plan
 from ssta.pipelines.call import Ranks
 from ssta.pipelines.family import family_of
-from ssta.pipelines.split import gathered
+from ssta.pipelines.ranks.split import gathered
 
 # Audio's queries are whole and look at the video's keys, which are split: diffusers' own exchange.
 LEFT_TO_DIFFUSERS = "transformer_blocks.*.video_to_audio_attn"
