@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .apply import apply_ssta as apply_ssta
     from .apply import remove_ssta as remove_ssta
     from .context import ModelContext as ModelContext
+    from .families.trained.sparse_checkpoints import apply_sla as apply_sla
+    from .families.trained.sparse_checkpoints import apply_vsa as apply_vsa
     from .family import Family as Family
     from .family import Site as Site
     from .family import register_family as register_family
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from .report import LayerRun as LayerRun
     from .report import RunReport as RunReport
     from .schedule.schedule import Schedule as Schedule
-    from .sparse_checkpoints import apply_sla as apply_sla
-    from .sparse_checkpoints import apply_vsa as apply_vsa
     from .training import Ramp as Ramp
     from .training import Velocities as Velocities
     from .training import frozen_checkpoint as frozen_checkpoint

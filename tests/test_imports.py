@@ -114,8 +114,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append("diffusers is imported only in pipelines/")
         elif top in ("matplotlib", "numpy") and (path not in ("ssta/plot.py", "pipelines/evaluation/scatter.py") or imported.at_load):
             found.append(f"{top} is imported only inside the functions of ssta/plot.py and pipelines/evaluation/scatter.py")
-        elif top in ("safetensors", "huggingface_hub") and (path != "pipelines/checkpoint.py" or imported.at_load):
-            found.append(f"{top}, which comes with diffusers, is imported only inside the functions of pipelines/checkpoint.py")
+        elif top in ("safetensors", "huggingface_hub") and (path != "pipelines/families/trained/checkpoint.py" or imported.at_load):
+            found.append(f"{top}, which comes with diffusers, is imported only inside the functions of families/trained/checkpoint.py")
         elif top == "lpips" and (path != "pipelines/evaluation/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
         elif top == "vllm_omni" and below != ["plugs", "vllm_omni_backend"] and (below != ["plugs", "vllm_omni"] or imported.at_load):
@@ -198,7 +198,7 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/plugs/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
     ("pipelines/apply.py", "def f():\n    import vllm_omni"),
     ("pipelines/apply.py", "def f():\n    import safetensors"),
-    ("pipelines/checkpoint.py", "from huggingface_hub import snapshot_download"),
+    ("pipelines/families/trained/checkpoint.py", "from huggingface_hub import snapshot_download"),
 ])
 def test_a_broken_rule_is_seen(path, source):
     assert violations(path, source) != []
@@ -212,7 +212,7 @@ def test_a_broken_rule_is_seen(path, source):
     ("ssta/report.py", "from ssta.kernels import choose_route"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
     ("pipelines/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
-    ("pipelines/checkpoint.py", "def f():\n    from safetensors import safe_open"),
+    ("pipelines/families/trained/checkpoint.py", "def f():\n    from safetensors import safe_open"),
 ])
 def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []

@@ -12,7 +12,7 @@ from ssta.selection import Selection
 from ssta.sla import sla_layer
 from ssta.vsa import vsa_layer
 
-from .wan_attention import WanSSTAProcessor
+from ..wan_attention import WanSSTAProcessor
 
 
 class WanVSAProcessor(WanSSTAProcessor):

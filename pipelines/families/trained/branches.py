@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
-from .apply import SSTAHandle, install_all, transformers_of
+from ...apply import SSTAHandle, install_all, transformers_of
+from ...context import ModelContext
+from ...family import Family, Site, family_of
+from ...installation import processors_for, require_bare, sites_of
+from ...processor import SSTAProcessor
+from ...schedule.progress import Progress
+from ...schedule.schedule import Schedule
+from ..wan_attention import WanSSTAProcessor
 from .checkpoint import Found, Weights, find_tensors
-from .context import ModelContext
-from .families.wan_attention import WanSSTAProcessor
-from .family import Family, Site, family_of
-from .installation import processors_for, require_bare, sites_of
-from .processor import SSTAProcessor
-from .schedule.progress import Progress
-from .schedule.schedule import Schedule
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

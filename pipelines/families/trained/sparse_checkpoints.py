@@ -9,10 +9,10 @@ from ssta import SSTAConfig
 from ssta.sla import Q_BLOCK, check_density
 from ssta.vsa import vsa_config
 
-from .apply import SSTAHandle
+from ...apply import SSTAHandle
+from .branches import Branch, apply_branch
 from .checkpoint import Weights
-from .families.wan_trained import WanSLAProcessor, WanVSAProcessor
-from .trained import Branch, apply_branch
+from .wan import WanSLAProcessor, WanVSAProcessor
 
 VSA = Branch("VSA", "to_gate_compress", ("to_gate_compress", "attn1.to_gate_compress"),
              lambda attn: (attn.to_q.out_features, attn.to_q.in_features), WanVSAProcessor)
