@@ -46,7 +46,7 @@ from table import steps_table
 from torch import Tensor, nn
 
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 
 WHAT = ("default", "parts", "stock", "unmasked", "dense", "zero", "none", "removed")
 # Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 
 Canvas = tuple[int, int, int]
 # What makes the inputs: random(*shape).

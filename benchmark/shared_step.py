@@ -18,7 +18,7 @@ from shared_layer import row
 from torch import Tensor, nn
 from world import Mesh, OnRanks, World, mesh_name
 
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 from ssta.pipelines.ranks.exchange import OnItsWay
 
 # diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.

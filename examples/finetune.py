@@ -29,7 +29,7 @@ from torch import nn
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, teacher_student
 from ssta.pipelines.evaluation.configurations import changed
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 
 # What a training that is resumed must have in common with what it goes on with.
 SAME = ("model", "loss", "density", "ramp", "compensation", "lora", "lora_targets", "rate", "warm_up", "accumulate", "drop_captions",

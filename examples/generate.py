@@ -26,7 +26,7 @@ from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.configurations import changed
 from ssta.pipelines.evaluation.quality import describe, require_video_writer, write_video
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 from ssta.pipelines.schedule.presets import preset_settings
 
 # What imageio writes with ffmpeg's H.264.

@@ -17,28 +17,28 @@ from .families import PLACES
 # Every public name, once. Type checkers read these imports; at run time a name is imported when it is first asked for, because what plugs/
 # serves need not have diffusers.
 if TYPE_CHECKING:
-    from .apply import SSTAHandle as SSTAHandle
-    from .apply import apply_ssta as apply_ssta
-    from .apply import remove_ssta as remove_ssta
-    from .context import ModelContext as ModelContext
     from .families.trained.sparse_checkpoints import apply_sla as apply_sla
     from .families.trained.sparse_checkpoints import apply_vsa as apply_vsa
-    from .family import Family as Family
-    from .family import Site as Site
-    from .family import register_family as register_family
-    from .family import stack_sites as stack_sites
-    from .family import supported_models as supported_models
-    from .processor import SSTAProcessor as SSTAProcessor
+    from .patch.apply import SSTAHandle as SSTAHandle
+    from .patch.apply import apply_ssta as apply_ssta
+    from .patch.apply import remove_ssta as remove_ssta
+    from .patch.context import ModelContext as ModelContext
+    from .patch.family import Family as Family
+    from .patch.family import Site as Site
+    from .patch.family import register_family as register_family
+    from .patch.family import stack_sites as stack_sites
+    from .patch.family import supported_models as supported_models
+    from .patch.processor import SSTAProcessor as SSTAProcessor
+    from .patch.report import LayerRun as LayerRun
+    from .patch.report import RunReport as RunReport
+    from .patch.training import Ramp as Ramp
+    from .patch.training import Velocities as Velocities
+    from .patch.training import frozen_checkpoint as frozen_checkpoint
+    from .patch.training import set_density as set_density
+    from .patch.training import teacher_student as teacher_student
     from .ranks.parallel import cp_plan as cp_plan
     from .ranks.split import Split as Split
-    from .report import LayerRun as LayerRun
-    from .report import RunReport as RunReport
     from .schedule.schedule import Schedule as Schedule
-    from .training import Ramp as Ramp
-    from .training import Velocities as Velocities
-    from .training import frozen_checkpoint as frozen_checkpoint
-    from .training import set_density as set_density
-    from .training import teacher_student as teacher_student
 
 
 def _public() -> dict[str, str]:
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name], __name__), name)
     if name in _NAMED:
-        return import_module(".family", __name__).imported(*_NAMED[name])
+        return import_module(".patch.family", __name__).imported(*_NAMED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

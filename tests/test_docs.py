@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssta.pipelines import family
+from ssta.pipelines.patch import family
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md",

@@ -191,13 +191,13 @@ def test_file_keeps_the_import_rules(path):
     ("ssta/attention.py", "def f():\n    from .pipelines import apply_ssta"),
     ("ssta/plot.py", "import matplotlib"),
     ("ssta/layout.py", "import numpy as np"),
-    ("pipelines/apply.py", "import triton"),
-    ("pipelines/streams.py", "from ssta.kernels.prologue.projection import Projection"),
+    ("pipelines/patch/apply.py", "import triton"),
+    ("pipelines/patch/streams.py", "from ssta.kernels.prologue.projection import Projection"),
     ("pipelines/evaluation/quality.py", "import lpips"),
-    ("pipelines/report.py", "def f():\n    from .evaluation.quality import psnr"),
+    ("pipelines/patch/report.py", "def f():\n    from .evaluation.quality import psnr"),
     ("pipelines/plugs/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
-    ("pipelines/apply.py", "def f():\n    import vllm_omni"),
-    ("pipelines/apply.py", "def f():\n    import safetensors"),
+    ("pipelines/patch/apply.py", "def f():\n    import vllm_omni"),
+    ("pipelines/patch/apply.py", "def f():\n    import safetensors"),
     ("pipelines/families/trained/checkpoint.py", "from huggingface_hub import snapshot_download"),
 ])
 def test_a_broken_rule_is_seen(path, source):
@@ -211,7 +211,7 @@ def test_a_broken_rule_is_seen(path, source):
     ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
     ("ssta/report.py", "from ssta.kernels import choose_route"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
-    ("pipelines/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
+    ("pipelines/patch/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
     ("pipelines/families/trained/checkpoint.py", "def f():\n    from safetensors import safe_open"),
 ])
 def test_what_the_rules_allow(path, source):

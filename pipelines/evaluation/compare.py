@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 
-from ..apply import transformers_of
+from ..patch.apply import transformers_of
 from .comparison import compare
 from .configurations import Configuration, dense, parse_configuration
 from .folder import SCHEMA

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ssta.parallel import check_ranks
 
-from ..apply import SSTAHandle, transformers_of
-from ..report import Stopwatch
+from ..patch.apply import SSTAHandle, transformers_of
+from ..patch.report import Stopwatch
 from ..schedule.progress import Progress
 from .configurations import Configuration, running
 from .folder import Folder, Reference, settings_of

@@ -12,9 +12,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from ssta import SSTAConfig
 from ssta.kernels import IMPLEMENTATIONS
 
-from ..apply import SSTAHandle, apply_ssta, transformers_of
-from ..family import Family, family_of
-from ..installation import uninstall
+from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
+from ..patch.family import Family, family_of
+from ..patch.installation import uninstall
 from ..schedule.presets import preset_names, preset_settings
 from ..schedule.schedule import Schedule
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ssta
 
-from ..apply import transformers_of
+from ..patch.apply import transformers_of
 from .configurations import Configuration
 from .measurement import Clip, Measurement, digest, measurement_of, plain, read_json, write_json
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ssta.compensation import mass_summary
 from ssta.report import heads_without_estimate
 
-from ..apply import SSTAHandle
-from ..report import LayerRun, RunReport
+from ..patch.apply import SSTAHandle
+from ..patch.report import LayerRun, RunReport
 
 
 @dataclass(frozen=True)

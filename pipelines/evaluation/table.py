@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from ..text_table import aligned
+from ..patch.text_table import aligned
 from .measurement import Clip, Measurement
 
 # What is compared pair by pair, and whether more of it is better.

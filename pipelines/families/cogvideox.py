@@ -9,12 +9,12 @@ import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from torch import Tensor, nn
 
-from ..canvas import from_bfchw
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.canvas import from_bfchw
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.rope import apply_rope
+from ..patch.streams import Projected, later, projection_of
 from ..ranks.split import Plan, Split, gathered, split
-from ..rope import apply_rope
-from ..streams import Projected, later, projection_of
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):

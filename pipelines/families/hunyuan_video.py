@@ -11,9 +11,9 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..call import CallState
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
+from ..patch.call import CallState
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ssta import SSTAConfig
 
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
 from ..ranks.split import Plan, Split, gathered, split_outputs
 from ..schedule.schedule import Schedule
 from .joint import JointSSTAProcessor

@@ -6,8 +6,8 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from ..processor import SSTAProcessor
-from ..streams import Stream, later
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
 
 
 class JointSSTAProcessor(SSTAProcessor):

@@ -10,10 +10,10 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnPr
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..call import CallState
-from ..canvas import from_bfhwc
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.call import CallState
+from ..patch.canvas import from_bfhwc
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Plan, Split, gathered, split
 

@@ -8,11 +8,11 @@ from typing import Any
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
-from ..canvas import from_numbers
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.canvas import from_numbers
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
-from ..streams import Stream, later
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):

@@ -15,9 +15,9 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 from torch import Tensor, nn
 
-from ..canvas import from_numbers, tokens_before
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.canvas import from_numbers, tokens_before
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
 

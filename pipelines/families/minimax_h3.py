@@ -10,11 +10,11 @@ import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from torch import Tensor, nn
 
-from ..canvas import from_coordinates
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.canvas import from_coordinates
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Projected, later, projection_of
 from ..ranks.split import Split, stock_plan
-from ..streams import Projected, later, projection_of
 
 
 class MiniMaxH3SSTAProcessor(SSTAProcessor):

@@ -8,11 +8,11 @@ from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from diffusers.models.normalization import MochiRMSNorm
 from torch import Tensor, nn
 
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
-from ..processor import SSTAProcessor
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
-from ..streams import Stream, later
 
 
 class MochiSSTAProcessor(SSTAProcessor):

@@ -10,8 +10,8 @@ from torch import nn
 
 from ssta import TokenLayout
 
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 

@@ -8,8 +8,8 @@ from functools import partial
 from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 from torch import nn
 
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Plan, Split, gathered, split, split_outputs
 from .wan_attention import WanSSTAProcessor

@@ -8,8 +8,8 @@ from dataclasses import replace
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 
-from ..canvas import from_bcfhw
-from ..family import Family, Site, stack_sites
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
 from ..ranks.split import Plan, Split, gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
 from .wan_attention import WanSSTAProcessor

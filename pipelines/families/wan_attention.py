@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from ssta import TokenLayout
 from ssta.layout import Input
 
-from ..processor import SSTAProcessor
-from ..streams import Projected, Stream, later
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Projected, Stream, later
 
 
 class WanSSTAProcessor(SSTAProcessor):

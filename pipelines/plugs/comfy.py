@@ -19,7 +19,7 @@ from ssta.compensation import mass_summary
 from ssta.kernels import Route, logger, warn_once
 from ssta.report import heads_without_estimate
 
-from ..report import LayerRun, RunReport
+from ..patch.report import LayerRun, RunReport
 from ..schedule.defaults import small_tiles
 from ..schedule.schedule import Schedule
 from .comfy_models import ComfyModel, Sequence, comfy_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..call import CallState
+from ..patch.call import CallState
 
 
 class _Weighted(torch.autograd.Function):

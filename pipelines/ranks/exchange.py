@@ -11,7 +11,7 @@ from ssta.kernels import autocast_inputs
 from ssta.layout import Input
 from ssta.parallel import Sent, Shards
 
-from ..report import Stopwatch
+from ..patch.report import Stopwatch
 
 
 class OnItsWay(NamedTuple):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.parallel import check_ranks
 
-from ..call import Ranks
-from ..family import Family, family_of
+from ..patch.call import Ranks
+from ..patch.family import Family, family_of
 from .split import OwnMemory, Plan, Split, hooks_of
 
 # They compare activations, of which a rank has its own tokens.

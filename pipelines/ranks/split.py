@@ -11,7 +11,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..call import CallState
+from ..patch.call import CallState
 
 if TYPE_CHECKING:
     from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook

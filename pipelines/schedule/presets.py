@@ -10,7 +10,7 @@ from ssta import SSTAConfig
 from .schedule import Schedule
 
 if TYPE_CHECKING:
-    from ..family import Family
+    from ..patch.family import Family
 
 
 @dataclass(frozen=True)

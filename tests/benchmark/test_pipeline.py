@@ -50,7 +50,7 @@ def test_a_model_with_fewer_blocks_shares_its_weights(bench):
 
 
 def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
-    from ssta.pipelines import streams
+    from ssta.pipelines.patch import streams
 
     rope = streams.apply_rope
     monkeypatch.setattr(streams, "apply_rope", lambda x, cos, sin: rope(x, cos, -sin) if x.shape[1] > 10 else x)

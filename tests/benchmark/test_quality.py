@@ -228,7 +228,7 @@ def test_one_that_cannot_run_says_why(trained, tmp_path, monkeypatch):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ssta.pipelines.processor.SSTAProcessor._attend_sparsely", broken)
+        patch.setattr("ssta.pipelines.patch.processor.SSTAProcessor._attend_sparsely", broken)
         bench.measure(entry)
     bench.measure(replace(entry, name="well"))
     failed, well = rows_of(tmp_path / "a.csv")[1:]

@@ -84,7 +84,7 @@ def test_the_large_sizes_way_through_the_demo(demo, tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_sparse_layers_may_get_deferred_q_k_and_v(demo, tmp_path, monkeypatch):
     """As on a GPU, where norm, RoPE and tiles are one pass; here in Triton's interpreter."""
-    from ssta.pipelines import streams
+    from ssta.pipelines.patch import streams
 
     wanted = []
     monkeypatch.setattr(streams, "_by_kernel", lambda *stream: wanted.append(stream) or True)

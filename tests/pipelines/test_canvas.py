@@ -9,7 +9,7 @@ from tiny_models import TINY, run
 
 from ssta import DenseRun, VideoGrid
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta
-from ssta.pipelines.canvas import from_coordinates, from_numbers
+from ssta.pipelines.patch.canvas import from_coordinates, from_numbers
 
 
 def made_in_inference_mode(call: dict) -> dict:

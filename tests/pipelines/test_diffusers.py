@@ -19,8 +19,8 @@ from tiny_models import TINY, TOLERANCE, run
 from tiny_pipelines import PIPELINES, latents
 
 from ssta.pipelines import Schedule, apply_ssta, remove_ssta
-from ssta.pipelines.backends import default_is_sdpa
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.backends import default_is_sdpa
+from ssta.pipelines.patch.family import family_of
 
 NEVER_DENSE = Schedule()
 ALL = sorted(set(TINY) - {"hunyuan_video_i2v", "wan_ti2v", "cogvideox_2b", "cogvideox_1.5", "consisid"})

@@ -13,8 +13,8 @@ from tiny_pipelines import PIPELINES, flow, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta, remove_ssta, supported_models
-from ssta.pipelines.canvas import from_coordinates
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.canvas import from_coordinates
+from ssta.pipelines.patch.family import family_of
 
 NEVER_DENSE = Schedule()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssta.kernels import BlockLists
-from ssta.pipelines.kept_selection import Holder, KeptSelection, _packed, _unpacked
+from ssta.pipelines.patch.kept_selection import Holder, KeptSelection, _packed, _unpacked
 from ssta.selection import Selection
 
 

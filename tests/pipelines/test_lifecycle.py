@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
-from ssta.pipelines.family import small_tiles
+from ssta.pipelines.patch.family import small_tiles
 
 
 def stock_everywhere(model) -> bool:

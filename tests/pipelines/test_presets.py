@@ -10,7 +10,7 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 from ssta.pipelines.schedule.presets import PRESETS, preset_names, preset_settings
 
 

@@ -11,9 +11,10 @@ from tiny_models import TINY, run
 
 from ssta import explain
 from ssta.compensation import mass_summary
-from ssta.pipelines import Schedule, apply_ssta, processor
+from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.parts import without_estimate
-from ssta.pipelines.report import LayerRun, RunReport
+from ssta.pipelines.patch import processor
+from ssta.pipelines.patch.report import LayerRun, RunReport
 from ssta.report import heads_without_estimate
 
 

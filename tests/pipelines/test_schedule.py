@@ -16,7 +16,8 @@ from tiny_models import TINY, run
 from tiny_pipelines import PIPELINES, flow, latents
 
 from ssta.kernels import choose_route
-from ssta.pipelines import Schedule, apply_ssta, processor, remove_ssta
+from ssta.pipelines import Schedule, apply_ssta, remove_ssta
+from ssta.pipelines.patch import processor
 
 
 def noting(function, seen: list, entry):

@@ -16,8 +16,8 @@ from tiny_hunyuan import SPARSE, apply_ssta, tiny_transformer
 from tiny_models import TINY, run
 
 from ssta.pipelines import Family, Split, cp_plan
-from ssta.pipelines.call import Ranks
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.call import Ranks
+from ssta.pipelines.patch.family import family_of
 from ssta.pipelines.ranks.split import gathered
 
 # Audio's queries are whole and look at the video's keys, which are split: diffusers' own exchange.

@@ -13,7 +13,7 @@ from ssta.kernels.prologue import norm_rope_kernel
 from ssta.pipelines import Schedule, apply_ssta, streams
 from ssta.pipelines.families.joint import JointSSTAProcessor
 from ssta.pipelines.families.mochi import MochiSSTAProcessor
-from ssta.pipelines.streams import Stream
+from ssta.pipelines.patch.streams import Stream
 from ssta.scoring import descriptors
 
 # The package gives its name to the function.

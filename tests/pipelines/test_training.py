@@ -13,8 +13,9 @@ from tiny_models import TINY, run
 from torch import nn
 
 from ssta import SSTAConfig
-from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, processor, set_density, teacher_student
-from ssta.pipelines.kept_selection import KeptSelection
+from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, set_density, teacher_student
+from ssta.pipelines.patch import processor
+from ssta.pipelines.patch.kept_selection import KeptSelection
 from ssta.pipelines.schedule.density import with_density
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ssta import DenseRun, TokenLayout, VideoGrid
-from ssta.pipelines.family import small_tiles
+from ssta.pipelines.patch.family import small_tiles
 from ssta.pipelines.plugs.vllm_omni import VARIABLE, Settings, config_from, register, sequence_layout
 
 

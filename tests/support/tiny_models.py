@@ -12,7 +12,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 
-from ssta.pipelines.family import family_of
+from ssta.pipelines.patch.family import family_of
 
 HEADS, HEAD_DIM, WIDTH, TEXT_LEN = 2, 16, 32, 7
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.kernels import require_impl
 
-from ...apply import SSTAHandle, install_all, transformers_of
-from ...context import ModelContext
-from ...family import Family, Site, family_of
-from ...installation import processors_for, require_bare, sites_of
-from ...processor import SSTAProcessor
+from ...patch.apply import SSTAHandle, install_all, transformers_of
+from ...patch.context import ModelContext
+from ...patch.family import Family, Site, family_of
+from ...patch.installation import processors_for, require_bare, sites_of
+from ...patch.processor import SSTAProcessor
 from ...schedule.progress import Progress
 from ...schedule.schedule import Schedule
 from ..wan_attention import WanSSTAProcessor

@@ -9,7 +9,7 @@ from ssta import SSTAConfig
 from ssta.sla import Q_BLOCK, check_density
 from ssta.vsa import vsa_config
 
-from ...apply import SSTAHandle
+from ...patch.apply import SSTAHandle
 from .branches import Branch, apply_branch
 from .checkpoint import Weights
 from .wan import WanSLAProcessor, WanVSAProcessor

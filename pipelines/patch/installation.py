@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..ranks.token_order import channels_side_by_side, first_blocks
 from .context import ModelContext
 from .family import Family, Site
 from .processor import SSTAProcessor
-from .ranks.token_order import channels_side_by_side, first_blocks
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"

@@ -21,12 +21,12 @@ from ssta.report import heads_without_estimate
 from ssta.rings import Rings
 from ssta.selection import Selection
 
+from ..ranks.exchange import Exchange, Given, OnItsWay
+from ..schedule.progress import is_fake
 from .backends import default_is_sdpa
 from .context import ModelContext
 from .kept_selection import Holder
-from .ranks.exchange import Exchange, Given, OnItsWay
 from .report import LayerRun, Stopwatch
-from .schedule.progress import is_fake
 from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
-from .families import PLACES
-from .ranks.split import Split
-from .schedule.defaults import small_tiles
-from .schedule.schedule import Schedule
+from ..families import PLACES
+from ..ranks.split import Split
+from ..schedule.defaults import small_tiles
+from ..schedule.schedule import Schedule
 
 
 def thousandth(timestep: Tensor | float) -> Tensor | float:

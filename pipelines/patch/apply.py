@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.kernels import require_bool, require_impl
 
+from ..schedule.presets import preset_settings
+from ..schedule.progress import Progress
+from ..schedule.schedule import Schedule
 from .context import ModelContext
 from .family import Family, Site, family_of
 from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
 from .processor import SSTAProcessor
 from .report import RunReport
-from .schedule.presets import preset_settings
-from .schedule.progress import Progress
-from .schedule.schedule import Schedule
 
 # Wan 2.2 has a second one for low noise, MiniMax-H3 another one for generations with references.
 _TRANSFORMERS = ("transformer", "transformer_2", "transformer_ref")

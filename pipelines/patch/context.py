@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels import warn_once
 
+from ..ranks.parallel import Parallelism, agree
+from ..schedule.progress import Generation, Progress, Step, read
+from ..schedule.schedule import Schedule
 from .call import CallState
 from .family import Family
-from .ranks.parallel import Parallelism, agree
 from .report import Stopwatch
-from .schedule.progress import Generation, Progress, Step, read
-from .schedule.schedule import Schedule
 
 
 @dataclass

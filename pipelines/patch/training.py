@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ssta.kernels import require_int, require_number
 
+from ..schedule.density import DENSE_FROM, with_density
 from .apply import SSTAHandle
 from .context import CallState, ModelContext
 from .kept_selection import KeptSelection
 from .processor import SSTAProcessor
-from .schedule.density import DENSE_FROM, with_density
 
 
 class Velocities(NamedTuple):
