@@ -23,9 +23,9 @@ from ssta.pipelines import (
     frozen_checkpoint,
     remove_ssta,
     set_density,
-    sparse_checkpoints,
     teacher_student,
 )
+from ssta.pipelines.families.trained import sparse_checkpoints
 from ssta.pipelines.families.wan_attention import WanSSTAProcessor
 
 CANVAS = (5, 6, 7)

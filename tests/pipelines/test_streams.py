@@ -10,9 +10,10 @@ from torch import nn
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
 from ssta.kernels import Deferred
 from ssta.kernels.prologue import norm_rope_kernel
-from ssta.pipelines import Schedule, apply_ssta, streams
+from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.families.joint import JointSSTAProcessor
 from ssta.pipelines.families.mochi import MochiSSTAProcessor
+from ssta.pipelines.patch import streams
 from ssta.pipelines.patch.streams import Stream
 from ssta.scoring import descriptors
 

@@ -22,7 +22,8 @@ from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta import SSTAConfig
 from ssta.kernels.prologue import norm_rope_kernel
-from ssta.pipelines import Schedule, apply_ssta, cp_plan, streams
+from ssta.pipelines import Schedule, apply_ssta, cp_plan
+from ssta.pipelines.patch import streams
 
 
 def settings(rank, ranks):
