@@ -23,6 +23,7 @@ import torch
 from arguments import add_names, add_rounds, named, new_parser
 from bench_layer import dense
 from measure import NO_TIMES, RESULTS, backward_flops, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine
+from table import trained_table
 from torch import Tensor
 from truth import Wrong, check, exact_query_block
 
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = named(parser, "layer", options.layer, layers)
     print_machine()
     measure_each(chosen, partial(measure, options=options, device="cuda" if gpu else "cpu"),
-                 RESULTS / f"{options.csv}.csv" if options.csv else None)
+                 RESULTS / f"{options.csv}.csv" if options.csv else None, trained_table)
 
 
 def measure(layer: Layer, options: argparse.Namespace, device: str) -> list[dict]:

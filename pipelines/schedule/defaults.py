@@ -10,8 +10,8 @@ def small_tiles() -> SSTAConfig:
     estimate is worst, and the rest estimated, because such models were trained with all of it. A single frame has flat tiles of as many.
     A window would take up pairs that an estimate does well enough.
 
-    At one density these tiles come 4 dB nearer to the dense video of the small model of ``benchmark/bench_quality.py`` than tiles of 256
-    tokens, and 6 dB nearer than HunyuanVideo-1.5's 384; flat ones, 2 x 8 x 8, only 2 and 4. Their estimates take longer.
+    At one density a small model's videos are nearer to the dense ones in these tiles than in tiles of 256 or 384 tokens, or in flat ones of
+    2 x 8 x 8 (``benchmark/quality.md``). Their estimates take longer.
     """
     return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
                       variants=((1, {"tile_thw": (1, 8, 16)}),))
