@@ -127,10 +127,10 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
                 found = world.section(work)
             except Exception as error:
                 found = [row(**about, note=failure(error))]
+            gc.collect()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
         rows += found
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
         if world.rank == 0 and found:
             print_rows(found)
             if path:

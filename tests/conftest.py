@@ -1,5 +1,6 @@
 """Common ground of all tests: fixed seeds, uninitialised memory that shows, Triton's interpreter where there is no GPU."""
 
+import gc
 import os
 
 import hypothesis
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish():
+    """What imports and collection made stays until the end: hundreds of thousands of objects, which every gc.collect() would walk through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
