@@ -69,7 +69,7 @@ class SSTA:
         if (density > 0) == (top_k > 0):
             raise ValueError(f"one of density and top_k must be above 0 and the other one 0, got {density} and {top_k}")
         config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation)
-        return (patch_model(model, config, Schedule(dense_steps=dense_steps, dense_layers=parse_blocks(dense_blocks))),)
+        return (patch_model(model, config, Schedule(dense_steps=float(dense_steps), dense_layers=parse_blocks(dense_blocks))),)
 
 
 class SSTATrained:

@@ -77,7 +77,7 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
                 print(handle.report(), flush=True)
         dense = None
         if options.side_by_side:
-            with apply_ssta(pipe, config, schedule=Schedule(dense_steps=1)):
+            with apply_ssta(pipe, config, schedule=Schedule(dense_steps=1.0)):
                 share_out(pipe)
                 dense = generate("dense", pipe, call, options.seed)
     except (OSError, TypeError, ValueError) as error:

@@ -60,7 +60,7 @@ class Configuration:
 
 def dense(pipe: Any) -> Configuration:
     """Exact attention at every step, on the kernels that the dense steps of other configurations run and without masks of S x S tokens."""
-    return Configuration("dense", family_of(transformers_of(pipe)[0][1]).default_config(), Schedule(dense_steps=1))
+    return Configuration("dense", family_of(transformers_of(pipe)[0][1]).default_config(), Schedule(dense_steps=1.0))
 
 
 def parse_configuration(text: str, pipe: Any) -> Configuration:
@@ -105,7 +105,7 @@ def _settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
     if name == "default":
         return family.default_config(), family.default_schedule()
     if name == "dense":
-        return family.default_config(), Schedule(dense_steps=1)
+        return family.default_config(), Schedule(dense_steps=1.0)
     return preset_settings(family, name)
 
 

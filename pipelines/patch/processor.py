@@ -14,12 +14,13 @@ from torch import Tensor
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.attention import LayerResult, ssta_layer
 from ssta.compensation import mass_summary
-from ssta.kernels import PatternFacts, Route, choose_route
+from ssta.kernels import PatternFacts, Route, choose_route, warn_once
 from ssta.layout import Input
 from ssta.parallel import Exchanged, Sent, Shards
 from ssta.report import heads_without_estimate
 from ssta.rings import Rings
 from ssta.selection import Selection
+from ssta.window import window_size
 
 from ..ranks.exchange import Exchange, Given, OnItsWay
 from ..schedule.progress import is_fake
@@ -126,7 +127,21 @@ class SSTAProcessor:
             if len(layouts) >= _LAYOUTS_KEPT:
                 layouts.clear()
             layouts[key] = layout
+            self._warn_of_the_window(thw)
         return layout
+
+    def _warn_of_the_window(self, thw: tuple[int, int, int]) -> None:
+        """Says, once for each kind of model, that on this canvas the window alone is more than the configuration's density."""
+        config = None if self.config is None else self.config.for_canvas(thw)
+        if config is None or config.density is None or config.selected_by == "block_attn":
+            return
+        tiles = -(-thw[0] // config.tile_thw[0]), -(-thw[1] // config.tile_thw[1]), -(-thw[2] // config.tile_thw[2])
+        share = window_size(tiles, config.kernel_thw) / math.prod(tiles)
+        if share > config.density:
+            model, window, canvas = self.context.family.model, *(" x ".join(map(str, sizes)) for sizes in (config.kernel_thw, tiles))
+            warn_once(f"window of {model}", f"config has density = {config.density}, but its window of {window} tiles, which is computed "
+                      f"whole, is {share:.1%} of the tile pairs of a canvas of {canvas} tiles of {model}: give a smaller kernel_thw or "
+                      "tile_thw, or sparse_type='block_attn', which has no window")
 
     @property
     def dense(self) -> bool:

@@ -12,7 +12,7 @@ from ssta import SSTAConfig
 from ssta.kernels import require_int, require_number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """When SSTA steps back for exact dense attention. The default never does. Immutable, hashable, checked at construction.
 
@@ -20,7 +20,8 @@ class Schedule:
     keep them dense; ``warm_up`` is what they get by default.
 
     Args:
-        dense_steps: the first fraction of the denoising steps, in [0, 1], rounded up to whole steps: 0.15 is 8 steps of 50 and 1 of 4.
+        dense_steps: the first fraction of the denoising steps, in [0, 1], rounded up to whole steps: 0.15 is 8 steps of 50 and 1 of 4;
+            1.0 is all of them, and the int 1 is refused.
             Below 1 the last step stays sparse, so a model of a single step does too. The steps are those that run: where a generation
             starts in the middle of the scheduler's, as video-to-video with a strength of 0.5 does, 0.15 is 4 of its 25. Schedulers
             that call the model twice a step, as Heun's does, have two steps there. Needs a scheduler that counts the steps; a forward
@@ -43,6 +44,9 @@ class Schedule:
     layer_configs: Mapping[int | str, SSTAConfig] | tuple[tuple[int | str, SSTAConfig], ...] = ()
 
     def __post_init__(self) -> None:
+        if type(self.dense_steps) is int and self.dense_steps == 1:
+            raise ValueError("dense_steps must be a fraction of the steps, got 1, which may be meant for one step: 1.0 keeps all of them "
+                             "dense, and a small fraction, such as 0.01, the first one")
         if not 0 <= require_number("dense_steps", self.dense_steps) <= 1:
             raise ValueError(f"dense_steps must lie in [0, 1], a fraction of the steps, got {self.dense_steps}")
         if self.dense_above is not None and not 0 <= require_number("dense_above", self.dense_above) <= 1:

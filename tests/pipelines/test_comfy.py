@@ -225,7 +225,7 @@ def test_a_model_that_never_asks_is_said(monkeypatch, said):
 def test_steps_that_cannot_be_counted_are_said(said):
     case = Case("wan")
     with pytest.warns(RuntimeWarning, match="without sample_sigmas"):
-        out = case.run(patch_model(case.model, FEW, Schedule(dense_steps=1)), sigmas=None)
+        out = case.run(patch_model(case.model, FEW, Schedule(dense_steps=1.0)), sigmas=None)
     assert not torch.equal(out, case.run(case.model))
 
 

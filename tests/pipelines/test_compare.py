@@ -74,7 +74,7 @@ def test_the_kernels_of_dense_steps_are_the_references():
     """A configuration that is dense throughout is the reference to the bit, with frames and latents, and another backend is not."""
     pipe = wan_with_frames()
     call = dict(height=96, width=128, num_frames=9, num_inference_steps=2)
-    configurations = [dense(pipe), Configuration("all", SPARSE, Schedule(dense_steps=1)),
+    configurations = [dense(pipe), Configuration("all", SPARSE, Schedule(dense_steps=1.0)),
                       Configuration("layers", SPARSE, Schedule(dense_layers=(0, 1))),
                       replace(dense(pipe), name="math", backend="_native_math"), Configuration("late", SPARSE, Schedule(dense_steps=0.5))]
     found = compare(pipe, configurations, call, [Clip("a cat")])

@@ -31,7 +31,7 @@ def test_names(pipe):
     default = parse_configuration("default", pipe)
     assert (default.config, default.schedule) == (SSTAConfig(topk=32, variants=((1, {"topk": 8}),)), Schedule.warm_up())
     assert parse_configuration("stock", pipe) == Configuration("stock", None)
-    assert parse_configuration("dense", pipe) == dense(pipe) and dense(pipe).schedule == Schedule(dense_steps=1)
+    assert parse_configuration("dense", pipe) == dense(pipe) and dense(pipe).schedule == Schedule(dense_steps=1.0)
     assert dense(pipe).all_dense and not default.all_dense and not Configuration("stock", None).all_dense
     assert parse_configuration("dense enough", pipe).config == SSTAConfig(density=0.3, lambda_=0.5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from tiny_models import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssta import SSTAConfig
+from ssta import SSTAConfig, pipelines
 from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
-from ssta.pipelines.patch.family import small_tiles
+from ssta.pipelines.patch.family import family_of, small_tiles
+from ssta.pipelines.schedule.presets import preset_settings
 
 
 def stock_everywhere(model) -> bool:
@@ -255,7 +257,70 @@ def test_a_block_that_was_deleted_takes_its_site_along(deleted):
         run(model)
 
 
+# A density, and what a configuration of one's own gives up
+
+
+def test_a_density_changes_the_default_and_keeps_the_rest():
+    model = tiny_transformer()
+    default = family_of(model).default_config()
+    with pipelines.apply_ssta(model, density=0.3) as handle:
+        assert handle.config.density == 0.3 and handle.config == replace(default, density=0.3)
+        assert handle.config.compensation == "linear" and handle.config.for_canvas((1, 8, 8)).density == 0.3
+    with pipelines.apply_ssta(model, preset="near", density=0.2) as handle:
+        config, schedule = preset_settings(family_of(model), "near")
+        assert handle.config == replace(config, density=0.2) and handle.schedule.dense_layers == schedule.dense_layers
+
+
+@pytest.mark.parametrize("options, error, message", [
+    (dict(density=1.5), ValueError, r"density must lie in \(0, 1\], a share of the tile pairs, got 1.5"),
+    (dict(density="0.2"), TypeError, "density must be a number, got '0.2'"),
+    (dict(density=0.2, config=SPARSE), ValueError, "density must be None with a config, which has its own, got 0.2 with one"),
+    (dict(config="fast"), TypeError, "config must be an SSTAConfig or None, got str; presets are taken by name as preset='fast'"),
+])
+def test_wrong_densities_and_configurations(options, error, message):
+    model = tiny_transformer()
+    with pytest.raises(error, match=message):
+        pipelines.apply_ssta(model, **options)
+    assert stock_everywhere(model)
+
+
+def test_a_configuration_without_the_defaults_estimate_is_told_once(monkeypatch):
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    model = tiny_transformer()
+    with pytest.warns(RuntimeWarning, match="config drops the tiles that it does not compute .* apply_ssta.model, density=.*") as found:
+        for _ in range(2):
+            apply_ssta(model, SSTAConfig(density=0.15)).remove()
+    assert len(found) == 1
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for config in (small_tiles(), SSTAConfig(density=0.15, compensation="linear"), SSTAConfig.hunyuan_video_15()):
+            apply_ssta(model, config).remove()
+
+
+def test_a_window_that_alone_exceeds_the_density_is_told_once(monkeypatch):
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    model = tiny_transformer()
+    own = SSTAConfig(density=0.15, tile_thw=(2, 3, 4), sparse_type="ssta", compensation="linear")
+    with apply_ssta(model, own, schedule=Schedule()), pytest.warns(RuntimeWarning) as found:
+        run(model)
+        run(model, **inputs((4, 6, 8)))
+    assert len(found) == 1
+    assert "its window of 3 x 3 x 3 tiles, which is computed whole, is 100.0% of the tile pairs" in str(found[0].message)
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for config in (replace(own, sparse_type="block_attn"), replace(own, kernel_thw=(1, 1, 1), density=0.3)):
+            with apply_ssta(model, config, schedule=Schedule()):
+                run(model)
+
+
 # Two transformers
+
+
+def test_a_handle_is_not_what_is_removed_from():
+    with apply_ssta(tiny_transformer(), SPARSE) as handle, pytest.raises(TypeError, match=r"got SSTAHandle; its own remove\(\) takes SSTA"):
+        remove_ssta(handle)
 
 
 def test_both_transformers_of_a_pipeline():

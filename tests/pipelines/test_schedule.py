@@ -71,7 +71,7 @@ def test_dense_steps_are_the_stock_model_s_and_the_others_are_not():
         ours = trail(pipe)
     for i in range(4):
         assert torch.allclose(ours[i], stock[i], rtol=1e-4, atol=1e-4) == (i < 2)
-    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=1)):
+    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=1.0)):
         torch.testing.assert_close(trail(pipe)[-1], stock[-1], rtol=1e-4, atol=1e-4)
 
 
@@ -251,6 +251,7 @@ def test_a_schedule_is_a_value():
 
 @pytest.mark.parametrize("options, error, message", [
     (dict(dense_steps=1.5), ValueError, r"dense_steps must lie in \[0, 1\].*1.5"),
+    (dict(dense_steps=1), ValueError, "dense_steps must be a fraction of the steps, got 1, which may be meant for one step: 1.0 keeps all"),
     (dict(dense_steps=-0.1), ValueError, "dense_steps"),
     (dict(dense_steps="first"), TypeError, "dense_steps must be a number"),
     (dict(dense_steps=float("nan")), ValueError, "dense_steps"),
