@@ -25,13 +25,9 @@ _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*",
            "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*", "!ssta/masks.py", "!ssta/plot.py",
           "!ssta/report.py", "!ssta/sla.py", "!ssta/vsa.py", "!ssta/trained/*", "!ssta/rank*", "!ssta/ring*", "!ssta/parallel.py",
-          "!ssta/exchange.py")
-_STEP = (*_LAYER, "pipelines/*", "!pipelines/comfy*", "!pipelines/vllm*", "!pipelines/plugs/*", "!pipelines/evaluation*",
-         "!pipelines/compare.py", "!pipelines/*table.py", "!pipelines/*report.py", "!pipelines/ranks/*", "!pipelines/parallel.py",
-         "!pipelines/exchange.py", "!pipelines/split.py", "!pipelines/team.py", "!pipelines/scatter.py", "!pipelines/after_gather.py",
-         "!pipelines/token_order.py")
-_RANKS = (*_LAYER, "ssta/rank*", "ssta/ring*", "ssta/parallel.py", "ssta/exchange.py", "pipelines/*", "!pipelines/comfy*",
-          "!pipelines/vllm*", "!pipelines/plugs/*", "!pipelines/evaluation*", "!pipelines/compare.py")
+          "!ssta/exchange.py", "!kernels/eager/*")
+_STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py", "!*/text_table.py")
+_RANKS = (*_STEP, "pipelines/ranks/*", "ssta/rank*", "ssta/ring*", "ssta/parallel.py", "ssta/exchange.py")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS,
     "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*"),

@@ -237,6 +237,18 @@ def steps_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def speed_ups_table(rows: list[Row]) -> list[list[str]]:
+    """One line a model whose default step was measured: it beside the fastest dense one, and by how much it is faster."""
+    lines = [["model", "SSTA by default, s", "dense, s", "speed-up", "without attention, s"]]
+    for model, found in grouped([row for row in rows if row["step_s"]], lambda row: row["model"]).items():
+        of = {row["what"]: float(row["step_s"]) for row in found}
+        dense = [of[what] for what in ("stock", "unmasked") if what in of]
+        if "default" in of and dense:
+            ours, theirs = of["default"], min(dense)
+            lines.append([model, figures(ours), figures(theirs), figures(theirs / ours), figures(of.get("removed"))])
+    return lines
+
+
 # Exactness
 
 
@@ -269,7 +281,8 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
 TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table), "around": ("kernels", around_table),
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
-          "steps": ("pipeline", steps_table), "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
+          "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
+          "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
           "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table)}

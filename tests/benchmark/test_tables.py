@@ -135,9 +135,10 @@ def test_rows_are_stale_when_code_under_them_changes(repository):
     both = ("kernels/hopper/backward.py", "kernels/hopper/forward.py")
     assert changed(first, second, third, first) == [both, both, ()]
     assert changed(first, name="kernels_a100", device="NVIDIA A100") == [()], "it runs kernels/portable"
-    commit(kernels__tail="def g(): pass\n", pipelines__report="x = 1\n", ssta__vsa="x = 1\n")
+    commit(kernels__tail="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n", ssta__vsa="x = 1\n")
     assert changed(third) == [()]
     assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/tail.py",)]
+    assert changed(third, name="parallel_h200x2") == [("kernels/tail.py", "pipelines/ranks/split.py")]
     (tree / "ssta" / "attention.py").unlink()
     (tree / "kernels" / "__init__.py").write_text("from .tail import g\n")
     assert changed(third, name="host_h200") == [("kernels/tail.py", "ssta/attention.py")], "the working tree counts, names in doors do not"
@@ -236,6 +237,15 @@ def test_rates_in_short_say_how_much_the_inputs_matter(made_up):
     rows = [{name: str(value) for name, value in row.items()} for row in rows]
     assert table.rates_table(rows)[1:] == [["46,080", "16", "128", "48 of 120", "400", "1.10 to 1.25", "400", "0.90", "1.12"]]
     assert table.rates_table(rows[:3])[1:] == [["46,080", "16", "128", "48 of 120", "400", "1.10", "–", "–"]]
+
+
+def test_speed_ups_need_a_default_step():
+    import table
+
+    rows = [dict(model=model, what=what, step_s=seconds) for model, what, seconds in (
+        ("A", "default", "2.0"), ("A", "stock", "9.0"), ("A", "unmasked", "5.0"), ("A", "removed", "1.0"), ("A", "none", ""),
+        ("B", "stock", "1.0"))]
+    assert table.speed_ups_table(rows)[1:] == [["A", "2.00", "5.00", "2.50", "1.00"]]
 
 
 def test_layers_of_checkpoints_that_were_trained_sparse():
