@@ -22,7 +22,7 @@ from .quality import require_video_writer
 from .record import append_record, read_records, record_of
 from .scatter import plot_evaluation
 from .table import Evaluation
-from .team import OtherRankError, joined, quit_last, share_over_world, world
+from .team import OtherRankError, process_group, quit_last, share_over_world, world
 
 __all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "OtherRankError", "append_record", "compare", "dense", "main",
            "parse_configuration", "plot_evaluation", "read_prompts"]
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> Evaluation:
     with ExitStack() if first else redirect_stderr(StringIO()), ExitStack() if first else redirect_stdout(StringIO()):
         options = parser.parse_args(arguments)
     try:
-        with joined():
+        with process_group():
             evaluation = _run(options)
             if first:
                 _publish(options, evaluation)

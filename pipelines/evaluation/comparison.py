@@ -25,7 +25,7 @@ from ..schedule.progress import Progress
 from .configurations import Configuration, running
 from .folder import Folder, Reference, settings_of
 from .measurement import Clip, Measurement, plain
-from .parts import Part, exact_mass, whole_report, without_estimate
+from .parts import RankReport, exact_mass, whole_report, without_estimate
 from .quality import describe, relative_difference, write_video
 from .table import Evaluation
 from .team import Team
@@ -161,7 +161,7 @@ class _Comparison:
                 generated, seconds, wall, device = self._run(call, clip.seed)
             if handle is None:
                 return generated, Measurement(seconds, wall, ranks=ranks), device
-            parts = self.team.together(partial(Part.of, handle, seen))
+            parts = self.team.together(partial(RankReport.of, handle, seen))
         report = whole_report(parts)
         seen.update(dict.fromkeys(kernel for part in parts for kernel in part.dense_kernels))
         kernels = tuple(dict.fromkeys(run.implementation for part in parts for run in part.report))

@@ -20,7 +20,7 @@ from ..schedule.schedule import Schedule
 
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
 _CONFIG_FIELDS = {field.name for field in fields(SSTAConfig) if field.init} - {"variants", "budget"}
-# What both have is the configuration's.
+# A field that both have is the configuration's.
 _SCHEDULE_FIELDS = {field.name for field in fields(Schedule) if field.init} - {"layer_configs"} - _CONFIG_FIELDS
 
 

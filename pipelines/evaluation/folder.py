@@ -19,7 +19,7 @@ from ..patch.apply import transformers_of
 from .configurations import Configuration
 from .measurement import Clip, Measurement, digest, measurement_of, plain, read_json, write_json
 
-# Of run.json and of records. Another number when a field changes its meaning or goes.
+# The version of run.json and of records; it changes when a field changes its meaning or goes.
 SCHEMA = "ssta.compare/1"
 _PACKAGES = ("diffusers", "transformers", "triton", "lpips")
 
@@ -90,7 +90,7 @@ class Folder:
         if file.exists():
             if not resume:
                 raise ValueError(f"output must be a folder without a comparison, got {path} with one; resume it, or choose another folder")
-            # It was one before there were several.
+            # Comparisons from before there were several ranks do not say how many.
             before = {"ranks": 1, **read_json(file, "run.json")}
             for where, old, new in _conflicts(before, settings):
                 raise ValueError(f"resume must go on with the comparison of {file}, got another: {where} is {old} there and {new} here")
@@ -142,7 +142,7 @@ class Folder:
             found = torch.load(file, map_location="cpu", weights_only=True)
             return Reference(found["latents"], found["frames"])
         except Exception as error:
-            # What torch says of it recommends unsafe ways to read it.
+            # torch's own message recommends unsafe ways to read the file.
             raise ValueError(f"a reference must be as it was written, got {file} ({type(error).__name__}); delete it and resume") from None
 
     def keep(self, clip: Clip, reference: Reference) -> None:

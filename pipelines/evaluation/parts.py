@@ -16,7 +16,7 @@ from ..patch.report import LayerRun, RunReport
 
 
 @dataclass(frozen=True)
-class Part:
+class RankReport:
     """One rank's: its report, for each layer there its ``SSTAProcessor.exact_mass``, and the kernels of its dense steps."""
 
     report: RunReport
@@ -24,14 +24,14 @@ class Part:
     dense_kernels: tuple[str, ...]
 
     @classmethod
-    def of(cls, handle: SSTAHandle, dense_kernels: Iterable[str]) -> Part:
+    def of(cls, handle: SSTAHandle, dense_kernels: Iterable[str]) -> RankReport:
         report = handle.report()
         masses = {f"{name}.{site}" if name else site: processor.exact_mass
                   for name, _, _, processors in handle.layers() for site, processor in processors}
         return cls(report, tuple([masses[run.layer] for run in report]), tuple(dense_kernels))
 
 
-def whole_report(parts: Sequence[Part]) -> RunReport:
+def whole_report(parts: Sequence[RankReport]) -> RunReport:
     """The first rank's report, with the densities and the exact mass of all ranks' heads."""
     if len(parts) == 1:
         return parts[0].report

@@ -10,7 +10,7 @@ from .folder import SCHEMA
 from .measurement import Clip, Measurement, measurement_of, plain, read_json, write_json
 from .table import METRICS, Evaluation
 
-# What a run is known again by. Runs that differ in any of it are different ones and stand beside each other.
+# A run is recognised by these settings. Runs that differ in any of them are listed beside each other.
 _IDENTITY = ("pipeline", "transformers", "dtype", "device", "ranks", "versions", "call", "reference")
 _MEANS = (*METRICS, "speed_up", "density")
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..patch.text_table import aligned
 from .measurement import Clip, Measurement
 
-# What is compared pair by pair, and whether more of it is better.
+# The measures that are compared pair by pair, and whether more is better.
 METRICS = {"psnr": True, "ssim": True, "lpips": False, "latent_difference": False, "seconds": False}
 _STYLES = {"psnr": ".2f", "ssim": ".4f", "lpips": ".4f", "latent_difference": ".2e", "seconds": ".3f", "speed_up": ".2f"}
 _HEADS = {"psnr": "PSNR, dB", "ssim": "SSIM", "lpips": "LPIPS", "latent_difference": "latents", "seconds": "s per step",

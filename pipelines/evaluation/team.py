@@ -51,13 +51,13 @@ class Team:
         self._models, self._config = models, shared_by(models)
         self.rank, self.size = 0, 1
         self._said = 0
-        # What this rank said since all were last known to have heard everything.
+        # What this rank said since all others were known to have heard it.
         self._unheard: list[str] = []
         if self._config is None:
             return
         self.group = self._config.context_parallel_config._flattened_mesh.get_group()
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        # Its own words, whatever became of another comparison.
+        # A name of its own, so that messages of an earlier comparison are not taken for its.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, group=self.group, group_src=0)
         self._store: Any = dist.PrefixStore(f"ssta.compare/{name[0]}", dist.distributed_c10d._get_default_store())
@@ -168,7 +168,7 @@ class Team:
                 hook.remove()
 
 
-# What torchrun starts
+# Processes that torchrun started
 
 
 def world() -> tuple[int, int]:
@@ -178,7 +178,7 @@ def world() -> tuple[int, int]:
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """torchrun's processes as one group, over NCCL with a GPU each, or gloo where there are none; until the end of the ``with``, unless an
     exception ends it, because others may still be in a collective then. Does nothing without torchrun.
 
@@ -213,7 +213,7 @@ def share_over_world(models: Sequence[tuple[str, nn.Module]]) -> None:
     rank, size = world()
     if size == 1:
         return
-    # What `enable_parallelism` would do, but that fails where there are no GPUs.
+    # As `enable_parallelism` does, which fails where there are no GPUs.
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     context = ContextParallelConfig(ulysses_degree=size, ulysses_anything=True)

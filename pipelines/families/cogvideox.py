@@ -58,7 +58,7 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
 
 
 class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
-    """The same after ``fuse_qkv_projections``."""
+    """The processor for models whose projections are fused by ``fuse_qkv_projections``."""
 
     def project(self, attn: nn.Module, x: Tensor) -> tuple[Projected, Projected, Projected]:
         return attn.to_qkv(x).chunk(3, dim=-1)

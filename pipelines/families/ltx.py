@@ -50,7 +50,7 @@ def _plan(model: nn.Module) -> Plan:
 
 
 def tokens_given(arguments: Mapping[str, Any]) -> int:
-    """Of conditions and video, which arrive as tokens."""
+    """How many tokens of conditions and video there are."""
     tokens: int = arguments["hidden_states"].shape[1]
     return tokens
 

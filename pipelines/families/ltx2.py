@@ -67,7 +67,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
 
 
 class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
-    """The same under ``LTX2PerturbedAttnProcessor``, whose guidance replaces the attention's result by the values."""
+    """The processor in the place of ``LTX2PerturbedAttnProcessor``, whose guidance replaces the attention's result by the values."""
 
     def __call__(
         self,

@@ -25,7 +25,7 @@ def _vace_sites(model: nn.Module) -> Iterator[Site]:
 
 
 def _vace_schedule() -> Schedule:
-    """Both stacks have a first layer."""
+    """A warm-up in which the first layer of each of the two stacks is dense."""
     return replace(Schedule.warm_up(), dense_layers=("blocks.0.attn1", "vace_blocks.0.attn1"))
 
 

@@ -14,17 +14,17 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def from_bcfhw(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of latents ``[batch, channels, frames, height, width]``."""
+    """The canvas of latents ``[batch, channels, frames, height, width]``."""
     return _patched(model, arguments, (2, 3, 4), "[batch, channels, frames, height, width]")
 
 
 def from_bfchw(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of latents ``[batch, frames, channels, height, width]``."""
+    """The canvas of latents ``[batch, frames, channels, height, width]``."""
     return _patched(model, arguments, (1, 3, 4), "[batch, frames, channels, height, width]")
 
 
 def from_bfhwc(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of latents ``[batch, frames, height, width, channels]``."""
+    """The canvas of latents ``[batch, frames, height, width, channels]``."""
     return _patched(model, arguments, (1, 2, 3), "[batch, frames, height, width, channels]")
 
 
@@ -41,7 +41,7 @@ def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, in
 
 
 def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of a model that is called with ``num_frames``, ``height`` and ``width`` of its latents; without them, of its ``video_coords``.
+    """The canvas by ``num_frames``, ``height`` and ``width`` of the latents, or where these are not given by ``video_coords``.
 
     Where all three are 1 and there are ``video_coords`` of more tokens, as LTXI2VLongMultiPromptPipeline has it, the coordinates are those
     of frames that follow one another, whatever times these have.
@@ -62,7 +62,7 @@ def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, i
 
 
 def from_coordinates(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, int, int]:
-    """Of the grid that a sequence of (t, h, w) coordinates ends with.
+    """The canvas of the grid that a sequence of (t, h, w) coordinates ends with.
 
     Args:
         key: the tensor that holds the coordinates. It is read, which waits for the device, when it is first seen or was changed; one that
@@ -120,7 +120,7 @@ def _read(key: Tensor, what: Hashable, function: Callable[[Tensor], _Value], poi
 
 
 def _frames(points: Tensor) -> tuple[int, int, int]:
-    """Of a sequence that is frames alike in height and width: a frame goes until its first token's place comes again."""
+    """(frames, height, width) of a sequence of equal frames: a frame ends where the place of its first token comes again."""
     places = points[:, 1:]
     again = (places[1:] == places[0]).all(1).nonzero().flatten()
     area = 1 + int(again[0]) if len(again) else len(points)

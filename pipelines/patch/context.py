@@ -24,7 +24,7 @@ from .report import Stopwatch
 
 
 @dataclass
-class _Steps:
+class _StepCount:
     """How many steps were seen and were dense in the generation in progress or last finished; where nothing counts, forwards."""
 
     seen: int = 0
@@ -74,7 +74,7 @@ class ModelContext:
         # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
         self._progress = progress
-        self._steps = _Steps()
+        self._count = _StepCount()
         # How many forwards were timed, and which of them ended last.
         self._forwards = 0
         self.last_forward: int | None = None
@@ -130,12 +130,12 @@ class ModelContext:
     @property
     def steps(self) -> int | None:
         """How many steps were seen, see ``LayerRun``; None where there was none, or nothing that leaves a trace."""
-        return self._steps.seen or None
+        return self._count.seen or None
 
     @property
     def dense_steps(self) -> int:
         """How many of ``steps`` were dense."""
-        return self._steps.dense
+        return self._count.dense
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
@@ -187,7 +187,7 @@ class ModelContext:
             return True
         timestep = arguments.get("timestep")
         step = self._progress.step(timestep)
-        if self.check_ranks and state.ranks is not None and (step is None or step.generation is not self._steps.generation):
+        if self.check_ranks and state.ranks is not None and (step is None or step.generation is not self._count.generation):
             at = "unknown" if step is None else f"{step.position} of {step.total}"
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
         if step is not None:
@@ -199,7 +199,7 @@ class ModelContext:
         with self._counting:
             self._forwards += 1
             self._calls.forward = self._forwards
-            self._steps.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
+            self._count.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense
 

@@ -34,7 +34,7 @@ from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 _LAYOUTS_KEPT = 16
 
 
-class _Run(NamedTuple):
+class _LastRun(NamedTuple):
     """What an attention leaves for the report."""
 
     dense: bool
@@ -72,7 +72,7 @@ class SSTAProcessor:
         self.holder = Holder()
         self._stopwatch = Stopwatch()
         self._exchange = Exchange()
-        self._last: _Run | None = None
+        self._last: _LastRun | None = None
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
         """The canvas (t, h, w) of the forward in progress.
@@ -262,7 +262,7 @@ class SSTAProcessor:
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.exact_mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
-        self._last = _Run(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
+        self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
                           self.context.forward if timed else None)
         return out.transpose(1, 2)
 

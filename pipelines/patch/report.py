@@ -93,7 +93,7 @@ class RunReport(list):
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
         total = {"layer": "all", "density": f"{self.mean_density():.1%}", "time share": share}
         lines = [*map(_cells, self), total]
-        # What only some configurations have is left out where no layer has it.
+        # Columns that only some configurations have are left out where they are empty.
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
         rows = [tuple(head), *(tuple(line.get(name, "") for name in head) for line in lines)]
         reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
@@ -178,7 +178,7 @@ class Stopwatch:
         return torch.device("cpu") if lap is None or lap.device is None else lap.device
 
     def seconds(self) -> float | None:
-        """Of what was stopped last; None if nothing was since a start. Waits for the device."""
+        """The time that was stopped last; None if nothing was stopped since the last start. Waits for the device."""
         lap = self._last
         if lap is None or lap.device is None:
             return None

@@ -20,7 +20,7 @@ from .rope import apply_rope
 # Classes of RMSNorm that the kernel computes as they do -> whether they round to the weight's dtype before they multiply by the weight.
 Norms = Mapping[type[nn.Module], bool]
 TORCH_NORMS: Norms = {nn.RMSNorm: False}
-# What a projection gives, or the function that projects: called once, when it is needed.
+# A projection's output, or the function that projects, which is called once, when it is needed.
 Projected = Tensor | Callable[[], Tensor]
 
 

@@ -77,8 +77,8 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
         target = model if teacher is None else teacher
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            # Lest weights that autocast has cast without gradients serve the student too, and get none, as in some versions of torch; and
-            # lest they stay in memory.
+            # In some versions of torch weights that autocast cast without gradients would serve the student too, and get no gradients; and
+            # the cast weights would stay in memory.
             stack.enter_context(_no_autocast_cache())
             for context in _contexts(target):
                 stack.enter_context(context.densely())
@@ -242,13 +242,13 @@ def _again(kept: list[tuple[SSTAProcessor, KeptSelection]], states: list[tuple[M
 
 
 def _contexts(model: nn.Module) -> list[ModelContext]:
-    """Those of the SSTA in ``model``, each once."""
+    """The contexts of the SSTA in ``model``, each once."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return list({id(of.context): of.context for of in processors if isinstance(of, SSTAProcessor)}.values())
 
 
 def _adapter_layers(model: nn.Module) -> list[Any]:
-    # What has no PEFT loaded has no adapters of its.
+    # Without PEFT loaded there are no adapters.
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return [] if tuners is None else [module for module in model.modules() if isinstance(module, tuners.BaseTunerLayer)]
 

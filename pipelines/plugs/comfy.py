@@ -27,7 +27,7 @@ from .comfy_models import ComfyModel, Sequence, comfy_model
 # Under which a ModelPatcher and a call's transformer_options hold what is ours.
 KEY = "ssta"
 OVERRIDE = "optimized_attention_override"
-# What ComfyUI calls them in comfy.patcher_extension and in the attention functions.
+# ComfyUI's names for them, in comfy.patcher_extension and in the attention functions.
 _APPLY_MODEL, _DIFFUSION_MODEL, _ON_PRE_RUN = "apply_model", "diffusion_model", "on_pre_run"
 _AFTER_HEADS = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 # A bias on a score below which a token counts as masked: in float16 too, exp of it is 0.
@@ -108,7 +108,7 @@ def _diffusion_model(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Denseness:
     """What ``note_step`` tells ``note_canvas`` in a call's transformer_options: whether all of it is dense, or why it has to be."""
 
     dense: bool
@@ -160,23 +160,23 @@ class ComfyPatch:
         step = self._step(t, options)
         if not step.dense and self.known.joint and kwargs.get("attention_mask") is not None:
             wrong = _not_a_prefix(kwargs["attention_mask"])
-            step = _Step(False, wrong, masked=True)
+            step = _Denseness(False, wrong, masked=True)
         if step.wrong is not None:
             _say(f"{self.known.name} keeps its own attention: {step.wrong}")
         options[KEY] = step
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
-    def _step(self, t: Tensor, options: Mapping[str, Any]) -> _Step:
+    def _step(self, t: Tensor, options: Mapping[str, Any]) -> _Denseness:
         """The forward's step. Where the schedule asks for it, reads the noise level, once a forward, which waits for the device."""
         schedule, sigmas = self.schedule, options.get("sample_sigmas")
         if not schedule.follows_steps:
-            return _Step(False)
+            return _Denseness(False)
         sigma = float(t.flatten()[0])
         dense = schedule.dense_above is not None and sigma > schedule.dense_above
         if sigmas is None:
             if schedule.dense_steps:
                 _say(f"which step of {self.known.name} it is cannot be found without sample_sigmas: the first steps are not dense")
-            return _Step(dense)
+            return _Denseness(dense)
         if self._sigmas is None or self._sigmas[0] is not sigmas:
             self._sigmas = (sigmas, sigmas.tolist())
         # The last one is where the sampler ends; the model is not asked there.
@@ -186,13 +186,13 @@ class ComfyPatch:
         self.steps.add(index)
         if dense:
             self.dense_steps.add(index)
-        return _Step(dense)
+        return _Denseness(dense)
 
     def note_canvas(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrapper of DIFFUSION_MODEL: puts the override into this one call, before whatever is there."""
         call = {**dict(zip(self.arguments, args)), **kwargs}
         options = call.get("transformer_options") or {}
-        step = options.get(KEY) or _Step(False)
+        step = options.get(KEY) or _Denseness(False)
         if step.dense or step.wrong is not None:
             return executor(*args, **kwargs)
         sequence = self.known.sequence(executor.class_obj, call)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ssta import DenseRun, TokenLayout, VideoGrid
 
-# What forwards are called with, by the names that the model gives its arguments.
+# A forward's arguments by name.
 Call = Mapping[str, Any]
 
 

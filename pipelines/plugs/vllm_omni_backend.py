@@ -39,7 +39,7 @@ from .vllm_omni import STANDS_IN_FOR, Settings, misfit, sequence_layout
 logger = logging.getLogger("vllm_omni.ssta")
 _said: set[Any] = set()
 
-# What is read here of metadata; another field that is set may mean anything, and keeps a layer dense.
+# The fields of metadata that are read here. Any other field that is set may mean anything, and keeps a layer dense.
 _METADATA = {"attn_mask", "joint_attn_mask", "joint_query", "joint_key", "joint_value", "joint_strategy", "extra", "full_attn_spans",
              "query_ranges", "video_layout", "packed_padding"}
 # Where these are set, more is at work than a sequence that attends to itself.
@@ -48,7 +48,7 @@ _SIZE_UNKNOWN = -1
 
 
 def _check() -> None:
-    """That this vLLM-Omni has what this file uses, by the names that it uses, and geometry that it knows all of.
+    """Checks that this vLLM-Omni has what this file uses, under the same names, and no geometry that this file does not know.
 
     Raises:
         ImportError: what was expected and what was found.
@@ -239,7 +239,7 @@ def _unlike(metadata: AttentionMetadata, layout: TokenLayout) -> str | None:
 
 
 def _check_parallel() -> None:
-    """That every rank sees the whole sequence, as it does with Ulysses. With a ring vLLM-Omni passes its backends by, in silence."""
+    """Checks that every rank sees the whole sequence, as it does with Ulysses. With a ring vLLM-Omni silently bypasses its backends."""
     config = get_current_diffusion_config_or_none()
     if config is None:
         return

@@ -7,9 +7,9 @@ from typing import Any
 
 from ssta import SSTAConfig
 
-# From here on a forward is dense: nothing is gained by choosing what to leave out.
+# From this density on a forward is dense: choosing what to leave out gains nothing.
 DENSE_FROM = 63 / 64
-# What a density takes the place of, and what that leaves.
+# The fields that a density replaces, and what they then hold.
 _BUDGET: dict[str, Any] = {"topk": None, "threshold": 0.0, "budget": None}
 
 

@@ -41,7 +41,7 @@ PRESETS: dict[str, Preset] = {
     "fast": Preset(density=0.10, warm_up=0.10, compensation="linear", reason=(
         "32 dB; the warm-up is the shortest that published methods have")),
 }
-# Of a variant for short videos, what a preset takes over.
+# The fields that a preset takes from a variant for short videos.
 _SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
 
 

@@ -46,7 +46,7 @@ class Branch:
 
     @property
     def pattern(self) -> re.Pattern:
-        """Of a tensor's name: the block's, and "weight" or "bias"."""
+        """Matches a tensor's name; its groups are the block's name, and "weight" or "bias"."""
         return re.compile(rf"(?:^|\.)(\w*blocks\.\d+)\.(?:{'|'.join(map(re.escape, self.keys))})\.(weight|bias)$")
 
 

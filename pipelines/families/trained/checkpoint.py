@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# What the user may give.
+# A user's weights: a state dict, or where to find it.
 Weights = Mapping[str, Tensor] | str | PathLike[str]
 _WHOLE, _INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth")

@@ -16,7 +16,7 @@ from .wan import WanSLAProcessor, WanVSAProcessor
 
 VSA = Branch("VSA", "to_gate_compress", ("to_gate_compress", "attn1.to_gate_compress"),
              lambda attn: (attn.to_q.out_features, attn.to_q.in_features), WanVSAProcessor)
-# Of TurboDiffusion's files, of what SGLang and FastVideo make of them, and of models that were saved with apply_sla on them.
+# The names in TurboDiffusion's files, in what SGLang and FastVideo make of them, and in models that were saved with apply_sla on them.
 SLA = Branch("SLA", "proj_l", ("self_attn.attn_op.local_attn.proj_l", "attn1.attn_op.local_attn.proj_l", "attn1.attn_impl.proj_l",
                                "attn1.proj_l"),
              lambda attn: (attn.to_q.out_features // attn.heads,) * 2, WanSLAProcessor)
