@@ -7,9 +7,11 @@ import sys
 import pytest
 
 
-def test_readme_shows_what_was_measured():
+def test_readme_shows_what_was_measured(monkeypatch):
     import table
 
+    # Which changes with every kernel, and makes no document wrong.
+    monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [])
     table.main(["--check"])
 
 
