@@ -3,11 +3,13 @@
 import datetime
 import os
 import queue
+import sys
 import tempfile
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from uninitialised import poisoned
 
 # A rank that raised leaves the others in a collective: so long they are waited for.
 GRACE = 5
+# What cases import takes as long as they do: one process does it, and others are forked from it. A fork cannot use CUDA with certainty.
+IMPORTED = ["parallel_cases", "rank_cases"]
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,19 @@ def on_ranks(function, ranks, *args, backend="gloo"):
         function: found by name in a new process; it returns what can be pickled.
         backend: "gloo", or "nccl", where rank r has the r-th GPU.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+    if backend != "nccl":
+        context.set_forkserver_preload(IMPORTED)
     results, found = context.Queue(), {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "store").touch()
         processes = [context.Process(target=_rank, daemon=True, args=(
             function, rank, ranks, backend, folder, args, results)) for rank in range(ranks)]
         try:
-            for process in processes:
-                process.start()
+            # The process to fork from finds modules by it alone.
+            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+                for process in processes:
+                    process.start()
             end = time.monotonic() + HANG
             while len(found) < ranks and time.monotonic() < end:
                 try:
