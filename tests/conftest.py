@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What imports and collection made stays until the end: hundreds of thousands of objects, which every gc.collect() would walk through."""
+    """What imports and collection made stays: hundreds of thousands of objects, which every gc.collect() would walk through."""
     gc.collect()
     gc.freeze()
 

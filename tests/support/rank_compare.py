@@ -37,7 +37,7 @@ def compared(rank: int, ranks: int) -> None:
     """Interrupted and resumed, every figure of heads and tokens that ranks share evenly is one process', and only the first rank writes."""
     pipe = wan_with_frames()
     # Not as many in every head, of which a rank has one.
-    estimated = parse_configuration("topk=3,threshold=0.5,tile_thw=2x4x4,kernel_thw=1x1x1,compensation=mean,sampling_type=similarity,"
+    estimated = parse_configuration("topk=3,threshold=0.5,tile_thw=1x2x2,kernel_thw=1x1x1,compensation=linear,sampling_type=similarity,"
                                     "dense_steps=0.5", pipe)
     configurations = [dense(pipe), STOCK, SPARSELY, estimated]
     call, clips = dict(height=96, width=128, num_frames=9, num_inference_steps=2), [Clip("a cat"), Clip("a dog", 1)]
