@@ -1,14 +1,6 @@
 """Gradients of the tail: portable kernels by query rows, by units and by tokens. No atomics, so the same bits every time.
 
-With z the merged lse, z_E and z_T those of its parts, a = e^(z_E - z), b = e^(z_T - z), delta = rowsum(dO * O) - dz, W_qu = e^(l_qu - z)
-and the names of ssta/compensation.py:
-
-    dO_E = a dO,  dz_E = a (dO . O_E - delta),  c_q = dO . (s q^T M_I) - delta
-    dl_qu = W_qu (dO . vb_u + c_q),  dq = s sum_u dl_qu kb_u + s b M_I dO
-    dkb_u = s sum_q dl_qu q,  dvb_u = sum_q W_qu dO,  dM_I = s sum_q q (b dO)^T,  dC_u = sum_I P_Iu dM_I
-    dk_t = (dkb_u + dC_u (v_t - vb_u)) / n_u,  dv_t = (dvb_u + dC_u^T (k_t - kb_u)) / n_u  for a token t of unit u
-
-which is the chain rule of the formulas there, h, the damping, the mixture P and the halves constants.
+The formulas are those of ``combine_backward`` in eager/tail.py, with W_qu = e^(l_qu - z), z the merged lse.
 """
 
 from __future__ import annotations
@@ -24,6 +16,7 @@ from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
 from ..lowering.quick_launch import FUSED
 from .config import LaunchConfig
+from .tail_rows import part_shares
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
@@ -73,9 +66,9 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     row_exact = tl.load(exact_lse + at, mask=inside, other=0.0)
     row_tail = tl.load(tail_lse + at, mask=inside, other=float("-inf"))
     estimated = row_tail != float("-inf")
+    a, b, _ = part_shares(row_exact, row_tail)
     # Rows of which nothing is estimated pass on what arrives.
-    a = tl.where(estimated, tl.exp(row_exact - row_lse), 1.0)
-    b = tl.where(estimated, tl.exp(row_tail - row_lse), 0.0)
+    a, b = tl.where(estimated, a, 1.0), tl.where(estimated, b, 0.0)
     do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
     wide = do.to(tl.float32)
     merged = load_rows(of_head(out, batch, head), row, out.row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
@@ -159,7 +152,7 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
 
 
 @triton.jit
-def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale,
+def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, heads, tokens, blocks, scale,
                         M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of a query block's dM."""
     block, column = tl.program_id(0), tl.program_id(2) * C
@@ -173,9 +166,10 @@ def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, heads, tokens,
         rows = start + length - row
         queries = load_rows(q_head, row, q.row, rows, M, DIM, DIM_PAD, True)
         do = _patch(do_head + tl.cast(row, tl.int64) * dout.row, dout.row, rows, DIM - column, M, C)
-        row_lse = tl.load(lse + before + row + place, mask=place < rows, other=0.0)
+        row_exact = tl.load(exact_lse + before + row + place, mask=place < rows, other=0.0)
         row_tail = tl.load(tail_lse + before + row + place, mask=place < rows, other=float("-inf"))
-        b = tl.where(row_tail == float("-inf"), 0.0, tl.exp(row_tail - row_lse))
+        _, b, _ = part_shares(row_exact, row_tail)
+        b = tl.where(row_tail == float("-inf"), 0.0, b)
         acc = tl.dot(tl.trans(queries), (do.to(tl.float32) * b[:, None]).to(queries.dtype), acc, input_precision="ieee")
     at = dmatrix + ((batch * heads + head) * blocks + block) * DIM * DIM + column
     mask = (tl.arange(0, DIM_PAD) < DIM)[:, None] & (tl.arange(0, C) < DIM - column)[None, :]
@@ -291,7 +285,7 @@ def triton_tail_backward(
     patches = triton.cdiv(dim, launches["matrix"]["C"])
     dmatrix = torch.empty_like(matrix)
     _tail_matrix_kernel[(blocks, batch * heads, patches)](
-        q_view, do_view, dmatrix, lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
+        q_view, do_view, dmatrix, exact_lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
     dcovariance = torch.bmm(mixture.mT, dmatrix)
     del dmatrix
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](

@@ -170,6 +170,16 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
 
 
 @triton.jit
+def part_shares(exact_lse, tail_lse):
+    """(share of the softmax that the exact part has, share of the tail, log-sum-exp of both). The shares add up to 1 however large lse is:
+    no rounded sum of it is in them."""
+    larger = tl.maximum(exact_lse, tail_lse)
+    exact, tail = tl.exp(exact_lse - larger), tl.exp(tail_lse - larger)
+    total = exact + tail
+    return exact / total, tail / total, larger + tl.log(total)
+
+
+@triton.jit
 def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
                     out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
                     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
@@ -222,16 +232,13 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
             acc = tl.dot(x.to(tl.bfloat16), part, acc)
     acc *= scale
 
-    row_lse = tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0)
-    larger = tl.maximum(row_lse, row_tail)
-    total = larger + tl.log(tl.exp(row_lse - larger) + tl.exp(row_tail - larger))
-    exact = tl.exp(row_lse - total)
+    exact, of_tail, total = part_shares(tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0), row_tail)
     pointers = head_at(out, batch, head, out_batch, out_head) + row.to(tl.int64) * out_row + (lines[:, None] * out_row + dims[None, :])
     # A query of which no weight is left, as none is of one that is infinite, has no estimate.
     some = row_tail != float("-inf")
     written = inside & some
     mask = written[:, None] & (dims < DIM)[None, :]
-    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + tl.exp(row_tail - total)[:, None] * acc
+    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + of_tail[:, None] * acc
     tl.store(pointers, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at * tokens + row + lines, total, mask=written)
     tl.store(tail_lse, row_tail, mask=inside)
