@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import torch
@@ -26,7 +26,7 @@ from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.configurations import changed
 from ssta.pipelines.evaluation.quality import describe, require_video_writer, write_video
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.family import Family, family_of_class
 from ssta.pipelines.schedule.presets import preset_settings
 
 # What imageio writes with ffmpeg's H.264.
@@ -64,8 +64,8 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
     try:
         require_video_writer()
         require_output(options.output)
+        config, schedule = settings(options, family(example, options))
         pipe = load(example, options)
-        config, schedule = settings(options, pipe)
         call = call_of(example, options, pipe)
         with apply_ssta(pipe, config, schedule=schedule) as handle:
             share_out(pipe)
@@ -166,6 +166,14 @@ def transformers(pipe: Any) -> list[Any]:
     return [transformer for transformer in found if transformer is not None]
 
 
+def family(example: Example, options: argparse.Namespace) -> Family:
+    """The family of the pipeline's transformer, by the class that the pipeline asks for: nothing is loaded for it."""
+    kind = getattr(diffusers, example.pipeline if options.image is None else example.image_pipeline)
+    wanted = inspect.signature(kind.__init__).parameters["transformer"].annotation
+    # Some may also be called without a transformer: WanTransformer3DModel | None.
+    return next(filter(None, map(family_of_class, get_args(wanted) or (wanted,))))
+
+
 def load(example: Example, options: argparse.Namespace) -> Any:
     """The pipeline, on its device."""
     name, model = (example.pipeline, example.model) if options.image is None else (example.image_pipeline, example.image_model)
@@ -197,9 +205,8 @@ def call_of(example: Example, options: argparse.Namespace, pipe: Any) -> dict[st
     return call | {"prompt": options.prompt, "output_type": "pt"}
 
 
-def settings(options: argparse.Namespace, pipe: Any) -> tuple[SSTAConfig, Schedule]:
+def settings(options: argparse.Namespace, family: Family) -> tuple[SSTAConfig, Schedule]:
     """The family's, with what the command line changes."""
-    family = family_of(pipe.transformer)
     if options.preset is None:
         config, schedule = family.default_config(), family.default_schedule()
     else:

@@ -54,10 +54,16 @@ _NAMED = {place.partition(":")[2]: (place, model) for model, place in PLACES.ite
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name], __name__), name)
-    if name in _NAMED:
-        return import_module(".patch.family", __name__).imported(*_NAMED[name])
+    try:
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name], __name__), name)
+        if name in _NAMED:
+            return import_module(".patch.family", __name__).imported(*_NAMED[name])
+    except ModuleNotFoundError as error:
+        if error.name == "diffusers":
+            raise ImportError(f"{__name__}.{name} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' "
+                              "transformers accelerate") from error
+        raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -266,3 +266,24 @@ def test_the_version_is_said_once():
 @pytest.mark.parametrize("folder, floor", FLOORS.items())
 def test_the_repository_is_what_is_tested(folder, floor):
     assert Path(importlib.import_module(floor).__file__).resolve().parent == ROOT / folder
+
+
+def test_without_diffusers_what_needs_it_says_how_to_install_it(tmp_path):
+    program = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "diffusers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from ssta.pipelines import Schedule
+for name in ("apply_ssta", "WAN", "evaluation.compare"):
+    try:
+        exec(f"from ssta.pipelines import {name}" if "." not in name else f"import ssta.pipelines.{name}")
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    said = "needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers accelerate"
+    assert run.stdout.splitlines() == [f"ImportError ssta.pipelines{name} {said}" for name in (".apply_ssta", ".WAN", ".evaluation")]

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 
 from ..patch.apply import transformers_of
 from .comparison import compare
-from .configurations import Configuration, dense, parse_configuration
+from .configurations import Configuration, check_names, dense, parse_configuration
 from .folder import SCHEMA
 from .measurement import Clip, Measurement, write_json
 from .quality import require_video_writer
@@ -110,13 +110,16 @@ def _run(options: argparse.Namespace) -> Evaluation:
     clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
     if options.json is not None:
         read_records(Path(options.json), options.model)
-    say("loading the pipeline")
-    pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
-    configurations = [dense(pipe)]
+    if options.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {options.steps}")
+    texts = options.config or ["default"]
     if options.floor != "none":
-        floor = options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}"
-        configurations.append(parse_configuration(floor, pipe))
-    configurations += [parse_configuration(text, pipe) for text in options.config or ["default"]]
+        texts = [options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}", *texts]
+    for text in texts:
+        check_names(text)
+    say("loading the pipeline")
+    pipe = DiffusionPipeline.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    configurations = [dense(pipe), *(parse_configuration(text, pipe) for text in texts)]
     if options.backend is not None:
         configurations = [replace(made, backend=options.backend) if made.config is not None and made.backend is None else made
                           for made in configurations]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,11 +13,12 @@ from ssta import SSTAConfig
 from ssta.kernels import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
-from ..patch.family import Family, family_of
+from ..patch.family import Family, family_of, own_presets
 from ..patch.installation import uninstall
-from ..schedule.presets import preset_names, preset_settings
+from ..schedule.presets import PRESETS, preset_names, preset_settings
 from ..schedule.schedule import Schedule
 
+_NAMES = ("stock", "default", "dense")
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
 _CONFIG_FIELDS = {field.name for field in fields(SSTAConfig) if field.init} - {"variants", "budget"}
 # A field that both have is the configuration's.
@@ -76,29 +77,49 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
         ValueError: an unknown name, field or backend, or a value that the field does not take.
     """
     family = family_of(transformers_of(pipe)[0][1])
-    known = ("stock", "default", "dense", *preset_names(family))
+    first, parts, backend = _read(text, preset_names(family))
+    if first == "stock":
+        return Configuration(text, None, backend=backend)
+    config, schedule = _settings(family, first)
+    changes: dict[str, dict[str, Any]] = {"config": {}, "schedule": {}}
+    for name, value in parts:
+        changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
+    try:
+        config = changed(config, changes["config"]) if changes["config"] else config
+        return Configuration(text, config, replace(schedule, **changes["schedule"]), backend)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: {error}") from None
+
+
+def check_names(text: str) -> None:
+    """That some model takes a configuration of these names, which can be told before a pipeline is loaded; ``parse_configuration`` knows
+    which presets its model has, and reads the values.
+
+    Raises:
+        ValueError: a name that is no preset of any model, or no field, or a field without a value.
+    """
+    name = text.partition("@")[0].partition(",")[0].strip()
+    _read(text, tuple(PRESETS) if "=" in name or name in (*_NAMES, *PRESETS) else (*PRESETS, *own_presets()))
+
+
+def _read(text: str, presets: Sequence[str]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """(name, (field, value) of all that differs from it, backend) of a configuration as a person writes it."""
+    known = (*_NAMES, *presets)
     what, _, backend = (piece.strip() for piece in text.partition("@"))
     if "@" in text and not backend:
         raise ValueError(f"a configuration must have a backend after @, got {text!r}")
     first, *parts = (part.strip() for part in what.split(","))
-    if first == "stock" and not parts:
-        return Configuration(text, None, backend=backend or None)
     if "=" in first:
         first, parts = "default", [first, *parts]
-    elif first not in known or first == "stock":
+    if first not in known or first == "stock" and parts:
         raise ValueError(_wanted(known, first))
-    config, schedule = _settings(family, first)
-    changes: dict[str, dict[str, Any]] = {"config": {}, "schedule": {}}
+    pairs = []
     for part in parts:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in _CONFIG_FIELDS | _SCHEDULE_FIELDS or not value:
             raise ValueError(_wanted(known, part))
-        changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
-    try:
-        config = changed(config, changes["config"]) if changes["config"] else config
-        return Configuration(text, config, replace(schedule, **changes["schedule"]), backend or None)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{text}: {error}") from None
+        pairs.append((name, value))
+    return first, pairs, backend or None
 
 
 def _settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:

@@ -197,12 +197,32 @@ def family_of(model: nn.Module) -> Family:
         ImportError: the family cannot be imported, as with a diffusers that it does not fit.
         TypeError: what is registered for it is no ``Family`` of it.
     """
-    for base in type(model).__mro__:
-        if base.__name__ in _FAMILIES:
-            return _registered(base.__name__)
+    found = family_of_class(type(model))
+    if found is not None:
+        return found
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others")
+
+
+def family_of_class(kind: type) -> Family | None:
+    """The family that models of class ``kind`` belong to, by it or the nearest base class; None if there is none.
+
+    Raises:
+        ImportError, TypeError: as ``family_of``.
+    """
+    return next((_registered(base.__name__) for base in kind.__mro__ if base.__name__ in _FAMILIES), None)
+
+
+def own_presets() -> tuple[str, ...]:
+    """Names of the presets that families have of their own. Imports all families that can be imported."""
+    names: dict[str, None] = {}
+    for model in supported_models():
+        try:
+            names |= dict.fromkeys(_registered(model).presets)
+        except (ImportError, TypeError):
+            continue
+    return tuple(names)
 
 
 def _registered(model: str) -> Family:

@@ -371,6 +371,7 @@ def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("arguments, message", [
     (["--config", "topk=none"], "topk must be an int"), (["--height", "97"], "height"), (["--steps", "many"], "invalid int"),
+    (["--steps", "0"], "--steps must be at least 1, got 0"),
     (["--prompts", "nothing.txt"], "prompts must be a text file"), (["--resume"], "--resume must come with --output"),
     (["--image", "nothing.png"], "an image must be an address or a file that exists, got nothing.png"),
     (["--image", "a", "--image", "b"], "--image must come once, for all prompts, or once for each --prompt, got 2 for 0"),
@@ -388,6 +389,17 @@ def test_a_record_of_another_model_stops_the_command_before_anything_is_loaded(c
     with pytest.raises(SystemExit):
         command("--json", tmp_path / "table.json")
     assert "json must be a file of model 'some/model', got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--config", "balancd"], "a configuration must be 'stock', 'default', 'dense', .*'hunyuan_video_15_sparse'.* got 'balancd'"),
+    (["--config", "default", "--config", "near,densty=0.2"], "got 'densty=0.2'"), (["--config", "density="], "got 'density='"),
+    (["--floor", "dense@"], "must have a backend after @")])
+def test_names_are_read_before_anything_is_loaded(options, message, command, capsys, monkeypatch):
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(SystemExit):
+        command(*options)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_model_that_is_not_there_and_one_that_is_not_supported(monkeypatch, capsys, tmp_path):
