@@ -16,7 +16,8 @@ from measure import RESULTS, print_machine, print_rows, write_rows
 from shapes import ERRORS, ERRORS_CPU, ErrorShape
 from torch import Tensor
 
-from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention, choose_route
+from ssta.kernels import BlockLists, block_sparse_attention, choose_route
+from ssta.kernels.routing import IMPLEMENTATIONS
 from ssta.kernels.reference import reference_attention, token_mask
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")

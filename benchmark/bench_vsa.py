@@ -28,8 +28,9 @@ from torch import Tensor
 from truth import Wrong, check, exact_query_block
 
 from ssta import TileLayout, TokenLayout, tile_layout
-from ssta.attention import LayerResult
-from ssta.kernels import IMPLEMENTATIONS, BlockLists, block_sparse_attention
+from ssta.op import LayerResult
+from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels.routing import IMPLEMENTATIONS
 from ssta.sla import sla_layer
 from ssta.vsa import TILE, vsa_config, vsa_layer
 

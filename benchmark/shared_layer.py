@@ -16,8 +16,8 @@ from world import Mesh, OnRanks, World, mesh_name
 
 from ssta import TokenLayout, exchange, ssta_attention
 from ssta.kernels import BlockLists
-from ssta.parallel import Shards, runs_of
-from ssta.rings import Rings
+from ssta.ranks.shards import Shards, runs_of
+from ssta.ranks.rings import Rings
 
 # What every row has, in this order.
 COLUMNS = dict(what="", shape="", attention="", ranks="", mesh="", stage="", basis="measured", **NO_TIMES, step_s="", speed_up="",

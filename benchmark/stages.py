@@ -15,8 +15,8 @@ from rows import STAGES
 
 from ssta import attention, ring_layer, selection
 from ssta.layout import TileLayout
-from ssta.parallel import Exchanged, Sent, Shards
-from ssta.rings import Rings
+from ssta.ranks import Exchanged, Sent, Shards
+from ssta.ranks.rings import Rings
 
 # Of STAGES the functions that each consists of, with the module or class in which the layer looks it up. What runs inside another
 # stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are

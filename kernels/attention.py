@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
-from .kept import Kept
+from .memo import Kept
 from .notices import warn_once
 from .op import RecordedAttention, attention_operator, route_of, run_forward, transposed
 from .operators import refuse_forward_mode, watched
@@ -78,35 +78,8 @@ def block_sparse_attention(
     if key is None or key not in _routes:
         q, k, v = autocast_inputs(q=q, k=k, v=v)
         _check(q, k, v, blocks)
-    out, lse, _ = _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
+    out, lse = _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
     return (out, lse) if return_lse else out
-
-
-def attend_owned(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    keep_q: bool = False,
-) -> tuple[Tensor, Tensor, Route | None]:
-    """(out, lse, route) of ``block_sparse_attention`` for a caller that owns q and gives it away: without a gradient, and where kernels
-    run over tiles, out takes q's memory, but not with ``keep_q``.
-
-    For use inside the package: q's memory must be nobody else's, no part of it may be q twice (an expanded dimension), and the caller has
-    checked q, k, v and blocks as is done there, autocast included: nothing is checked again on every call. The arguments and the results
-    are as there. ``route`` is None while torch.compile traces: the graph chooses when it runs.
-    """
-    key = _key(q, k, v, blocks, False, impl)
-    return _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), False, deterministic, impl, owned=not keep_q)
-
-
-def attend_again(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, *, scale: float, keep_q: bool = False
-                 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``attend_owned`` for a caller to whom it gave ``route`` for tensors and lists of the same kind (shapes, strides, dtype,
-    device and ``BlockLists.facts``). Where nobody watches or wants a gradient, without autocast, on the current GPU; not by the reference.
-    """
-    assert route.forward is not None
-    forward = route.forward.load()
-    if route.in_place and not keep_q:
-        return forward(q, k, v, blocks, scale, False, in_place=True)
-    return forward(q, k, v, blocks, scale, False)
 
 
 # What checked arguments were routed to, by ``_key``: the same ones again are neither checked nor routed.
@@ -163,9 +136,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
 
 def _attend(
     key: tuple | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, impl: str,
-    owned: bool = False,
-) -> tuple[Tensor, Tensor, Route | None]:
-    """(out, lse, route) of arguments that have been checked; ``key`` is theirs."""
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of arguments that have been checked; ``key`` is theirs."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     route = None if key is None else _routes.get(key)
     if route is None:
@@ -179,17 +151,15 @@ def _attend(
         if name == "reference":
             from .reference import reference_attention
 
-            return *reference_attention(q, k, v, blocks, scale, causal), route
+            return reference_attention(q, k, v, blocks, scale, causal)
         if route is None or key is None and watched(q, k, v):
-            return *_operate(name, route, q, k, v, blocks, scale, causal, deterministic, needs_grad), route
+            return _operate(name, route, q, k, v, blocks, scale, causal, deterministic, needs_grad)
         if key is not None:
             _routes[key] = route
     if needs_grad:
         flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
-        return *RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route), route
-    if owned and route.in_place:
-        return *run_forward(route, q, k, v, blocks, scale, causal, in_place=True), route
-    return *run_forward(route, q, k, v, blocks, scale, causal), route
+        return RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route)
+    return run_forward(route, q, k, v, blocks, scale, causal)
 
 
 def _operate(name: str, route: Route | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,

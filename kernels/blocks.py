@@ -73,18 +73,14 @@ class BlockLists:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0,
-                 facts: tuple | None = None) -> BlockLists:
-        """The same blocks with other lists and, where given, other valid lengths ``[B|1, H|1, Nq]`` of both axes; then also with their
-        first tokens, of the same shape, in sequences of ``tokens``. ``facts``: those of the result, where they are known.
+    def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0, *,
+                 kv_lengths: Tensor | None = None) -> BlockLists:
+        """The same blocks with other lists and, where given, other valid lengths: ``lengths [B|1, H|1, Nq]`` of both axes, then also with
+        their first tokens, of the same shape, in sequences of ``tokens``; or ``kv_lengths`` of the keys alone.
 
         For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
         writes to these blocks' tensors.
         """
-        if torch.compiler.is_compiling():
-            q_lengths, kv_lengths = (self.q_lengths, self.kv_lengths) if lengths is None else (lengths, lengths)
-            return BlockLists(counts, indices, self.q_offsets, self.kv_offsets, q_lengths, kv_lengths, self.num_kv_blocks,
-                              self.max_q_length, self.max_kv_length)
         new = object.__new__(BlockLists)
         values = vars(new)
         # Where its blocks lie is found once for all patterns that are made of this one.
@@ -93,7 +89,9 @@ class BlockLists:
         values.update(vars(self), counts=counts, indices=indices)
         # The transpose was derived from the old lists.
         values.pop("_flipped", None)
-        values["_facts"] = facts
+        values["_facts"] = None
+        if kv_lengths is not None:
+            values.update(kv_lengths=kv_lengths, _bounds={})
         if lengths is not None:
             bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
             values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)

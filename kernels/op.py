@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .blocks import BlockLists
-from .checks import without_autocast
-from .operators import NAMESPACE, watched
+from .operators import NAMESPACE, on_device, watched
 from .routing import PatternFacts, Route, choose_route
 
 
@@ -25,31 +24,10 @@ def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) 
     return choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1], causal=causal)
 
 
-def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, **options
-                ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the route's forward; ``in_place=True`` where ``route.in_place``: out takes q's memory."""
-    device = q.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        # Triton launches on the current GPU.
-        with torch.cuda.device(device):
-            return run_forward(route, q, k, v, blocks, scale, causal, **options)
-    assert route.forward is not None
-    forward = route.forward.load()
-    if not torch.is_autocast_enabled(device.type):
-        return forward(q, k, v, blocks, scale, causal, **options)
-    with without_autocast(device.type):
-        return forward(q, k, v, blocks, scale, causal, **options)
-
-
-def run_backward(
-    route: Route, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by the route's backward; ``flipped`` is ``blocks.transpose()`` where ``route.needs_transpose``."""
-    assert route.backward is not None
-    order = (deterministic,) if route.takes_deterministic else ()
-    with without_autocast(q.device.type):
-        return route.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """``route.run`` on q's device and without autocast, whatever the current one is."""
+    with on_device(q):
+        return route.run(q, k, v, blocks, scale, causal)
 
 
 class RecordedAttention(torch.autograd.Function):
@@ -82,7 +60,8 @@ class RecordedAttention(torch.autograd.Function):
             return *grads, *(None,) * 6
         blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
         flipped = None if counts_t is None or indices_t is None else BlockLists.trusted(*blocks.flipped_fields(counts_t, indices_t))
-        return *run_backward(ctx.route, dout, dlse, q, k, v, out, lse, blocks, flipped, *ctx.options), *(None,) * 6
+        with on_device(q):
+            return *ctx.route.run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, *ctx.options), *(None,) * 6
 
 
 @torch.library.custom_op(f"{NAMESPACE}::block_sparse_attention", mutates_args=())
@@ -114,28 +93,9 @@ def _backward(
     flipped = None
     if counts_t is not None and indices_t is not None:
         flipped = BlockLists.from_fields(*blocks.flipped_fields(counts_t, indices_t))
-    return run_backward(route_of(impl, q, k, blocks, causal), dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
-
-
-def partial_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, *, scale: float, deterministic: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients that some of the keys have of attention to all of them: q's, to be added to those of the others, and these keys' and
-    values'. The backward recomputes weights from lse, so nothing else has to know of the other keys.
-
-    For use inside the package: the caller has checked everything, and ``impl`` is not "reference".
-
-    Args:
-        dout: the gradient of the result over all keys.
-        k, v, blocks: some keys, and the lists of them.
-        out, lse: the result over all keys, as ``merge_attention`` gives it.
-        scale, deterministic, impl: as in ``block_sparse_attention``.
-    """
-    route = route_of(impl, q, k, blocks, False)
-    flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
-    lists = (flipped.counts, flipped.indices) if flipped else (None, None)
-    return _backward(dout, None, q, k, v, out, lse, *blocks.to_fields(), *lists, scale, False, deterministic, route.name)
+    with on_device(q):
+        return route_of(impl, q, k, blocks, causal).run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal,
+                                                                 deterministic)
 
 
 @_backward.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
+_NOTHING = nullcontext()
 # Of the operators: "ssta", or what the package is called where it was loaded under another name, as Hugging Face's `kernels` loads a copy
 # beside this one. No operator is then registered twice.
 NAMESPACE = __name__.partition(".")[0]
@@ -45,6 +47,19 @@ def watched(*tensors: Tensor) -> bool:
     for x in tensors:
         keys |= torch._C._dispatch_keys(x).raw_repr()
     return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """A context in which x's GPU is the current one, on which Triton launches, and in which autocast rounds nothing."""
+    device = x.device
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return torch.cuda.device(device) if elsewhere else _NOTHING
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    return stack
 
 
 def refuse_forward_mode(**tensors: Tensor) -> None:

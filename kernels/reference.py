@@ -44,6 +44,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float
     return out.to(q.dtype), lse
 
 
+def reference_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
+                       flipped: BlockLists | None, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by autograd, which differentiates the definition once more."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        outputs = reference_attention(*inputs, blocks, scale, causal)
+        wanted = [(of, grad) for of, grad in zip(outputs, (dout, dlse)) if grad is not None]
+        dq, dk, dv = torch.autograd.grad([of for of, _ in wanted], inputs, [grad for _, grad in wanted])
+    return dq, dk, dv
+
+
 def token_mask(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool = False) -> Tensor:
     """bool ``[B, Hq, Sq, Skv]``: which query token sees which key token."""
     batch, heads, q_len, _ = q.shape

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .blocks import BlockLists
 from .device import capability
@@ -148,9 +149,10 @@ TABLE = (
                    gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
-_ROWS = {row.name: row for row in TABLE}
-# The specification is no row: only an explicit choice takes it.
-IMPLEMENTATIONS = ("auto", "reference", *reversed(_ROWS))
+# The specification is not in the table: only an explicit choice takes it.
+_REFERENCE = Implementation("reference", "reference:reference_attention", "reference:reference_backward", triton=False)
+_ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
+IMPLEMENTATIONS = ("auto", "reference", *reversed([row.name for row in TABLE]))
 
 
 class Pass(NamedTuple):
@@ -175,36 +177,36 @@ class Route:
 
     Args:
         name: "hopper", "triton", "torch" or "reference"; of the forward.
-        forward, backward: which kernels, and how they read the listed keys; None for the reference, which torch differentiates.
+        forward, backward: which kernels, and how they read the listed keys.
         rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
         device_type: where it runs.
     """
 
     name: str
-    forward: Pass | None
-    backward: Pass | None
+    forward: Pass
+    backward: Pass
     rejected: tuple[tuple[str, str], ...]
     device_type: str
 
     @property
     def in_place(self) -> bool:
         """Whether the forward can write its result over q."""
-        return self.forward is not None and self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
+        return self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
 
     @property
     def needs_transpose(self) -> bool:
         """Whether the backward reads ``BlockLists.transpose()``."""
-        return self.backward is not None and self.backward.keys != "compacted" and _ROWS[self.backward.kernels].triton
+        return self.backward.keys != "compacted" and _ROWS[self.backward.kernels].triton
 
     @property
     def takes_deterministic(self) -> bool:
         """Whether the backward can give up the order in which it sums."""
-        return self.backward is not None and _ROWS[self.backward.kernels].deterministic
+        return _ROWS[self.backward.kernels].deterministic
 
     @property
     def outruns_dense(self) -> bool:
         """Whether exact attention over all blocks takes less time this way than torch's SDPA."""
-        return self.forward is not None and _ROWS[self.name].outruns_dense
+        return _ROWS[self.name].outruns_dense
 
     @property
     def slow_fallback(self) -> str | None:
@@ -218,9 +220,25 @@ class Route:
         """A sentence for each faster implementation that was not taken."""
         return tuple(f"not {name!r}, which {reason}" for name, reason in self.rejected)
 
+    def run(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool = False, *, in_place: bool = False
+            ) -> tuple[Tensor, Tensor]:
+        """(out, lse), for tensors on the current device, without autocast and gradients. ``in_place``: q is given away, and out takes its
+        memory where the kernels can do that."""
+        forward = self.forward.load()
+        if in_place and self.in_place:
+            return forward(q, k, v, blocks, scale, causal, in_place=True)
+        return forward(q, k, v, blocks, scale, causal)
+
+    def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                     blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), likewise; ``flipped`` is ``blocks.transpose()`` where ``needs_transpose``."""
+        order = (deterministic,) if self.takes_deterministic else ()
+        return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+
     def __str__(self) -> str:
-        keys = "" if self.forward is None or self.forward.keys == "tiles" else f", keys {self.forward.keys}"
-        backward = "" if self.backward is None or self.backward.kernels == self.name else f", backward {self.backward.kernels}"
+        keys = "" if self.forward.keys == "tiles" else f", keys {self.forward.keys}"
+        backward = "" if self.backward.kernels == self.name else f", backward {self.backward.kernels}"
         return f"{self.name}{keys}{backward}"
 
 
@@ -279,8 +297,6 @@ _SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
 
 
 def _decide_anew(name: str, problem: Problem) -> Route:
-    if name == "reference":
-        return Route(name, None, None, (), problem.device_type)
     rejected = []
     for row in TABLE if name == "auto" else (_ROWS[name],):
         reason = row.cannot(problem)

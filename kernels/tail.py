@@ -52,13 +52,6 @@ class BlockEstimates:
     useful: Tensor
     covariances: Tensor | None = None
 
-    def scores(self) -> Tensor:
-        """mass x h / tokens, ``[B, H, N, N]``, float32 (float64 where mass is): how far each block's estimate may be off, for each key that
-        computing it costs; -inf for blocks that hold NaN or inf."""
-        from .tail_op import block_scores
-
-        return block_scores(self.mass, self.half_variance, self.log_count, self.parts)
-
 
 def sampled_queries(longest: int) -> int:
     """How many of a block's queries say what mass and what variance it sees in units, where blocks have up to ``longest``.

@@ -1,14 +1,18 @@
-"""How many of the best-scored tiles each query tile gets: topk, a threshold, or a density."""
+"""How many of the best-scored tiles each query tile gets: topk, a threshold, a density, or a function of the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels import topk_blocks
-from .memo import remember
+from .kernels.memo import remember
+
+if TYPE_CHECKING:
+    from .config import SSTAConfig
+    from .layer import Layer
 
 # Constants of the threshold's budget in the published implementation of HunyuanVideo-1.5.
 TEMPERATURE = 0.01
@@ -18,14 +22,33 @@ LEAST_TILES = 8
 SLACK = 1e-6
 
 
-def best(scores: Tensor, topk: int, threshold: float = 0.0) -> Tensor:
-    """The budget: True at the best ``scores`` of each row, bool of their shape ``[..., N]``; of equal scores the first.
+class Budget(NamedTuple):
+    """What a query tile gets.
 
-    Without threshold the ``topk`` best. With it as many of the best as bring the cumulative softmax of scores / 0.01 to ``threshold``, and
-    ``topk`` where that is never reached; at least 8, at most ``topk``. At most N in any case. Of tiles whose softmax underflows the better
-    scored come first; the published code leaves that to an unstable sort.
+    Attributes:
+        k_per_row: how many of the best-scored tiles, as ``Backend.select`` takes it; None where ``own`` says which.
+        own: bool ``[B, H, N, K]``, what a function of the user's own keeps; else None.
+        beyond: whether k_per_row counts tiles outside the window.
     """
-    return topk_blocks(scores, topk_counts(scores, topk, threshold))
+
+    k_per_row: int | Tensor | None
+    own: Tensor | None = None
+    beyond: bool = False
+
+
+def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
+    """``config``'s budget in ``layer``: a function of scores, float32 ``[B, H, N, K]``."""
+    own, density = config.budget, config.density
+    if own is not None:
+        return lambda scores: Budget(None, checked_keep(own, scores))
+    if density is not None:
+        fixed = Budget(row_counts(layer.tiles.tile_grids, layer.fixed.window, density, layer.device, layer.kv_tiles.num_video_tiles),
+                       beyond=True)
+        return lambda scores: fixed
+    if config.threshold:
+        return lambda scores: Budget(topk_counts(scores, config.row_topk, config.threshold))
+    best = Budget(min(config.row_topk, layer.kv_tiles.num_video_tiles))
+    return lambda scores: best
 
 
 def topk_counts(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
@@ -39,14 +62,15 @@ def topk_counts(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
     return needed.clamp(min=LEAST_TILES, max=most).masked_fill(~reached.any(-1), most).int()
 
 
-def row_level(grids: Sequence[tuple[int, int]], density: float) -> float:
+def row_level(grids: Sequence[tuple[int, int]], density: float, columns: int) -> float:
     """The tiles of a row, such that rows with so many have ``density`` of all tile pairs, together with rows whose window is more.
 
     Args:
-        grids: of each video grid (its tiles, the tiles in the window of each).
+        grids: of each video grid of the queries (its tiles, the tiles in the window of each).
+        columns: the keys' video tiles.
     """
-    total = sum([tiles for tiles, _ in grids])
-    left, rows = density * total * total, total
+    rows = sum([tiles for tiles, _ in grids])
+    left = density * rows * columns
     for window, tiles in sorted([(window, tiles) for tiles, window in grids], reverse=True):
         if window * rows <= left:
             break
@@ -55,8 +79,8 @@ def row_level(grids: Sequence[tuple[int, int]], density: float) -> float:
 
 
 @remember(64)
-def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torch.device) -> Tensor:
-    level, rows, counts = row_level(grids, density), 0, []
+def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torch.device, columns: int) -> Tensor:
+    level, rows, counts = row_level(grids, density, columns), 0, []
     for tiles, window in grids:
         if window > level + 1e-6:
             counts.append(torch.full((tiles,), max(window, 1) - window, dtype=torch.float64, device=device))
@@ -68,18 +92,20 @@ def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torc
 
 
 def row_counts(
-    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, device: torch.device,
+    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, device: torch.device, columns: int | None = None,
 ) -> Tensor:
     """How many tiles beyond its window each row gets, all heads alike: int32 ``[1, 1, N]``.
 
-    Row i has floor((i + 1) K) - floor(i K) tiles in all, K = density x N; at least 1, at least its window. Where windows of some grids are
-    more than K, the rows of the others get less, so that the density is met nevertheless.
+    Row i has floor((i + 1) L) - floor(i L) tiles in all, L = density x K; at least 1, at least its window. Where windows of some grids are
+    more than L, the rows of the others get less, so that the density is met nevertheless.
 
     Args:
         tile_grids: tiles along (t, h, w) of each video grid, N in all.
         window: the tiles in the window of each tile of a grid.
+        columns: K, the keys' video tiles; None = N.
     """
-    return _row_counts(_sizes(tile_grids, window), density, device)
+    sizes = _sizes(tile_grids, window)
+    return _row_counts(sizes, density, device, sum([tiles for tiles, _ in sizes]) if columns is None else columns)
 
 
 def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:

@@ -10,20 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import Deferred, choose_route, require_impl, require_int
+from .kernels.checks import require_int
 
 # Beyond it no index of a token fits into 32 bits.
 LARGEST = 2**31 - 1
-
-
-def require_runnable(impl: str, query: Tensor | Deferred) -> None:
-    """That ``impl`` can attend to such a query, before any work is done; a compiled graph asks the GPU when it runs.
-
-    Raises:
-        TypeError, ValueError: it is none, or cannot.
-    """
-    if require_impl(impl) not in ("auto", "reference") and not torch.compiler.is_compiling():
-        choose_route(impl, query.device, query.dtype, query.shape[3])
 
 
 def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from .checks import require_choice, require_function, require_int, require_tile, require_triple
-from .kernels import require_bool, require_number
+from .kernels.checks import require_bool, require_number
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 SAMPLING_TYPES = ("similarity", "importance", "error")
@@ -77,6 +78,8 @@ class SSTAConfig:
     # What for_canvas gives up to so many frames, and beyond them all.
     _resolved: tuple[tuple[int, SSTAConfig], ...] = field(init=False, repr=False, compare=False)
     _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
+    # Every call of a layer looks itself up by it.
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
@@ -115,6 +118,10 @@ class SSTAConfig:
         self._settle("variants", tuple([(frames, overrides) for frames, overrides, _ in checked]))
         self._settle("_resolved", tuple([(frames, varied) for frames, _, varied in checked]))
         self._settle("_beyond", replace(self, variants=()) if checked else None)
+        self._settle("_hash", hash(tuple([getattr(self, of.name) for of in fields(self) if of.compare])))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -198,6 +205,13 @@ class SSTAConfig:
         """``topk``, or what None stands for without a density."""
         return TOPK if self.topk is None else self.topk
 
+    @property
+    def plain(self) -> tuple[tuple[str, object], ...]:
+        """(field, value) of what is not the default, in plain values; functions by their number in this process, see ``function_of``."""
+        found = [(of.name, getattr(self, of.name)) for of in fields(self) if of.init and of.name != "variants"]
+        return tuple([(name, ("function", _number_of(value)) if callable(value) else value) for name, value in found
+                      if value is not None and value != getattr(type(self), name)])
+
     def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:
         """The settings for a canvas of ``thw`` latent tokens, without variants; a config that has none returns itself.
 
@@ -219,3 +233,29 @@ class SSTAConfig:
         return cls(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=64, sparse_type="ssta", sampling_type="importance", lambda_=0.7,
                    pad_type="zero", mask_share_within_head=False,
                    variants=((1, {"tile_thw": (1, 16, 24), "kernel_thw": (1, 1, 1)}), (31, {"topk": 32})))
+
+
+# Functions that configurations name and compiled graphs call by their numbers, for as long as the process lives.
+_FUNCTIONS: list[Callable] = []
+
+
+@torch.compiler.assume_constant_result
+def _number_of(function: Callable) -> int:
+    for number, known in enumerate(_FUNCTIONS):
+        if known is function:
+            return number
+    _FUNCTIONS.append(function)
+    return len(_FUNCTIONS) - 1
+
+
+def function_of(value: object) -> object:
+    """What ``SSTAConfig.plain`` stands for in the place of a function; other values are themselves.
+
+    Raises:
+        ValueError: a function of another process.
+    """
+    if not isinstance(value, tuple) or value[:1] != ("function",):
+        return value
+    if value[1] >= len(_FUNCTIONS):
+        raise ValueError(f"sampling_type and budget must be named ones in a program that another process runs, got function number {value[1]}")
+    return _FUNCTIONS[value[1]]

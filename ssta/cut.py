@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .kernels.memo import remember_plain
 from .sequence import DenseRun, TokenLayout, VideoGrid
 
 # Padding beyond both is no plan but a mistake: slots for each token, and slots at all.
@@ -79,6 +80,39 @@ def cut_segments(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: s
         raise ValueError(f"tile_thw must not be so large that padding {padding!r} makes more than {MOST_PADDING} slots of a token, "
                          f"got {tile_thw}, which makes {slot:,} of {tokens.length:,} tokens")
     return tuple(video), tuple(dense)
+
+
+class Cut:
+    """How a sequence is cut into tiles, in plain numbers.
+
+    Attributes:
+        video, dense: the segments, as ``cut_segments`` gives them.
+        num_video_tiles, num_dense_tiles, num_tiles: N, M and N + M.
+        num_slots: P, the tokens including padding.
+        tile_length: slots of every tile, None where tiles differ.
+        max_tile_length, longest_video_tile: slots of the longest tile, and of the longest video tile, 0 without video.
+        tile_grids: tiles along (t, h, w) of each video grid.
+        moves: whether the order of tiles is another than the sequence's, or holds padding.
+    """
+
+    def __init__(self, tokens: TokenLayout, tile_thw: tuple[int, int, int], video: tuple[TiledSegment, ...],
+                 dense: tuple[TiledSegment, ...]) -> None:
+        segments = (*video, *dense)
+        whole = all([n % size == 0 for segment in segments for n, size in zip(segment.padded, segment.tile)])
+        self.video, self.dense = video, dense
+        self.num_video_tiles, self.num_dense_tiles = (sum([segment.num_tiles for segment in part]) for part in (video, dense))
+        self.num_tiles = self.num_video_tiles + self.num_dense_tiles
+        self.num_slots = sum([segment.num_slots for segment in segments])
+        self.tile_length = prod(tile_thw) if whole else None
+        self.max_tile_length = max([segment.longest_tile for segment in segments])
+        self.longest_video_tile = max([segment.longest_tile for segment in video], default=0)
+        self.tile_grids = tuple([segment.tiles for segment in video])
+        self.moves = bool(video) or self.num_slots != tokens.length
+
+
+@remember_plain
+def cut_of(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> Cut:
+    return Cut(tokens, tile_thw, *cut_segments(tokens, tile_thw, padding))
 
 
 def in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:

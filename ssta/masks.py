@@ -13,10 +13,12 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
-from .kernels import require_bool, require_strided
-from .layout import TiledQKV, tile_layout
-from .selection import select_tiles
+from .kernels import choose_backend
+from .kernels.checks import require_bool, require_strided
+from .layer import Tiled, prepared
+from .layout import tile_layout
 from .sequence import TokenLayout
+from .spec import LayerSpec
 from .text import TextMask
 from .window import near
 
@@ -78,8 +80,10 @@ def create_moba_3d_mask(
                         threshold=threshold, lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
                         mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
     _check_inputs(q, k, prod(canvas_thw))
-    layout = tile_layout(TokenLayout.video_text(canvas_thw, 0), config.tile_thw, "none", q.device)
-    keep = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
+    layout = TokenLayout.video_text(canvas_thw, 0)
+    layer = prepared(LayerSpec(layout, layout, config, q.shape[3]**-0.5, q.dtype, q.shape[1], k.shape[1], q.shape[3], "auto", True, False),
+                     q.device)
+    keep = layer.select(Tiled(q, k, k, None, None), None, None, False).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 
 
@@ -120,7 +124,9 @@ def create_ssta_3d_mask(
                          f"partial, got {text_mask.shape[-1]}")
     tokens = TokenLayout.video_text(canvas_thw, text_mask.shape[-1])
     rows = torch.atleast_2d(text_mask)
-    used = TextMask.of(rows, len(rows), tokens, q.device).active_tiles(tile_layout(tokens, tile_thw, "none", q.device))
+    backend = choose_backend("auto", q.device, q.dtype, q.shape[3])
+    # With padding the first tile of a text without valid tokens counts as active.
+    used = TextMask.of(rows, len(rows), tokens, q.device).left(tile_layout(tokens, tile_thw, "zero", q.device), backend)[:, 0] > 0
     if text_mask.dim() == 2:
         mask, used = mask.reshape(q.shape[0], -1, total, total), used[:, None]
     else:

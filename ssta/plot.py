@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cut import TiledSegment
-from .kernels import require_int
+from .kernels.checks import require_int
 from .report import Report
 
 if TYPE_CHECKING:

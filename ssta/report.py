@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .attention import LayerResult, ssta_layer
-from .compensation import estimate_tiles, mass_summary
 from .config import SSTAConfig
 from .cut import TiledSegment
-from .inputs import check_inputs, check_lengths
-from .kernels import BlockLists, PatternFacts, Route, choose_route, resolve_scale
-from .layout import TileLayout, tile_layout
-from .selection import select_tiles
+from .inputs import check_lengths, checked_spec
+from .kernels import Backend, BlockLists, Route
+from .kernels.checks import autocast_inputs
+from .kernels.operators import on_device
+from .layer import Layer, Ran, prepared
+from .layout import TileLayout
 from .sequence import TokenLayout
 from .text import TextMask
 from .window import near
@@ -58,6 +58,7 @@ class Report:
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
         near: bool [N, N] over video tiles, the window; None where the window is not used.
         budget: bool [B|1, H|1, N, N], the tiles that the budget chose, with or without the window; None where it is not used.
+        backend: which implementation runs the layer's other steps, and why no faster one.
     """
 
     implementation: str
@@ -95,10 +96,11 @@ class Report:
     blocks: BlockLists
     near: Tensor | None
     budget: Tensor | None
+    backend: Backend
 
     def to_dict(self) -> dict:
         """The numbers and sentences as plain Python values that json.dumps takes; the configuration and the tensors stay out."""
-        held = {"route", "config", "layout", "blocks", "near", "budget"}
+        held = {"route", "backend", "config", "layout", "blocks", "near", "budget"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in held}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -110,6 +112,7 @@ class Report:
         rows = [
             ("implementation", f"{self.route} ({ran}) on {self.device}, {self.dtype}"),
             *(("", sentence) for sentence in self.why_not),
+            *(("steps" if number == 0 else "", sentence) for number, sentence in enumerate(self.backend.explain())),
             ("tensors", f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head_dim {self.head_dim}"),
             ("tokens", f"{self.tokens:,} = {self.video_tokens:,} video + {text}"),
             ("after tiling", f"{self.tiled_tokens:,} tokens, {self.padding_share:.1%} of them padding"),
@@ -169,32 +172,30 @@ def explain(
         raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
     if not isinstance(thw, TokenLayout):
         check_lengths(query, tokens)
-    check_inputs(query, key, key if value is None else value, tokens, config)
+    query, key, given = autocast_inputs(query=query, key=key, value=key if value is None else value)
+    spec = checked_spec(query, key, given, tokens, None, config, scale, True, impl, None, None, text_mask=text_mask, recorded=False)
     if query.numel() == 0 or query.is_meta:
         raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
-    if tokens.longest_video is not None:
-        config = config.for_canvas(tokens.longest_video)
+    config, scale = spec.config, spec.scale
     batch, heads, length, head_dim = query.shape
-    scale = resolve_scale(scale, head_dim)
-    layout = tile_layout(tokens, config.tile_thw, config.pad_type, query.device)
-    result, seconds = (None, None) if value is None else _run(query, key, value, tokens, config, text_mask, scale, impl)
-
-    tiled, scores = layout.tile_qkv(query, key, key), None
-    if config.scored_by == "error" and layout.num_video_tiles:
-        scores = estimate_tiles(tiled, config, scale).scores()
-    selection = select_tiles(tiled, config, text, scores=scores)
-    blocks = copy(selection.blocks)
+    layer = prepared(spec, query.device)
+    layout = layer.tiles
+    ran, seconds = _run(layer, query, key, given, text)
+    output = None if value is None else ran.out
+    # A copy says nothing of tensors that its owner may write to.
+    blocks = copy(ran.selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.selected_by != "block_attn" else None
-    route = choose_route(impl, query.device, query.dtype, head_dim, PatternFacts.of(blocks), heads=heads, kv_heads=key.shape[1])
     mask = blocks.to_mask()
     tile_density = float(mask.float().mean())
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
-    kept, error = _against_dense(query, key, value, None if result is None else result.out, layout, mask, text, scale)
-    exact_mass = None if result is None or result.exact_mass is None else mass_summary(result.exact_mass)
-    without = None if result is None or result.exact_mass is None else heads_without_estimate(result.exact_mass)
+    kept, error = _against_dense(query, key, value if value is None else given, output, layout, mask, text, scale)
+    masses = None if output is None else ran.exact_mass
+    exact_mass = None if masses is None else mass_summary(masses)
+    without = None if masses is None else heads_without_estimate(masses)
+    route = ran.route
     return Report(
         implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
         batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
@@ -207,9 +208,9 @@ def explain(
         tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
         error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads,
                                      without=without),
-        seconds=seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
+        seconds=None if value is None else seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
         route=route, config=config, layout=layout, blocks=blocks,
-        near=window, budget=selection.kept,
+        near=window, budget=ran.selection.kept, backend=layer.backend,
     )
 
 
@@ -228,18 +229,29 @@ def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None)
     return thw
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout, config: SSTAConfig, text_mask: Tensor | None,
-         scale: float, impl: str) -> tuple[LayerResult, float]:
-    """What the layer gave, and the seconds until the device had finished it."""
+def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[Ran, float]:
+    """What the layer gave, with its scores, and the seconds until the device had finished it."""
     def finish() -> None:
         if query.device.type == "cuda":
             torch.cuda.synchronize(query.device)
 
     finish()
     start = time.perf_counter()
-    result = ssta_layer(query, key, value, tokens, config, text_mask=text_mask, scale=scale, impl=impl)
+    with on_device(query):
+        ran = layer.run(query, key, value, text, keep_scores=True)
     finish()
-    return result, time.perf_counter() - start
+    return ran, time.perf_counter() - start
+
+
+def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
+    """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
+    worst head, leaving out heads without an estimate; None if all are. Synchronises the device."""
+    shares = exact_mass.double().cpu()
+    shares = shares[~shares.isnan().any(2)]
+    if not shares.numel():
+        return None
+    lowest = shares.flatten().sort().values
+    return float(shares.mean()), float(lowest[int(0.05 * (len(lowest) - 1))]), float(shares.mean(1).min())
 
 
 def _partial_tiles(segments: tuple[TiledSegment, ...]) -> int:

@@ -1,16 +1,105 @@
-"""How alike tiles are: tile descriptors, and the scores of key tiles for each query tile."""
+"""Rules: how much a key tile matters to a query tile, and how many of the best-scored ones a query tile gets.
+
+A rule is a function of ``Facts`` that gives scores, and a row of RULES; ``SSTAConfig.sampling_type`` names it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .budget import Budget, budget_of
 from .config import SSTAConfig
-from .kernels import kernels_run, score_blocks
 from .layout import TileLayout
+
+if TYPE_CHECKING:
+    from .kernels import Backend
+    from .kernels.tail import BlockEstimates
+    from .layer import Layer, Tiled
+
+
+class Facts:
+    """What a rule may know of a layer's tiles: N video tiles of queries, K of keys.
+
+    Args:
+        tiled: q, k and v in the order of the tiles.
+        estimates: of what will not be computed; None where it is dropped.
+        layer: whose tiles they are.
+
+    Attributes:
+        backend: the kernels, ``backend.score`` and ``backend.error_scores`` among them.
+        lambda_: the configuration's.
+        estimates: as given.
+    """
+
+    def __init__(self, tiled: Tiled, estimates: BlockEstimates | None, layer: Layer) -> None:
+        self.estimates, self._tiled, self._layer = estimates, tiled, layer
+
+    @property
+    def backend(self) -> Backend:
+        return self._layer.backend
+
+    @property
+    def lambda_(self) -> float:
+        return self._layer.spec.config.lambda_
+
+    @cached_property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """The descriptors of query and key tiles: float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share a
+        pattern."""
+        (q, k, _, q_means, k_means), layer = self._tiled, self._layer
+        config = layer.spec.config
+        if q_means is None or k_means is None or config.pool_cells is not None:
+            q_means, k_means = descriptors(q, layer.tiles, config.pool_cells), descriptors(k, layer.kv_tiles, config.pool_cells)
+        if config.mask_share_within_head:
+            if layer.spec.peers is not None:
+                from .ranks.heads import all_heads
+
+                # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
+                q_means, k_means = all_heads(layer.spec.peers, q_means, k_means)
+            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
+        return q_means, k_means
+
+
+def _error(facts: Facts) -> Tensor:
+    estimates = facts.estimates
+    assert estimates is not None, "SSTAConfig wants a compensation for this rule"
+    return facts.backend.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
+
+
+# By the names of ``sampling_type``.
+RULES: dict[str, Callable[[Facts], Tensor]] = {
+    "similarity": lambda facts: facts.backend.score(*facts.means, None),
+    "importance": lambda facts: facts.backend.score(*facts.means, facts.lambda_),
+    "error": _error,
+}
+
+
+class Rule(NamedTuple):
+    """How a layer chooses.
+
+    Attributes:
+        scores: ``facts -> float32 [B, H, N, K]``, higher is better; H = 1 where heads share.
+        budget: ``scores -> Budget``.
+    """
+
+    scores: Callable[[Facts], Tensor]
+    budget: Callable[[Tensor], Budget]
+
+
+def rule_of(config: SSTAConfig, layer: Layer) -> Rule:
+    """What ``config``, without variants, stands for in ``layer``."""
+    scored_by = config.scored_by
+    if callable(scored_by):
+        def scores(facts: Facts) -> Tensor:
+            return facts.backend.score_by(scored_by, *facts.means)
+    else:
+        scores = RULES[scored_by]
+    return Rule(scores, budget_of(config, layer))
 
 
 def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:
@@ -30,72 +119,6 @@ def tile_means(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int
     grids = [_pool_grid(x.narrow(2, segment.first_slot, segment.num_slots), segment.padded, segment.tile, adaptive_pool)
              for segment in layout.video]
     return torch.cat(grids, 2)
-
-
-def similarity(q_descriptors: Tensor, k_descriptors: Tensor) -> Tensor:
-    """Dot products: ``[B, H, N, C]`` twice -> ``[B, H, N, N]``, query tiles by key tiles."""
-    return q_descriptors @ k_descriptors.mT
-
-
-def importance(q_descriptors: Tensor, k_descriptors: Tensor, lambda_: float) -> Tensor:
-    """Similarity against redundancy: ``[B, H, N, C]`` twice -> ``[B, H, N, N]``.
-
-    With cosines mapped to [0, 1] by (x + 1) / 2: lambda * cos(q_a, k_b) - (1 - lambda) * mean over c != b of cos(k_c, k_b), the score of
-    HunyuanVideo-1.5. A zero descriptor has cosine 0 with everything; a lone tile has redundancy 0.
-    """
-    q, k = _unit(q_descriptors), _unit(k_descriptors)
-    alike = (q @ k.mT + 1) / 2
-    # The sum of cosines with all tiles is one product with the sum of their directions; the tile's own is taken out again.
-    others = k.shape[2] - 1
-    cosines = ((k.sum(2, keepdim=True) - k) * k).sum(-1) / max(others, 1)
-    redundancy = (cosines + 1) / 2 if others else torch.zeros_like(cosines)
-    return lambda_ * alike - (1 - lambda_) * redundancy[..., None, :]
-
-
-def tile_scores(q_descriptors: Tensor, k_descriptors: Tensor, config: SSTAConfig) -> Tensor:
-    """The scores that ``config.scored_by`` stands for: descriptors ``[B, H, N, C]`` and ``[B, Hkv, N, C]`` -> float32 ``[B, H, N, N]``.
-
-    The two named ones run in a kernel of their own on a GPU. Everything else is ``score_tiles``.
-    """
-    scored_by = config.scored_by
-    assert scored_by != "error", "the scores of 'error' are no descriptors': BlockEstimates.scores() must be given"
-    lambda_ = config.lambda_ if scored_by == "importance" else None
-    if not callable(scored_by) and kernels_run(q_descriptors):
-        return score_blocks(q_descriptors, k_descriptors, lambda_)
-    k_descriptors = k_descriptors.repeat_interleave(q_descriptors.shape[1] // k_descriptors.shape[1], 1)
-    if callable(scored_by):
-        scorer = scored_by
-    else:
-        scorer = similarity if lambda_ is None else partial(importance, lambda_=lambda_)
-    return score_tiles(q_descriptors, k_descriptors, scorer)
-
-
-def score_tiles(q_descriptors: Tensor, k_descriptors: Tensor, scorer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """``scorer``'s scores, float32 ``[B, H, N, N]``, from which NaN and inf in one tile cannot spread to another.
-
-    A descriptor that is not finite counts as zero. As a key tile it scores -inf: it is taken only when nothing else is left. A score that
-    is NaN counts as -inf too.
-
-    Raises:
-        TypeError, ValueError: what a scorer of the user's own returned does not fit.
-    """
-    q_finite, k_finite = q_descriptors.isfinite().all(-1), k_descriptors.isfinite().all(-1)
-    q = q_descriptors.masked_fill(~q_finite[..., None], 0)
-    k = k_descriptors.masked_fill(~k_finite[..., None], 0)
-    scores = scorer(q, k)
-    expected = (*q.shape[:3], k.shape[2])
-    if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        raise TypeError(f"sampling_type's scores must be a floating-point tensor, got {getattr(scores, 'dtype', type(scores).__name__)}")
-    if tuple(scores.shape) != expected:
-        raise ValueError(f"sampling_type's scores must have shape {expected}, got {tuple(scores.shape)}")
-    if scores.device != q.device:
-        raise ValueError(f"sampling_type's scores must be on the descriptors' device {q.device}, got {scores.device}")
-    return scores.float().masked_fill(scores.isnan() | ~k_finite[..., None, :], -torch.inf)
-
-
-def _unit(x: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1)
 
 
 def _pool_grid(x: Tensor, extent: tuple[int, int, int], tile: tuple[int, int, int], cells: tuple[int, int, int] | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .checks import require_int, require_triple
-from .memo import remember_plain
+from .kernels.memo import remember_plain
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class TokenLayout:
     dense_length: int = field(init=False, repr=False, compare=False)
     length: int = field(init=False, repr=False, compare=False)
     longest_video: tuple[int, int, int] | None = field(init=False, repr=False, compare=False)
+    # Every call of a layer looks itself up by it.
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.segments, (tuple, list)):
@@ -78,8 +80,21 @@ class TokenLayout:
         video_length, dense_length = sum([grid.length for grid in video]), sum([run.length for run in dense])
         for name, value in (("segments", segments), ("video", video), ("dense", dense), ("video_length", video_length),
                             ("dense_length", dense_length), ("length", video_length + dense_length),
-                            ("longest_video", max([grid.thw for grid in video]) if video else None)):
+                            ("longest_video", max([grid.thw for grid in video]) if video else None), ("_hash", hash(segments))):
             object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def plain(self) -> tuple[tuple[int, ...], ...]:
+        """The segments as plain numbers: (t, h, w) of a video grid, (length,) of a dense run."""
+        return tuple([segment.thw if isinstance(segment, VideoGrid) else (segment.length,) for segment in self.segments])
+
+    @classmethod
+    def from_plain(cls, plain: tuple[tuple[int, ...], ...]) -> TokenLayout:
+        """What ``plain`` was taken of."""
+        return cls(tuple([VideoGrid(*numbers) if len(numbers) == 3 else DenseRun(*numbers) for numbers in plain]))
 
     @classmethod
     def video_text(cls, thw: tuple[int, int, int], text_len: int = 0) -> TokenLayout:

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import LayerResult
-from .checks import LARGEST, require_choice, require_runnable
+from .checks import LARGEST, require_choice
 from .config import SSTAConfig
 from .inputs import check_inputs
-from .kernels import (
-    BlockLists,
-    attend_owned,
+from .kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
+from .kernels.checks import (
     autocast_inputs,
-    per_query_head,
     require_bool,
     require_int,
     require_number,
@@ -37,6 +34,7 @@ from .kernels import (
     resolve_scale,
     without_autocast,
 )
+from .op import LayerResult
 from .selection import Selection
 from .sequence import DenseRun, TokenLayout
 
@@ -106,11 +104,14 @@ def sla_layer(
         if require_int(name, size, 1) > LARGEST:
             raise ValueError(f"{name} must be at most {LARGEST} tokens, got {size}")
     scale = resolve_scale(scale, dim)
-    require_runnable(impl, q)
+    facts = q.device, q.dtype, dim
+    choose_route(impl, *facts)
     if selection is None:
         with torch.no_grad(), without_autocast(q.device.type):
             selection = Selection(_select(q, k, density, q_block, kv_block))
-    exact, _, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl, keep_q=True)
+    exact = block_sparse_attention(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
+    # A pure function: what block_sparse_attention chose by the same facts.
+    route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1])
     with without_autocast(q.device.type):
         linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
     return LayerResult(exact + linear, selection, route)
@@ -141,7 +142,7 @@ def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch
 def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:
     wide = torch.promote_types(q.dtype, torch.float32)
     q_means, k_means = _block_means(q, q_block, wide), _block_means(k, kv_block, wide) - k.mean(2, keepdim=True, dtype=wide)
-    scores = q_means @ per_query_head(k_means, q.shape[1]).mT
+    scores = q_means @ k_means.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     kept = max(1, int(density * scores.shape[-1]))
     best = scores.masked_fill(scores.isnan(), -torch.inf).topk(kept, sorted=False).indices.sort().values.int()
     counts = torch.full(best.shape[:3], kept, dtype=torch.int32, device=q.device)
@@ -164,7 +165,7 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None
     features = feature_map(k)
     matrix = (features.mT @ v).to(wide) @ weight.to(wide).mT / tokens
     total = features.sum(2, dtype=wide)[..., None] / tokens
-    matrix, total = (per_query_head(x, q.shape[1]).to(q.dtype) for x in (matrix, total))
+    matrix, total = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).to(q.dtype) for x in (matrix, total))
     features = feature_map(q)
     # In float16 EPS / tokens is 0, and so are all features of some rows under "relu".
     eps = max(EPS / tokens, torch.finfo(q.dtype).tiny * torch.finfo(q.dtype).eps)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .kernels import BlockLists, require_strided, valid_lengths
+from .kernels.checks import require_strided
+from .kernels.memo import captured, remember, traced
 from .layout import TileLayout
-from .memo import captured, remember, traced
 from .sequence import DenseRun, TokenLayout
+
+if TYPE_CHECKING:
+    from .kernels import Backend
 
 # A value computed from a mask: a tensor or another mask.
 View = TypeVar("View")
@@ -73,23 +76,12 @@ class TextMask:
         runs = TokenLayout(tuple([DenseRun(segment.length) for segment in self.tokens.segments]))
         return self._view("whole", lambda: TextMask(self.in_sequence, runs))
 
-    def tile_lengths(self, layout: TileLayout) -> Tensor:
-        """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are."""
-        return self._view(("tile_lengths", layout), lambda: self._left(layout, 0))
-
-    def relisted(self, blocks: BlockLists, counts: Tensor, indices: Tensor, layout: TileLayout) -> BlockLists:
-        """The tiles of ``layout`` as ``blocks``, with other lists, less what is not valid."""
-        lengths = self.tile_lengths(layout)
-        return blocks.relisted(counts, indices, lengths, tile_starts(layout, len(lengths)), layout.num_slots)
-
-    def active_tiles(self, layout: TileLayout) -> Tensor:
-        """bool ``[B, N + M]``: the tiles that hold a valid token. Of a run without any the first one counts as active, as published."""
-        return self._view(("active_tiles", layout), lambda: self._left(layout, 1)[:, 0] > 0)
-
-    def _left(self, layout: TileLayout, least: int) -> Tensor:
-        """``tile_lengths`` where each run has ``least`` valid tokens at least."""
+    def left(self, layout: TileLayout, backend: Backend) -> Tensor:
+        """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are. With padding
+        a run without valid tokens counts as one with one, as published."""
         places = tile_places(layout)
-        return valid_lengths(self.valid, places.ends, places.starts, layout.lengths, least)
+        return self._view(layout, lambda: backend.valid_lengths(self.valid, places.ends, places.starts, layout.lengths,
+                                                                int(layout.padding != "none")))
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""

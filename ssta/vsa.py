@@ -21,24 +21,16 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .attention import LayerResult
-from .checks import require_runnable
 from .config import SSTAConfig
 from .dense import dense_attention
-from .inputs import check_inputs, check_lengths
-from .kernels import (
-    Deferred,
-    attend_owned,
-    autocast_inputs,
-    require_bool,
-    require_number,
-    resolve_scale,
-    take_tokens,
-)
+from .inputs import check_lengths
+from .kernels import Deferred, take_tokens
+from .kernels.checks import autocast_inputs, require_number
+from .kernels.memo import remember, remember_plain
 from .layout import Input, TileLayout, checked_layout
-from .memo import remember, remember_plain
+from .op import LayerResult, attend
 from .scoring import tile_means
-from .selection import Selection, select_tiles
+from .selection import Selection
 from .sequence import DenseRun, TokenLayout
 
 # The tile that the published checkpoints were trained with.
@@ -105,33 +97,25 @@ def vsa_layer(
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
         query, key, value, *rest = autocast_inputs(**inputs)
         gate = rest[0] if rest else None
-    check_inputs(query, key, value, layout, config)
-    require_bool("deterministic", deterministic)
+    else:
+        query, key, value = query.materialize(), key.materialize(), value.materialize()  # type: ignore[union-attr]
     if layout.dense or len(layout.video) != 1:
         raise ValueError(f"layout must be one video grid, got {layout}")
     if gate is not None:
         _check_gate(gate, query)
-    scale = resolve_scale(scale, query.shape[3])
-    require_runnable(impl, query)
-    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
-    tiled = tiles.tile_qkv(query, key, value)
     assert config.density is not None
-    if selection is None:
-        selection = select_tiles(tiled, _row_budget(config, ceil(config.density * tiles.num_tiles)), keep_scores=False)
-    q_mean, k_mean, v_mean = (_means(x, tiles, known) for x, known in (
-        (tiled.held_q(), tiled.q_mean), (tiled.k, tiled.k_mean), (tiled.v, None)))
-    pooled = dense_attention(q_mean, k_mean, v_mean, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out
-    q, k, v = tiled.release_q(), tiled.k, tiled.v
-    del tiled
-    exact, _, route = attend_owned(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
-    del q, k, v
-    exact, spread = tiles.untile(exact), _spread(pooled, tiles)
+    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
+    result = attend(query, key, value, layout, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale,
+                    deterministic=deterministic, impl=impl, selection=selection)
+    q_means, k_means, v_means = (_means(x, tiles) for x in (query, key, value))
+    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out
+    exact, spread = result.out, _spread(pooled, tiles)
     if gate is None:
         out = exact + spread
     else:
-        # Where no gradient is recorded, the exact part is not needed again and can hold the result.
+        # Without gradients nobody asks for the exact part again.
         out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
-    return LayerResult(out, selection, route)
+    return result._replace(out=out)
 
 
 @remember_plain
@@ -154,11 +138,9 @@ def _check_gate(gate: Tensor, query: Input) -> None:
 # _means averages over tiles, _spread hands a tile's value to its tokens. But for a factor, the tile's length, each is the other's gradient.
 
 
-def _means(x: Tensor, layout: TileLayout, known: Tensor | None) -> Tensor:
-    """``[B, H, P, D]`` in tiled order -> the tiles' means ``[B, H, N, D]``, in x's dtype; ``known``: the same, where tiling made them."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Means.apply(x, known, layout)
-    return tile_means(x, layout) if known is None else known.to(x.dtype)
+def _means(x: Tensor, layout: TileLayout) -> Tensor:
+    """``[B, H, S, D]`` -> the tiles' means ``[B, H, N, D]``, in x's dtype."""
+    return _Means.apply(x, layout) if torch.is_grad_enabled() and x.requires_grad else tile_means(take_tokens(x, layout.source), layout)
 
 
 def _spread(x: Tensor, layout: TileLayout) -> Tensor:
@@ -168,14 +150,14 @@ def _spread(x: Tensor, layout: TileLayout) -> Tensor:
 
 class _Means(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, known: Tensor | None, layout: TileLayout) -> Tensor:
+    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
         ctx.layout = layout
-        return tile_means(x, layout) if known is None else known.to(x.dtype)
+        return tile_means(take_tokens(x, layout.source), layout)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         each = (grad / ctx.layout.lengths[:, None]).to(grad.dtype)
-        return take_tokens(_tokens_first(each), _tile_of_slot(ctx.layout)), None, None
+        return _to_tokens(each, ctx.layout), None
 
 
 class _Spread(torch.autograd.Function):

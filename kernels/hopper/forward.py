@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..kept import Kept
 from ..lowering.chunks import ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import Launch, QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
+from ..memo import Kept
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..kept import Kept
+from ..memo import Kept
 
 # How a compiled kernel's launcher is called is private to Triton. These are the versions that it is checked under (``make compat``); under
 # others every launch goes the public way.
@@ -20,6 +20,8 @@ CHECKED_VERSIONS = ((3, 6), (3, 9))
 KEYS_KEPT = 4096
 # Descriptors of tensors by where these lie, half a kilobyte each.
 DESCRIPTORS_KEPT = 8192
+# Kinds of tensors that a step has launches for.
+KINDS_KEPT = 256
 
 
 def launcher_known(version: str) -> bool:
@@ -165,31 +167,48 @@ class Launch:
 
 
 class Settled(NamedTuple):
-    """New tensors of settled sizes, and the launch that fills them from others of settled sizes."""
+    """New tensors of settled sizes, and the launch that fills them from others of settled sizes; without a launch they stay as they are,
+    which is for empty ones."""
 
-    launch: Launch
+    launch: Launch | None
     sizes: tuple[tuple, ...]   # shape, strides, dtype, device
 
     @classmethod
-    def of(cls, launch: Launch, *outputs: Tensor) -> Settled:
+    def of(cls, launch: Launch | None, *outputs: Tensor) -> Settled:
         """For tensors such as ``outputs``."""
         return cls(launch, tuple([(x.shape, x.stride(), x.dtype, x.device) for x in outputs]))
 
-    @classmethod
-    def contiguous(cls, launch: Launch, x: Tensor, *shapes: tuple[int, ...]) -> Settled:
-        """For contiguous tensors of x's dtype and device, none of them empty."""
-        sizes = []
-        for shape in shapes:
-            strides = [1]
-            for size in shape[:0:-1]:
-                strides.insert(0, strides[0] * size)
-            sizes.append((tuple(shape), tuple(strides), x.dtype, x.device))
-        return cls(launch, tuple(sizes))
-
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         outputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.sizes]
-        self.launch(*inputs, *outputs)
+        if self.launch is not None:
+            self.launch(*inputs, *outputs)
         return outputs
+
+
+class Launches:
+    """One launch, settled once for each kind of tensors that comes.
+
+    Args:
+        settle: ``(xs, others, *options) -> Settled``, which depends on the tensors' kinds and the options, never on values.
+    """
+
+    def __init__(self, settle: Callable[..., Settled]) -> None:
+        self.settle = settle
+        self.kinds: dict[tuple, Settled] = Kept(KINDS_KEPT)
+
+    def __call__(self, xs: Sequence[Tensor | None], others: Sequence[Tensor], *options: Hashable) -> list[Tensor]:
+        """The new tensors, on the current device and stream.
+
+        Args:
+            xs: what the kernel reads by shape and strides; in the place of None, which it does not read, it gets another pointer.
+            others: contiguous tensors of one dtype each, of which the sizes alone make a difference; at least one where an x is None.
+            options: numbers.
+        """
+        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in xs], *[(x.shape, x.get_device()) for x in others], options)
+        settled = self.kinds.get(key)
+        if settled is None:
+            settled = self.kinds[key] = self.settle(xs, others, *options)
+        return settled(*[others[0] if x is None else x for x in xs], *others)
 
 
 def _made(descriptors: Sequence[Tiles | None]) -> list:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..moves import new_tokens
 from .projection import Projection
-from .reorder import new_tokens
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Deferred:
         return Deferred(tuple(parts))
 
     def gather_blocks(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
-        """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``kernels.reorder.gather_blocks``.
+        """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``Backend.gather``.
 
         A block's tokens must all come from one projection, and its first place must not be zeros.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import Launch, QuickLaunch
+from ..lowering.quick_launch import Launches, QuickLaunch, Settled
 
 # Tokens that a program looks at at once.
 SEGMENT = 1024
@@ -24,16 +26,20 @@ def _lengths_kernel(valid, runs, before, lengths, out, mask_batch, mask_token, b
     tl.store(out + batch * blocks + block, tl.minimum(left, tl.load(lengths + block)))
 
 
-def lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int, out: Tensor) -> None:
-    """Writes what ``kernels.prologue.lengths.valid_lengths`` returns."""
-    if out.numel():
-        launch_lengths(valid, least, out)(valid, runs, before, lengths, out)
+def valid_lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int) -> Tensor:
+    """See ``Backend.valid_lengths``."""
+    return _lengths((valid,), (runs, before, lengths), least)[0]
 
 
-def launch_lengths(valid: Tensor, least: int, out: Tensor) -> Launch:
-    """Of tensors such as these."""
+def _settle(xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> Settled:
+    (valid,), lengths = xs, others[2]
+    out = lengths.new_empty(len(valid), 1, len(lengths))
+    if not out.numel():
+        return Settled.of(None, out)
     batch, _, blocks = out.shape
-    return _launch.settle((valid.get_device(),), (blocks, batch, 1), (*valid.stride(), blocks, least), dict(SEGMENT=SEGMENT), {})
+    return Settled.of(_launch.settle((valid.get_device(),), (blocks, batch, 1), (*valid.stride(), blocks, least),
+                                     dict(SEGMENT=SEGMENT), {}), out)
 
 
 _launch = QuickLaunch(_lengths_kernel)
+_lengths = Launches(_settle)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import Launch, QuickLaunch, power_of_2
+from ..lowering.quick_launch import Launches, QuickLaunch, Settled, power_of_2
+from ..moves import Move, new_tokens
+from .deferred import Deferred
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32
@@ -84,42 +88,63 @@ def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out
                ROWS, DIM, DIM_PAD)
 
 
-def gather_blocks(q: Tensor, k: Tensor, v: Tensor, source: Tensor, offsets: Tensor,
-                  q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor, k_means: Tensor) -> None:
-    """Writes what ``kernels.reorder.gather_blocks`` returns."""
-    q, k, v = map(_strided, (q, k, v))
-    if q.shape[0] * q.shape[1] * (len(offsets) - 1):
-        launch_gather(q, k, v, offsets, q_out, k_out, v_out, q_means)(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_means)
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """See ``Backend.take``."""
+    return _take((_rows(x),), (index,))[0]
 
 
-def launch_gather(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, q_out: Tensor, k_out: Tensor, v_out: Tensor, q_means: Tensor) -> Launch:
-    """Of tensors such as these, of which q, k and v have a last stride of 1."""
+def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_move: Move, kv_move: Move) -> tuple[Tensor, ...]:
+    """See ``Backend.gather``."""
+    if isinstance(q, Deferred):
+        # The checks of a layer see to it that all three are.
+        (q_out, q_means), (k_out, k_means) = q.gather_blocks(*q_move), k.gather_blocks(*kv_move)  # type: ignore[union-attr]
+        return q_out, k_out, v.gather_blocks(*kv_move[:2], 0)[0], q_means, k_means  # type: ignore[union-attr]
+    if q_move is kv_move:
+        q_out, k_out, v_out, q_means, k_means = _gather((_rows(q), _rows(k), _rows(v)), q_move[:2], q_move[2])
+        return q_out, k_out, v_out, q_means, k_means
+    q_out, q_means = one(q, q_move)
+    # A tensor without heads takes no part.
+    _, k_out, v_out, _, k_means = _gather((k[:, :0], _rows(k), _rows(v)), kv_move[:2], kv_move[2])
+    return q_out, k_out, v_out, q_means, k_means
+
+
+def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+    """One tensor by itself, as ``gather`` brings it into order, and its means."""
+    x = _rows(x)
+    out, _, _, means, _ = _gather((x, x[:, :0], x[:, :0]), move[:2], move[2])
+    return out, means
+
+
+def _settle_gather(xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> Settled:
+    (q, k, v), (source, offsets) = xs, others
+    outs = [new_tokens(x, len(source)) for x in xs]
+    means = [x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
-    strides = [stride for x in (q, k, v, q_out, k_out, v_out) for stride in x.stride()[:3]]
-    numbers = (*strides, heads, kv_heads, q_means.shape[2])
+    if not batch * (heads + kv_heads) * blocks:
+        return Settled.of(None, *outs, *means)
+    strides = [stride for x in (*xs, *outs) for stride in x.stride()[:3]]
+    numbers = (*strides, heads, kv_heads, mean_blocks)
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    return _launch_gather.settle((q.get_device(), q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), numbers,
-                                 _constants(dim), OPTIONS)
+    launch = _launch_gather.settle((q.get_device(), q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), numbers,
+                                   _constants(dim), OPTIONS)
+    return Settled.of(launch, *outs, *means)
 
 
-def take(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """Writes ``kernels.reorder.take_tokens`` into ``out``, whose last stride is 1."""
-    x = _strided(x)
-    if out.numel():
-        launch_take(x, out)(x, index, out)
-
-
-def launch_take(x: Tensor, out: Tensor) -> Launch:
-    """Of tensors such as these, whose last stride is 1."""
-    batch, heads, _, dim = x.shape
-    tokens = out.shape[2]
+def _settle_take(xs: Sequence[Tensor], others: Sequence[Tensor]) -> Settled:
+    (x,), (index,) = xs, others
+    out = new_tokens(x, len(index))
+    batch, heads, tokens, dim = out.shape
+    if not out.numel():
+        return Settled.of(None, out)
     numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
-    return _launch_take.settle((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), numbers, _constants(dim),
-                               OPTIONS)
+    return Settled.of(_launch_take.settle((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), numbers,
+                                          _constants(dim), OPTIONS), out)
 
 
-_launch_gather, _launch_take = QuickLaunch(_gather_kernel), QuickLaunch(_take_kernel)
+def _rows(x: Tensor) -> Tensor:
+    """x with rows that lie in one piece, as the kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @lru_cache
@@ -127,5 +152,5 @@ def _constants(dim: int) -> dict[str, int]:
     return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
 
-def _strided(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+_launch_gather, _launch_take = QuickLaunch(_gather_kernel), QuickLaunch(_take_kernel)
+_gather, _take = Launches(_settle_gather), Launches(_settle_take)

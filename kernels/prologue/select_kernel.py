@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..lowering.primitives import ordered
-from ..lowering.quick_launch import Launch, QuickLaunch, Settled, power_of_2
+from ..lowering.quick_launch import Launches, QuickLaunch, Settled, power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -40,19 +43,19 @@ def _store_rows(out, x, first, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, WI
 
 
 @triton.jit
-def _ready(ready, q_lists, k_lists, rows, WIDTH: tl.constexpr):
-    """(q [q_lists, rows, WIDTH], k [k_lists, rows, WIDTH], bias [k_lists, rows]), which lie one behind another."""
-    each = tl.full([], WIDTH, tl.int64) * rows
-    k = ready + each * q_lists
-    return ready, k, k + each * k_lists
+def _ready(ready, q_lists, k_lists, rows, columns, WIDTH: tl.constexpr):
+    """(q [q_lists, rows, WIDTH], k [k_lists, columns, WIDTH], bias [k_lists, columns]), which lie one behind another."""
+    width = tl.full([], WIDTH, tl.int64)
+    k = ready + width * rows * q_lists
+    return ready, k, k + width * columns * k_lists
 
 
 @triton.jit
-def _prepare_kernel(q, k, ready, q_lists, rows, lambda_,
+def _prepare_kernel(q, k, ready, q_lists, rows, columns, lambda_,
                     COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     """One head's q or k made ready to be multiplied, and what each key block's scores have in common."""
     place = tl.program_id(0).to(tl.int64)
-    q_out, k_out, bias = _ready(ready, q_lists, tl.num_programs(0) - q_lists, rows, WIDTH)
+    q_out, k_out, bias = _ready(ready, q_lists, tl.num_programs(0) - q_lists, rows, columns, WIDTH)
     if place < q_lists:
         q += place * rows * WIDTH
         q_out += place * rows * WIDTH
@@ -61,49 +64,49 @@ def _prepare_kernel(q, k, ready, q_lists, rows, lambda_,
             _store_rows(q_out, x, first, rows, ROWS, WIDTH, WIDTH_PAD)
         return
     place -= q_lists
-    k += place * rows * WIDTH
-    k_out += place * rows * WIDTH
-    bias += place * rows
+    k += place * columns * WIDTH
+    k_out += place * columns * WIDTH
+    bias += place * columns
     total = tl.zeros([WIDTH_PAD], tl.float32)
-    for first in range(0, rows, ROWS):
-        x, finite = _finite_rows(k, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
-        _store_rows(k_out, x, first, rows, ROWS, WIDTH, WIDTH_PAD)
+    for first in range(0, columns, ROWS):
+        x, finite = _finite_rows(k, first, columns, COSINE, ROWS, WIDTH, WIDTH_PAD)
+        _store_rows(k_out, x, first, columns, ROWS, WIDTH, WIDTH_PAD)
         if COSINE:
             total += tl.sum(x, 0)
         else:
             row = first + tl.arange(0, ROWS)
-            tl.store(bias + row, tl.where(finite, 0.0, float("-inf")), mask=row < rows)
+            tl.store(bias + row, tl.where(finite, 0.0, float("-inf")), mask=row < columns)
     if COSINE:
-        for first in range(0, rows, ROWS):
-            x, finite = _finite_rows(k, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
+        for first in range(0, columns, ROWS):
+            x, finite = _finite_rows(k, first, columns, COSINE, ROWS, WIDTH, WIDTH_PAD)
             # The sum of cosines with all blocks is one product with the sum of their directions, less the block's own.
-            cosine = tl.sum((total[None, :] - x) * x, 1) / tl.maximum(rows - 1, 1)
-            redundancy = tl.where(rows > 1, (cosine + 1) * 0.5, 0.0)
+            cosine = tl.sum((total[None, :] - x) * x, 1) / tl.maximum(columns - 1, 1)
+            redundancy = tl.where(columns > 1, (cosine + 1) * 0.5, 0.0)
             row = first + tl.arange(0, ROWS)
             shared = lambda_ * 0.5 - (1 - lambda_) * redundancy
-            tl.store(bias + row, tl.where(finite, shared, float("-inf")), mask=row < rows)
+            tl.store(bias + row, tl.where(finite, shared, float("-inf")), mask=row < columns)
 
 
 @triton.jit
-def _score_kernel(ready, scores, rows, group, factor, SIDE: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+def _score_kernel(ready, scores, rows, columns, group, factor, SIDE: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """A square of factor * q k^T + bias."""
-    q, k, bias = _ready(ready, tl.num_programs(1), tl.num_programs(1) // group, rows, WIDTH)
-    across = tl.cdiv(rows, SIDE)
+    q, k, bias = _ready(ready, tl.num_programs(1), tl.num_programs(1) // group, rows, columns, WIDTH)
+    across = tl.cdiv(columns, SIDE)
     row = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
     head = tl.program_id(1).to(tl.int64)
     q += head * rows * WIDTH
-    k += head // group * rows * WIDTH
+    k += head // group * columns * WIDTH
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     for first in range(0, WIDTH, PART):
         part = first + tl.arange(0, PART)
         inside = (part < WIDTH)[None, :]
         q_part = tl.load(q + row.to(tl.int64)[:, None] * WIDTH + part[None, :], mask=(row < rows)[:, None] & inside, other=0.0)
-        k_part = tl.load(k + column.to(tl.int64)[:, None] * WIDTH + part[None, :], mask=(column < rows)[:, None] & inside, other=0.0)
+        k_part = tl.load(k + column.to(tl.int64)[:, None] * WIDTH + part[None, :], mask=(column < columns)[:, None] & inside, other=0.0)
         acc = tl.dot(q_part, tl.trans(k_part), acc, input_precision="ieee")
-    shared = tl.load(bias + head // group * rows + column, mask=column < rows, other=0.0)
-    at = (head * rows + row)[:, None] * rows + column[None, :]
-    tl.store(scores + at, acc * factor + shared[None, :], mask=(row < rows)[:, None] & (column < rows)[None, :])
+    shared = tl.load(bias + head // group * columns + column, mask=column < columns, other=0.0)
+    at = (head * rows + row)[:, None] * columns + column[None, :]
+    tl.store(scores + at, acc * factor + shared[None, :], mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
@@ -123,15 +126,16 @@ def _highest(scores, number, real):
 
 
 @triton.jit
-def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, heads, blocks, scored, per_list,
+def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, heads, blocks, scored_rows, scored, per_list,
                    WIDTH: tl.constexpr, SCORES: tl.constexpr, PER_ROW: tl.constexpr, ACTIVE: tl.constexpr, BEYOND: tl.constexpr):
     row, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows = tl.num_programs(0)
     column = tl.arange(0, WIDTH)
     inside = column < blocks
     keep = tl.load(forced + row * blocks + column, mask=inside, other=0) != 0
     if SCORES:
-        if row < scored:
-            line = (batch * heads + head) * scored + row
+        if row < scored_rows:
+            line = (batch * heads + head) * scored_rows + row
             number = k_all
             if PER_ROW:
                 number = tl.load(k_per_row + (batch * heads + head) * per_list + row)
@@ -143,57 +147,74 @@ def _select_kernel(forced, scores, active, k_per_row, counts, indices, k_all, he
     if ACTIVE:
         both = keep & (tl.load(active + batch * blocks + column, mask=inside, other=0) != 0)
         keep = tl.where(tl.load(active + batch * blocks + row) != 0, both, column == row)
-    line = (batch * heads + head) * blocks + row
+    line = (batch * heads + head) * rows + row
     kept = keep.to(tl.int32)
     tl.store(indices + line * blocks + tl.cumsum(kept, 0) - 1, column, mask=keep)
     tl.store(counts + line, tl.sum(kept, 0))
 
 
-def score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> Tensor:
-    """The scores that ``kernels.prologue.select.score_blocks`` describes."""
-    if not q.shape[0] * q.shape[1] * q.shape[2]:
-        return q.new_empty(*q.shape[:3], q.shape[2])
-    prepare, multiply = settled_score(q, k, lambda_, cosine)
-    return multiply(*prepare(q, k))[0]
+def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
+    """See ``Backend.score``."""
+    ready = _prepare((q_means.contiguous(), k_means.contiguous()), (), lambda_)[0]
+    batch, heads, rows, width = q_means.shape
+    return _multiply((ready,), (), batch, heads, k_means.shape[1], rows, k_means.shape[2], width, lambda_)[0]
 
 
-def settled_score(q: Tensor, k: Tensor, lambda_: float, cosine: bool) -> tuple[Settled, Settled]:
-    """For descriptors such as these, which are not empty: of q and k what is multiplied, and of that the scores."""
+def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
+    """See ``Backend.select``."""
+    per_row, k_all = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
+    given = [None if x is None else x.contiguous() for x in (scores, active, per_row)]
+    counts, indices = _select(given, (forced,), k_all, beyond)
+    return counts, indices
+
+
+def _settle_prepare(xs: Sequence[Tensor], others: Sequence[Tensor], lambda_: float | None) -> Settled:
+    q, k = xs
     batch, heads, rows, width = q.shape
-    kv_heads, width_pad = k.shape[1], power_of_2(width)
+    kv_heads, columns = k.shape[1:3]
+    width_pad = power_of_2(width)
+    ready = q.new_empty(batch * (heads * rows * width + kv_heads * columns * (width + 1)))
+    if not batch * heads * rows * columns:
+        return Settled.of(None, ready)
     # Triton specialises on whole numbers: so they are in the keys.
-    device, integers = q.get_device(), (batch * heads, rows)
-    prepare = _launch_prepare.settle((device, cosine, width, integers), (batch * (heads + kv_heads), 1, 1), (*integers, lambda_),
-                                     dict(COSINE=cosine, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad),
-                                     dict(num_warps=PREPARE_WARPS))
-    integers = (rows, heads // kv_heads)
-    multiply = _launch_score.settle((device, width, integers), ((-(-rows // SIDE)) ** 2, batch * heads, 1),
-                                    (*integers, lambda_ / 2 if cosine else 1.0), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
-    lists = batch * (heads + kv_heads) * width + batch * kv_heads
-    return Settled.contiguous(prepare, q, (lists * rows,)), Settled.contiguous(multiply, q, (batch, heads, rows, rows))
+    device, integers = q.get_device(), (batch * heads, rows, columns)
+    constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
+    launch = _launch_prepare.settle((device, lambda_ is not None, width, integers), (batch * (heads + kv_heads), 1, 1),
+                                    (*integers, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
+    return Settled.of(launch, ready)
 
 
-def select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
-           counts: Tensor, indices: Tensor) -> None:
-    """Writes what ``kernels.prologue.select.select_blocks`` returns."""
-    launch = launch_select(forced, scores, active, k_per_row, k_all, beyond, counts)
-    # A pointer that is not read may be any.
-    launch(forced, *(forced if x is None else x for x in (scores, active, k_per_row)), counts, indices)
+def _settle_multiply(xs: Sequence[Tensor], others: Sequence[Tensor], batch: int, heads: int, kv_heads: int, rows: int, columns: int,
+                     width: int, lambda_: float | None) -> Settled:
+    ready, = xs
+    scores = ready.new_empty(batch, heads, rows, columns)
+    if not scores.numel():
+        return Settled.of(None, scores)
+    integers = (rows, columns, heads // kv_heads)
+    squares = -(-rows // SIDE) * -(-columns // SIDE)
+    launch = _launch_score.settle((ready.get_device(), width, integers), (squares, batch * heads, 1),
+                                  (*integers, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
+    return Settled.of(launch, scores)
 
 
-def launch_select(forced: Tensor, scores: Tensor | None, active: Tensor | None, k_per_row: Tensor | None, k_all: int, beyond: bool,
-                  counts: Tensor) -> Launch:
-    """Of tensors such as these, in whose place any others are as good where they are None."""
-    batch, heads, blocks = counts.shape
+def _settle_select(xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool) -> Settled:
+    (scores, active, k_per_row), (forced,) = xs, others
+    rows, blocks = forced.shape
+    batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
+    counts, indices = (forced.new_empty(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (blocks,)))
+    if not indices.numel():
+        return Settled.of(None, counts, indices)
     width = power_of_2(blocks)
-    scored = 0 if scores is None else scores.shape[-1]
+    scored_rows, scored = (0, 0) if scores is None else scores.shape[-2:]
     given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
     kind = None if active is None else active.dtype
     # Numbers that are shared by all lists are read by each.
-    per_list = scored if k_per_row is not None and k_per_row.numel() > scored else 0
-    numbers = (k_all, heads, blocks, scored, per_list)
-    return _launch_select.settle((forced.get_device(), kind, width, numbers, *given.values()), (blocks, heads, batch), numbers,
-                                 dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
+    per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
+    numbers = (k_all, heads, blocks, scored_rows, scored, per_list)
+    launch = _launch_select.settle((forced.get_device(), kind, width, numbers, *given.values()), (rows, heads, batch), numbers,
+                                   dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
+    return Settled.of(launch, counts, indices)
 
 
 _launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))
+_prepare, _multiply, _select = map(Launches, (_settle_prepare, _settle_multiply, _settle_select))

@@ -17,7 +17,7 @@ import torch
 from diffusers.utils import load_image
 from torch import Tensor
 
-from ssta.parallel import check_ranks
+from ssta.ranks import check_ranks
 
 from ..patch.apply import SSTAHandle, transformers_of
 from ..patch.report import Stopwatch

@@ -10,7 +10,7 @@ from typing import Any
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
 from ssta import SSTAConfig
-from ssta.kernels import IMPLEMENTATIONS
+from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.family import Family, family_of, own_presets

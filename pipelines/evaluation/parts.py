@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssta.compensation import mass_summary
-from ssta.report import heads_without_estimate
+from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.apply import SSTAHandle
 from ..patch.report import LayerRun, RunReport

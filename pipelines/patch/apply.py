@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.kernels import require_bool, require_impl, require_number, warn_once
+from ssta.kernels.checks import require_bool, require_number
+from ssta.kernels.notices import warn_once
+from ssta.kernels.routing import require_impl
 
 from ..schedule.density import with_density
 from ..schedule.presets import preset_settings

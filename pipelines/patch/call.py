@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ssta.parallel import deal
+from ssta.ranks import deal
 
 
 class Ranks(NamedTuple):

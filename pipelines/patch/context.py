@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig, TokenLayout
-from ssta.kernels import warn_once
+from ssta.kernels.notices import warn_once
 
 from ..ranks.parallel import Parallelism, agree
 from ..schedule.progress import Generation, Progress, Step, read

@@ -12,13 +12,14 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
-from ssta.attention import LayerResult, ssta_layer
-from ssta.compensation import mass_summary
-from ssta.kernels import PatternFacts, Route, choose_route, warn_once
+from ssta.kernels import PatternFacts, Route, choose_route
+from ssta.kernels.notices import warn_once
 from ssta.layout import Input
-from ssta.parallel import Exchanged, Sent, Shards
-from ssta.report import heads_without_estimate
-from ssta.rings import Rings
+from ssta.op import LayerResult, attend
+from ssta.ranks import Sent, Shards
+from ssta.ranks.layer import attend_shared
+from ssta.ranks.rings import Rings
+from ssta.report import heads_without_estimate, mass_summary
 from ssta.selection import Selection
 from ssta.window import window_size
 
@@ -275,8 +276,10 @@ class SSTAProcessor:
         assert config is not None
 
         def attended(selection: Selection | None) -> LayerResult:
-            return ssta_layer(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection, shards=shards,
-                              note=self._exchange.note)
+            options: dict[str, Any] = dict(text_mask=text_mask, impl=self.context.impl, selection=selection)
+            if shards is None:
+                return attend(q, k, v, layout, config, **options)
+            return attend_shared(q, k, v, layout, config, shares=shards, note=self._exchange.note, **options)
 
         return self._selecting(attended, shape), None
 
@@ -288,14 +291,14 @@ class SSTAProcessor:
         if shards is None:
             return self._densely(q, k, v, layout, text_mask)
         if not isinstance(shards, Shards):
-            return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, rings=shards, note=self._exchange.note), None
-        exchanged = Exchanged.of(shards, q, k, v)
-        q, k, v = q.wait(), k.wait(), v.wait()
-        self._exchange.note("arrived")
+            return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, shares=shards, note=self._exchange.note), None
+        exchanged = shards.exchange(q, k, v, self._exchange.note)
+        q, k, v = exchanged.ready()
         result, name = self._densely(q, k, v, layout, text_mask)
         self._exchange.note("attended")
-        back = partial(shards.to_tokens, heads=exchanged.heads, key_heads=exchanged.key_heads)
-        return (back(result) if isinstance(result, Tensor) else result._replace(out=back(result.out))), name
+        if isinstance(result, Tensor):
+            return exchanged.to_tokens(result), name
+        return result._replace(out=exchanged.to_tokens(result.out)), name
 
     def _densely(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Deferred, Projection, RMSNorm, kernels_run, token_rstd, watched
+from ssta.kernels import Deferred, Projection, RMSNorm
+from ssta.kernels.operators import kernels_run, watched
+from ssta.kernels.prologue.deferred import token_rstd
 
 from .rope import apply_rope
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssta.kernels import require_int, require_number
+from ssta.kernels.checks import require_int, require_number
 
 from ..schedule.density import DENSE_FROM, with_density
 from .apply import SSTAHandle

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout
-from ssta.attention import LayerResult, ssta_layer
-from ssta.compensation import mass_summary
-from ssta.kernels import Route, logger, warn_once
-from ssta.report import heads_without_estimate
+from ssta.kernels import Route
+from ssta.kernels.notices import logger, warn_once
+from ssta.op import LayerResult, attend
+from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.report import LayerRun, RunReport
 from ..schedule.defaults import small_tiles
@@ -292,7 +292,7 @@ class _Override:
             text_mask = _text_mask(mask, q.shape[0], layout)
         if not split:
             q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        result = ssta_layer(q, k, v, layout, config, text_mask=text_mask, scale=named.get("scale"))
+        result = attend(q, k, v, layout, config, text_mask=text_mask, scale=named.get("scale"))
         if not torch.compiler.is_compiling():
             patch.note(block, layout, result)
         return result.out if named.get("skip_output_reshape") else result.out.transpose(1, 2).flatten(2)

@@ -30,8 +30,8 @@ except ImportError as error:
     raise misfit(str(error)) from error
 
 from ssta import SSTAConfig, TokenLayout
-from ssta.attention import ssta_layer
 from ssta.kernels import Route
+from ssta.op import attend
 
 from .vllm_omni import STANDS_IN_FOR, Settings, misfit, sequence_layout
 
@@ -179,7 +179,7 @@ class SSTAImpl(AttentionImpl):
         config = self.settings.config
         assert config is not None
         q, k, v = [x[:, :found.length].transpose(1, 2) for x in (query, key, value)]
-        result = ssta_layer(q, k, v, found, config, scale=self.scale)
+        result = attend(q, k, v, found, config, scale=self.scale)
         if (self.settings, found) not in _said:
             _say_once((self.settings, found), logging.INFO,
                       f"SSTA stands in for {STANDS_IN_FOR}: {self.settings}; {_ran(query, found, config, result.route)}")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssta.kernels import autocast_inputs
+from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
-from ssta.parallel import Sent, Shards
+from ssta.ranks import Sent, Shards
 
 from ..patch.report import Stopwatch
 

@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.parallel import check_ranks
+from ssta.ranks import check_ranks
 
 from ..patch.call import Ranks
 from ..patch.family import Family, family_of

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from ssta import SSTAConfig
-from ssta.kernels import require_int, require_number
+from ssta.kernels.checks import require_int, require_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,7 +200,7 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     from shapes import SHARED, LayerShape
 
     from ssta import SSTAConfig, TokenLayout, exchange
-    from ssta.parallel import Shards, runs_of
+    from ssta.ranks.shards import Shards, runs_of
 
     sent = []
 

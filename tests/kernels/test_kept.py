@@ -4,7 +4,7 @@ from threading import Thread
 
 import pytest
 
-from ssta.kernels import Kept
+from ssta.kernels.memo import Kept
 
 
 def test_the_entry_that_was_used_least_recently_goes_alone():

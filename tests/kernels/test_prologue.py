@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
-from ssta.kernels import BlockLists, gather_blocks, kernels_run, score_blocks, select_blocks, take_tokens, topk_blocks
+from ssta.kernels import BlockLists, gather_blocks, score_blocks, select_blocks, take_tokens, topk_blocks
+from ssta.kernels.operators import kernels_run
 from ssta.kernels.prologue.lengths import _lengths_in_torch
 from ssta.kernels.prologue.reorder import _take_in_torch, new_tokens
 from ssta.kernels.prologue.select import _select_in_torch

@@ -7,7 +7,7 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from tail_cases import bfloat16_products, no_worse, same_estimates, tail_case  # noqa: F401
 
-from ssta.kernels import BlockEstimates, add_tail, estimate_blocks
+from ssta.kernels.tail import BlockEstimates
 from ssta.kernels.eager import tail as eager
 from ssta.kernels.portable import tail as portable
 from ssta.kernels.tail import useful_heads

@@ -10,12 +10,11 @@ from tiny_hunyuan import EVERYTHING, SPARSE
 from tiny_models import TINY, run
 
 from ssta import explain
-from ssta.compensation import mass_summary
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.parts import without_estimate
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.report import LayerRun, RunReport
-from ssta.report import heads_without_estimate
+from ssta.report import heads_without_estimate, mass_summary
 
 
 def wan(sharpness: float) -> torch.nn.Module:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
-from ssta.attention import ssta_layer
+from ssta.op import attend as ssta_layer
 from ssta.compensation import compensate, estimate_tiles
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.layout import TiledQKV

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssta import DenseRun, TokenLayout, VideoGrid, tile_layout
-from ssta.memo import remember
+from ssta.kernels.memo import remember
 
 PADDINGS = ("none", "zero", "repeat")
 

@@ -12,13 +12,13 @@ from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs
 from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 
 from ssta import DenseRun, TokenLayout, attention, ring_layer, ssta_3d_attention, ssta_attention
-from ssta.attention import ssta_layer
-from ssta.exchange import Exchange
+from ssta.op import attend as ssta_layer
+from ssta.ranks.exchange import Exchange
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue import reorder, reorder_kernel
 from ssta.layout import checked_layout
-from ssta.parallel import Shards
-from ssta.rings import Arrival, Return, Rings
+from ssta.ranks import Shards
+from ssta.ranks.rings import Arrival, Return, Rings
 
 
 def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float64, masked=False, **options):

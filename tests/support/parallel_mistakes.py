@@ -7,10 +7,10 @@ import torch.distributed as dist
 from parallel_inputs import MIXED, TEXT, WAN, config, inputs, local, mask, refused
 
 from ssta import TokenLayout, ssta_attention
-from ssta.attention import ssta_layer
+from ssta.op import attend as ssta_layer
 from ssta.kernels import Deferred, Projection
-from ssta.parallel import Shards, check_ranks
-from ssta.rings import Rings
+from ssta.ranks import Shards, check_ranks
+from ssta.ranks.rings import Rings
 
 
 def errors():

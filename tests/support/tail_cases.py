@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from ssta.kernels import BlockEstimates, BlockLists, add_tail, block_sparse_attention
+from ssta.kernels import BlockLists, add_tail, block_sparse_attention
+from ssta.kernels.tail import BlockEstimates
 from ssta.kernels.eager import tail as eager
 from ssta.kernels.portable import tail as portable
 from ssta.kernels.tail import per_query_head

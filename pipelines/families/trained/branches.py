@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.kernels import require_impl
+from ssta.kernels.routing import require_impl
 
 from ...patch.apply import SSTAHandle, install_all, transformers_of
 from ...patch.context import ModelContext

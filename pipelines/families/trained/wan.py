@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ssta import TokenLayout
-from ssta.attention import LayerResult
 from ssta.kernels import Deferred
 from ssta.layout import Input
+from ssta.op import LayerResult
 from ssta.selection import Selection
 from ssta.sla import sla_layer
 from ssta.vsa import vsa_layer

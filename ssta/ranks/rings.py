@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..sequence import TokenLayout
+from ..spec import Peers
 from .exchange import Exchange, Place, Run, deal, wants_gradient
-from .kernels import kernels_run
-from .layout import TileLayout
-from .memo import remember_plain
-from .parallel import Checked, Exchanged, Shards, agreed_between, runs_of
-from .ranks import group_of, is_mesh
-from .ring_rows import RingTiles, Rows, Spans, ring_tiles, rows_of
-from .sequence import TokenLayout
+from .group import group_of, is_mesh
+from .shards import Checked, Sent, Shards, agreed_between, runs_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+
+# (first token, tokens) of each run that a place of the ring has the rows of.
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Rings:
         runs = runs_of(layout, split)
         ring, heads = group_of(mesh, 0), group_of(mesh, 1)
         places = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
-        return _rings(cls, ring, heads, runs, *places[0], *places[1])
+        (ranks, rank), (width, place) = places
+        held = [run.held(ranks * width)[width * rank:width * (rank + 1)] for run in runs]
+        inner = tuple([Run(sum(own), True) if run.shared else run for run, own in zip(runs, held)])
+        return cls(ring, ranks, rank, Shards(heads, inner, width, place), Shards(heads, runs, ranks * width, rank * width + place))
 
     def check(self, name: str, x: Any) -> None:
         """As ``Shards.check``."""
@@ -64,50 +68,17 @@ class Rings:
         """As ``Shards.agreed``, between all ranks of the mesh."""
         return agreed_between((self.inner.group, self.group), self.outer.runs, check, facts)
 
-    def exchange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
-        """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``."""
-        *pieces, exchanged = self.pieces(q, k, v)
-        q, k, v = _gather(self, pieces, self._gathered)
-        return q, k, v, exchanged
-
-    def pieces(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
-        """``exchange`` to this ring position's piece alone, ``[B, H_r, tokens of the piece, D]``."""
-        exchanged = Exchanged(self.inner, q.shape[1], k.shape[1])
+    def exchange(self, query: Tensor, key: Tensor, value: Tensor, note: Callable[[str], object]) -> RingExchanged:
+        """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
+        if isinstance(query, Sent):
+            raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
+        heads, key_heads = query.shape[1], key.shape[1]
+        pieces = (query, key, value)
         if self.inner.ranks > 1:
-            q, k, v = self.inner.to_heads(q, k, v, key_heads=k.shape[1])
-        return q, k, v, exchanged
-
-    def rows(self, tiles: TileLayout) -> Rows:
-        """This rank's rows of the layer: its piece of each shared run, and a share of each whole one."""
-        return rows_of(tiles, self._spans(self.rank))
-
-    def tiles(self, tiles: TileLayout, x: Tensor) -> RingTiles:
-        """The layer's tiles as this rank has them, whose tensors are like ``x``."""
-        in_piece = [place.start + (0 if place.shared else sum(self._pieces(place)[:self.rank])) for place in self.inner.places]
-        every = tuple([self._spans(rank) for rank in range(self.ranks)])
-        return ring_tiles(tiles, every, self.rank, tuple(in_piece), not kernels_run(x))
-
-    def send(self, *xs: Tensor) -> Arrival:
-        """Pieces ``[B, H_r, tokens of the piece, D]``, on their way to the others of the ring. Without gradients."""
-        return Arrival(self, xs)
-
-    def send_back(self, *xs: Tensor) -> Return:
-        """The adjoint: ``[B, H_r, S, D]`` on their way to those whose pieces they are parts of."""
-        return Return(self, xs, self._gathered)
-
-    def piece(self, x: Tensor) -> Tensor:
-        """``[B, H_r, S, D]`` -> this ring position's piece of it."""
-        spans = [(place.start + sum(self._pieces(place)[:self.rank]) if place.shared else place.start, inner.length)
-                 for place, inner in zip(self.outer.places, self.inner.places)]
-        return torch.cat([x.narrow(2, first, count) for first, count in spans], 2)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ring, added up in the same order on all ranks. Without gradients."""
-        if self.ranks == 1:
-            return x
-        every = x.new_empty(self.ranks, *x.shape)
-        dist.all_gather(list(every), x.contiguous(), group=self.group)
-        return every.sum(0)
+            pieces = self.inner.to_heads(*pieces, key_heads=key_heads)
+        arriving = _gather(self, pieces, self._gathered)
+        note("arrived")
+        return RingExchanged(self, heads, key_heads, arriving)
 
     def join(self, out: Tensor) -> Tensor:
         """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> of the tokens that ``inner`` shares out."""
@@ -133,20 +104,35 @@ class Rings:
             else deal(place.length, self.ranks)
 
 
-def shards_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards | Rings:
+class RingExchanged:
+    """As ``Exchanged``, of rings."""
+
+    returned = None
+
+    def __init__(self, rings: Rings, heads: int, key_heads: int, arriving: tuple) -> None:
+        self.rings, self.heads, self.key_heads, self.arriving = rings, heads, key_heads, arriving
+
+    @property
+    def rows(self) -> Spans:
+        return self.rings._spans(self.rings.rank)
+
+    @property
+    def peers(self) -> Peers:
+        return Peers(self.rings.inner.group.group_name, self.heads, self.key_heads)
+
+    def back(self, out: Tensor) -> Tensor:
+        """What the layer gave of this rank's rows, ``[B, H_r, n, D]`` -> ``[B, H, S_r, D]``."""
+        out = self.rings.join(out)
+        if self.rings.inner.ranks == 1:
+            return out
+        return self.rings.inner.to_tokens(out, self.heads, key_heads=self.key_heads)
+
+
+def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards | Rings:
     """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
     if is_mesh(group) and group.ndim == 2:
         return Rings.of(group, layout, split)
     return Shards.of(group, layout, split)
-
-
-@remember_plain
-def _rings(
-    kind: type[Rings], ring: ProcessGroup, heads: ProcessGroup, runs: tuple[Run, ...], ranks: int, rank: int, width: int, place: int,
-) -> Rings:
-    held = [run.held(ranks * width)[width * rank:width * (rank + 1)] for run in runs]
-    inner = tuple([Run(sum(own), True) if run.shared else run for run, own in zip(runs, held)])
-    return kind(ring, ranks, rank, Shards(heads, inner, width, place), Shards(heads, runs, ranks * width, rank * width + place))
 
 
 def _gather(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
@@ -170,37 +156,6 @@ def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ..
             part = sent.wait().view(sum(of), *joined.shape[1:])
         parts.append(part)
     return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
-
-
-class Arrival:
-    """Pieces of tensors on their way between the ranks of a ring, from each to each."""
-
-    def __init__(self, rings: Rings, xs: Sequence[Tensor]) -> None:
-        # By token in memory, as what projections give is at batch 1, and what comes of an exchange of heads.
-        pieces = [x.detach().permute(2, 0, 1, 3).contiguous() for x in xs]
-        self._wholes = [x.new_empty(rings.outer.length, *x.shape[1:]) for x in pieces]
-        operations = []
-        for piece, whole in zip(pieces, self._wholes):
-            for inner, outer in zip(rings.inner.places, rings.outer.places):
-                counts = rings._pieces(outer) if outer.shared else (outer.length,)
-                parts = whole.narrow(0, outer.start, outer.length).split(counts)
-                own = piece.narrow(0, inner.start, inner.length)
-                parts[rings.rank if outer.shared else 0].copy_(own)
-                for step in range(1, rings.ranks if outer.shared else 1):
-                    to, of = (rings.rank + step) % rings.ranks, (rings.rank - step) % rings.ranks
-                    # Neither side of nothing takes part.
-                    operations += [dist.P2POp(dist.isend, own, group=rings.group, group_peer=to)] if own.numel() else []
-                    operations += [dist.P2POp(dist.irecv, parts[of], group=rings.group, group_peer=of)] if parts[of].numel() else []
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-        # Their memory is the operations' until then.
-        self._pieces: list[Tensor] = pieces
-
-    def wait(self) -> list[Tensor]:
-        """``[B, H_r, S, D]`` each. On a GPU the stream waits, the host does not."""
-        for work in self._works:
-            work.wait()
-        self._pieces = []
-        return [x.permute(1, 2, 0, 3) for x in self._wholes]
 
 
 class Return:

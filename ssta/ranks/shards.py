@@ -11,24 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import require_choice
-from .exchange import Arrival, Deals, Run, Shares, ToHeads, ToTokens, deal, send_tiles, send_tokens, wants_gradient
-from .kernels import Deferred
-from .memo import captured, remember_plain
-from .ranks import agree, check_ranks, resolve_group
-from .sequence import TokenLayout, VideoGrid
+from ..checks import require_choice
+from ..kernels import Deferred
+from ..kernels.memo import Kept, captured, traced
+from ..kernels.operators import watched
+from ..sequence import TokenLayout, VideoGrid
+from ..spec import Peers
+from .exchange import Arrival, Deals, Run, Shares, ToHeads, ToTokens, deal, packet_slots, send_packets, send_tokens, wants_gradient
+from .group import agree, resolve_group
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-    from .layout import TileLayout
-
-__all__ = ["SPLITS", "Exchanged", "Run", "Sent", "Shards", "alike", "check_ranks", "deal"]
+    from ..layout import TileLayout
 
 SPLITS = ("video", "all", "each")
 Checked = TypeVar("Checked")
-# Of each group the sequences of which its ranks have found that they agree. Ranks fill it alike, for they agree together.
-_AGREED: WeakKeyDictionary[ProcessGroup, set] = WeakKeyDictionary()
+# What the ranks of each group have found that they agree on: sequences, and all facts of a call. Ranks fill it alike, for they agree
+# together.
+_AGREED: WeakKeyDictionary[ProcessGroup, Kept] = WeakKeyDictionary()
+FACTS_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Shards(Shares):
             TypeError, ValueError: the argument's name, what was required and what came.
         """
         runs, group = runs_of(layout, split), resolve_group(group)
-        return _shards(cls, group, runs, dist.get_world_size(group), dist.get_rank(group))
+        return cls(group, runs, dist.get_world_size(group), dist.get_rank(group))
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
@@ -102,9 +104,10 @@ class Shards(Shares):
         return f"{share} and the {whole} that are whole, together {length}" if whole else share
 
     def agreed(self, check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]]) -> Checked:
-        """What ``check`` returns, which looks at this rank's arguments before anything is sent. The first time for a group and a sequence
-        every rank says what came of it, and how many tokens it believes that there are, which waits for all of them: a rank that raised
-        alone would leave the others waiting for good. Afterwards, in a graph and in its capture, each looks for itself.
+        """What ``check`` returns, which looks at this rank's arguments before anything is sent. The first time that a group comes with these
+        facts every rank says what came of its check, and its facts, which waits for all of them: a rank that raised alone would leave the
+        others waiting for good. Afterwards, in a graph and in its capture, each looks for itself, and so does a rank whose check fails
+        for a sequence that was agreed on before.
 
         Args:
             facts: of what was checked, what must be the same on all ranks, by name.
@@ -114,11 +117,23 @@ class Shards(Shares):
         """
         return agreed_between((self.group,), self.runs, check, facts)
 
-    def exchange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Exchanged]:
-        """q, k and v to heads, and the way back."""
-        exchanged = Exchanged(self, q.shape[1], k.shape[1])
-        q, k, v = self.to_heads(q, k, v, key_heads=k.shape[1])
-        return q, k, v, exchanged
+    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchanged:
+        """q, k and v to heads, and the way back.
+
+        Args:
+            note: called with "arrived" once what comes is being waited for.
+        """
+        if isinstance(query, Sent):
+            return Exchanged.of(self, query, key, value, note)
+        heads, key_heads = query.shape[1], key.shape[1]
+        plain = not (wants_gradient(query, key, value) or watched(query, key, value))
+        if plain and query.is_cuda:
+            # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+            value, key = self.start(value), self.start(key)
+            return Exchanged.of(self, self.start(query, key_heads=key_heads), key, value, note)
+        arriving = self.to_heads(query, key, value, key_heads=key_heads)
+        note("arrived")
+        return Exchanged(self, heads, key_heads, arriving, plain)
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...
@@ -155,7 +170,7 @@ class Shards(Shares):
         tensors = tuple([x.materialize() if isinstance(x, Deferred) else x for x in xs])
         wanted = wants_gradient(*tensors)
         # A graph with gradients has the exchange inside one autograd function.
-        arrival = None if wanted and torch.compiler.is_compiling() else Arrival(self, tensors, deals)
+        arrival = None if wanted and watched(*tensors) else Arrival(self, tensors, deals)
         # Packets are copies: what nobody wants a gradient of need not be kept.
         return Sent(self, tensors if wanted else (), deals, arrival)
 
@@ -201,15 +216,22 @@ def agreed_between(
     groups: tuple[ProcessGroup, ...], runs: tuple[Run, ...], check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]],
 ) -> Checked:
     """``Shards.agreed`` of one group, or of those of a mesh's dimensions, the last one first."""
-    known = groups[1:], runs
-    if torch.compiler.is_compiling() or known in _AGREED.get(groups[0], ()) or captured():
-        return check()
+    known = _AGREED.get(groups[0])
     try:
         result, error = check(), None
     except (TypeError, ValueError) as found:
+        if traced() or captured() or known is not None and runs in known:
+            raise
         result, error = None, found
-    agree(groups, error, {} if result is None else {"sequence": runs, **facts(result)})
-    _AGREED.setdefault(groups[0], set()).add(known)
+    told = {} if result is None else {"sequence": runs, **facts(result)}
+    key = len(groups), tuple(told.items())
+    if traced() or captured() or known is not None and key in known:
+        assert result is not None
+        return result
+    agree(groups, error, told)
+    if known is None:
+        known = _AGREED[groups[0]] = Kept(FACTS_KEPT)
+    known[runs] = known[key] = True
     assert result is not None
     return result
 
@@ -221,11 +243,6 @@ def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
     if require_choice("split", split, SPLITS) == "all":
         return (Run(layout.length, True),)
     return tuple([Run(segment.length, split == "each" or isinstance(segment, VideoGrid)) for segment in layout.segments])
-
-
-@remember_plain
-def _shards(kind: type[Shards], group: ProcessGroup, runs: tuple[Run, ...], ranks: int, rank: int) -> Shards:
-    return kind(group, runs, ranks, rank)
 
 
 class Sent:
@@ -264,20 +281,42 @@ class Sent:
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """A layer whose heads are shared out over the ranks of ``shards``: how many heads there are, and the way back.
+class Coming:
+    """A tensor on its way, as a layer takes it: of a known kind, and there once it is waited for.
 
-    Args:
-        heads, key_heads: of query and of key, on all ranks together.
+    Attributes:
+        shape, dtype, device: of what comes.
     """
 
-    shards: Shards
-    heads: int
-    key_heads: int
+    def __init__(self, sent: Sent, ahead: Tensor, note: Callable[[str], object] | None = None) -> None:
+        self._sent, self._note = sent, note
+        self.shape, self.dtype, self.device = ahead.shape, ahead.dtype, ahead.device
+
+    def wait(self) -> Tensor:
+        """The tensor, once; the caller's from then on."""
+        x = self._sent.wait()
+        if self._note is not None:
+            self._note("arrived")
+        return x
+
+
+class Exchanged:
+    """What a layer gets of its ranks' exchange, and the way back.
+
+    Args:
+        shards: between which ranks.
+        heads, key_heads: of query and of key, on all ranks together.
+        arriving: q, k and v with all tokens of this rank's heads, or what they come as; the layer's own from then on.
+        plain: whether nobody watches or wants a gradient.
+    """
+
+    rows = None
+
+    def __init__(self, shards: Shards, heads: int, key_heads: int, arriving: tuple, plain: bool) -> None:
+        self.shards, self.heads, self.key_heads, self.arriving, self._plain = shards, heads, key_heads, arriving, plain
 
     @classmethod
-    def of(cls, shards: Shards, query: Sent, key: Sent, value: Sent) -> Exchanged:
+    def of(cls, shards: Shards, query: Sent, key: Any, value: Any, note: Callable[[str], object]) -> Exchanged:
         """Of q, k and v that were sent one by one.
 
         Raises:
@@ -292,24 +331,38 @@ class Exchanged:
         if query.deals[0] != shards.deal_heads(heads, key_heads) or key.deals != value.deals:
             raise ValueError(f"query, key and value must have been sent with key_heads {key_heads}, got heads {query.deals[0]}, "
                              f"{key.deals[0]} and {value.deals[0]} on the ranks")
-        return cls(shards, heads, key_heads)
+        ahead = [x.ahead for x in (query, key, value)]
+        if None in ahead:
+            arriving: tuple = (query.wait(), key.wait(), value.wait())
+            note("arrived")
+            return cls(shards, heads, key_heads, arriving, False)
+        (q,), (k,), (v,) = ahead  # type: ignore[misc]
+        return cls(shards, heads, key_heads, (Coming(query, q, note), Coming(key, k), Coming(value, v)), True)
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks that have the other heads."""
+        return Peers(self.shards.group.group_name, self.heads, self.key_heads)
+
+    def returned(self, tiles: TileLayout) -> Tensor | None:
+        """In which order the layer gives its result: packets, so that nothing is packed again; None = the sequence's."""
+        return packet_slots(self.shards, tiles) if self._plain else None
+
+    def back(self, out: Tensor) -> Tensor:
+        """What the layer gave in the order of ``returned``, ``[B, H_r, tokens, D]`` -> ``[B, H, S_r, D]``."""
+        if self._plain:
+            return send_packets(self.shards, out, self.shards.deal_heads(self.heads, self.key_heads))
+        return self.to_tokens(out)
+
+    def ready(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v for attention of another kind than a layer's, once; its result goes back by ``to_tokens``."""
+        (q, k, v), self.arriving = self.arriving, ()
+        v, k, q = (x.wait() if isinstance(x, Coming) else x for x in (v, k, q))
+        return q, k, v
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """``[B, H_r, S, D]`` of the tokens that ``shards`` share out -> ``[B, H, S_r, D]``."""
+        """``[B, H_r, S, D]`` in the sequence's order -> ``[B, H, S_r, D]``."""
         return self.shards.to_tokens(out, self.heads, key_heads=self.key_heads)
-
-    def from_tiles(self, out: Tensor, tiles: TileLayout) -> Tensor:
-        """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``."""
-        if torch.compiler.is_compiling() or wants_gradient(out):
-            return self.to_tokens(tiles.untile(out))
-        return send_tiles(self.shards, out, self.shards.deal_heads(self.heads, self.key_heads), tiles)
-
-    def all_heads(self, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
-        """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
-        own = Shards(self.shards.group, (Run(q_means.shape[2], False),), self.shards.ranks, self.shards.rank)
-        deals = own.deal_heads(self.heads, self.key_heads), own.deal_heads(self.key_heads)
-        q, k = send_tokens(own, (q_means.detach(), k_means.detach()), deals, gather=True)
-        return q.contiguous(), k.contiguous()
 
 
 def alike(name: str, x: Tensor | Deferred) -> dict[str, object]:

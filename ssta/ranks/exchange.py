@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import Deferred, take_tokens
-from .memo import remember
+from ..kernels import Deferred
+from ..kernels.memo import remember
+from ..kernels.operators import watched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .layout import TileLayout
+    from ..layout import TileLayout
 
 # Of each of several tensors how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
@@ -104,7 +105,7 @@ class Arrival:
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if torch.compiler.is_compiling() else torch.empty(
+        self._buffer = None if any([watched(x) for x in xs if isinstance(x, Tensor)]) else torch.empty(
             shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
         self._coming: list[Exchange | Batch] = []
         parts: list[Tensor | Exchange] = []
@@ -204,10 +205,14 @@ def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool
     return tuple([out.transpose(1, 2) for out in outs])
 
 
-def send_tiles(shards: Shares, out: Tensor, deal: tuple[int, ...], tiles: TileLayout) -> Tensor:
-    """``[B, H_r, P, D]`` in ``tiles``' order -> ``[B, H, S_r, D]``: out of the tiles into the packets in one pass. Not differentiable."""
-    packets = take_tokens(out, _packet_slots(tiles, shards.places, shards.ranks)).permute(2, 0, 1, 3)
-    return _return_packets(shards, packets, (deal,), shards.places)[0].transpose(1, 2)
+def packet_slots(shards: Shares, tiles: TileLayout) -> Tensor:
+    """int64: the slot of ``tiles`` of each token of each packet, so that a layer writes its result into packets at once."""
+    return _packet_slots(tiles, shards.places, shards.ranks)
+
+
+def send_packets(shards: Shares, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
+    """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_slots`` -> ``[B, H, S_r, D]``. Not differentiable."""
+    return _return_packets(shards, packets.permute(2, 0, 1, 3), (deal,), shards.places)[0].transpose(1, 2)
 
 
 def _spans(places: Sequence[Place], ranks: int) -> list[tuple[int, int]]:
@@ -244,7 +249,7 @@ def _copy(x: Tensor, into: Tensor) -> None:
 def _in_words(x: Tensor) -> Tensor:
     """x, whose last dimension is contiguous, seen as words of 16 bytes where it can be: a copy in pieces then moves as much at once."""
     per_word = 16 // x.element_size()
-    if torch.compiler.is_compiling() or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
+    if watched(x) or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
             or any([stride % per_word for stride in x.stride()[:-1]]) or x.data_ptr() % 16:
         return x
     return x.view(torch.complex128)
@@ -316,7 +321,7 @@ class Exchange:
     ``into`` a tensor of so many."""
 
     def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
-        if torch.compiler.is_compiling():
+        if watched(send):
             self._work = None
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return

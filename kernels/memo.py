@@ -1,11 +1,15 @@
-"""A bounded memory for tensors that follow from plain values alone, so that they are made once and not at every attention call."""
+"""What is remembered: a bounded dict, and two decorators of pure functions.
+
+The rule: what is kept can be found again, so every memory is bounded and drops one entry where another comes. Nothing keeps a process group,
+a model or a tensor of a caller's. Tensors that a torch.compile trace or a CUDA graph's capture makes belong to the graph and are not kept.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 
 import torch
 
@@ -13,13 +17,52 @@ import torch
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
+class Kept(OrderedDict):
+    """A dict of at most ``most`` entries: another one takes the place of the one that was used least recently.
+
+    ``get`` and ``[]`` are uses. They are noted from the time on that it is half full; before, a lookup costs little more than a dict's.
+    Threads may share one. An entry that a thread has found may be gone at its next lookup.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self._half, self._lock = most, most // 2, threading.Lock()
+
+    def get(self, key, default=None):
+        found = dict.get(self, key, default)
+        if len(self) > self._half and found is not default:
+            self._use(key)
+        return found
+
+    def __getitem__(self, key):
+        found = dict.__getitem__(self, key)
+        if len(self) > self._half:
+            self._use(key)
+        return found
+
+    def __setitem__(self, key, value) -> None:
+        with self._lock:
+            super().__setitem__(key, value)
+            self.move_to_end(key)
+            while len(self) > self.most:
+                # Not popitem, which looks its entry up by ``[]``.
+                del self[next(iter(self))]
+
+    def _use(self, key) -> None:
+        with self._lock:
+            try:
+                self.move_to_end(key)
+            except KeyError:
+                pass  # another thread has put something else in its place
+
+
 def remember(capacity: int) -> Callable:
     """Decorates ``make(*key)``, a pure function from hashable values to tensors or an object that holds them.
 
     The ``capacity`` results used last are kept; nobody may write to them. Nothing is kept of a call that torch.compile traces (it becomes
-    part of the graph) or that a CUDA graph captures (its memory is the graph's). A kept result that a capture reads stays for good,
-    beyond ``capacity``: the captured graph goes on reading its memory, and nothing says when that graph is freed. They are as many as
-    there are layouts and configurations that graphs were captured with.
+    part of the graph) or that a CUDA graph captures (its memory is the graph's). A kept result that a capture reads stays for good, because
+    the captured graph goes on reading its memory and does not say when it is gone: a process that captures ever new sequences keeps the
+    index tensors of all of them.
     """
 
     def decorate(make: Callable) -> Callable:
@@ -64,16 +107,20 @@ def remember_plain(make: Callable) -> Callable:
 
     Values that are equal but of other types, such as 1 and True, are different keys; what cannot be hashed is made anew.
     """
-    kept = lru_cache(maxsize=64, typed=True)(make)
+    kept: Kept = Kept(64)
 
     @wraps(make)
     def remembered(*key):
         if torch.compiler.is_compiling():
             return make(*key)
+        typed = (key, *map(type, key))
         try:
-            return kept(*key)
+            result = kept.get(typed)
         except TypeError:
             return make(*key)
+        if result is None:
+            result = kept[typed] = make(*key)
+        return result
 
     return remembered
 

@@ -1,0 +1,249 @@
+"""Backend: which implementation runs each step of a layer, decided once. A kind of GPU is a row of ROWS.
+
+A layer of attention over tiles is seven steps:
+
+    gather      tokens into the order of blocks, with norm and RoPE where projections are given, and blocks' means on the way
+    estimate    what blocks that will not be computed are worth, from their means and covariances
+    score       how much a key block matters to a query block, by means or by estimates
+    select      lists of the best-scored blocks, and of those that are forced
+    attend      block-sparse attention over the lists
+    combine     the estimate of what no list names, added by log-sum-exp
+    take        back to the order of tokens
+
+Each row of ROWS names functions for the steps that it has; what a row lacks, or cannot do for a problem, the next row does, down to plain
+torch, which can do everything. All implementations of a step have one signature, which ``Backend`` documents. They are plain functions of
+tensors: none asks whether a compiler, a mode or autograd watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockLists
+from .device import capability
+from .eager import moves, ranking
+from .operators import TRITON, watched
+from .routing import TRITON_CAPABILITY, PatternFacts, Route, choose_route, interpreting, require_impl
+from .tail import known_share, why_not_hopper_merge, why_not_hopper_statistics
+
+STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
+
+
+class Where(NamedTuple):
+    """What decides which implementations can run."""
+
+    device_type: str
+    capability: tuple[int, int] | None  # of a GPU by NVIDIA
+    interpreting: bool                  # Triton's interpreter, on a CPU
+    dtype: torch.dtype
+    head_dim: int
+    parts: int                          # units of a block in an estimate
+
+    @property
+    def name(self) -> str:
+        if self.device_type != "cuda":
+            return f"tensors on {self.device_type}"
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "a GPU that is not NVIDIA's"
+
+
+def _triton_cannot(where: Where) -> str | None:
+    if not TRITON:
+        return "requires triton, which is not installed"
+    if where.dtype == torch.float64:
+        return "requires float16, bfloat16 or float32, got torch.float64"
+    if where.device_type == "cuda":
+        if where.capability and where.capability < TRITON_CAPABILITY:
+            return f"requires an Ampere GPU (sm_80) or a later one, got {where.name}"
+        return None
+    if not where.interpreting:
+        return f"requires a GPU, got {where.name}"
+    # The interpreter computes with numpy, which has no bfloat16.
+    return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
+
+
+def _hopper_merge_cannot(where: Where) -> str | None:
+    return why_not_hopper_merge(where.capability, where.dtype, where.head_dim)
+
+
+def _hopper_statistics_cannot(where: Where) -> str | None:
+    return why_not_hopper_statistics(where.capability, where.dtype, where.head_dim, where.parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of implementation.
+
+    Args:
+        name: as ``impl`` names it.
+        functions: by name of a field of ``Backend``, "module:function" below ssta.kernels, imported when first chosen; "name=module:function"
+            after it is an argument that the function is given.
+        cannot: why none of them can run, or None.
+    """
+
+    name: str
+    functions: dict[str, str]
+    cannot: Callable[[Where], str | None] = lambda where: None
+
+
+# Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
+ROWS = (
+    Row("hopper", dict(combine="portable.tail:combine merge=hopper.tail_merge:hopper_tail_merge"), _hopper_merge_cannot),
+    Row("hopper", dict(estimate="portable.tail:estimate key_statistics=hopper.tail_statistics:hopper_key_statistics"),
+        _hopper_statistics_cannot),
+    Row("triton", dict(
+        gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one", take="prologue.reorder_kernel:take",
+        score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
+        estimate="portable.tail:estimate", error_scores="portable.tail:scores", combine="portable.tail:combine",
+        combine_backward="portable.tail:combine_backward"), _triton_cannot),
+    Row("torch", dict(
+        gather="eager.moves:gather", gather_one="eager.moves:one", take="eager.moves:take", score="eager.ranking:score",
+        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.tail:estimate",
+        error_scores="eager.tail:scores", combine="eager.tail:combine", combine_backward="eager.tail:combine_backward")),
+)
+# Which step a function belongs to, where it is not named after it.
+STEP_OF = {"gather_one": "gather", "valid_lengths": "select", "error_scores": "score", "combine_backward": "combine"}
+
+
+class Chosen(NamedTuple):
+    """Which implementation a step has.
+
+    Attributes:
+        step: one of STEPS.
+        name: of a row.
+        rejected: (name, reason) of the faster rows that were not taken.
+    """
+
+    step: str
+    name: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The implementations of a layer's steps. Made by ``choose_backend``.
+
+    All functions want tensors on the current device that nobody differentiates, and give new ones on it; none waits for the device. q is
+    ``[B, H, S, D]``, k and v ``[B, Hkv, S', D]``.
+
+    Attributes:
+        impl: what was asked for.
+        chosen: which row each step but "attend" has, and why no faster one.
+        gather: ``(q, k, v, q_move, kv_move) -> (q, k, v, q_means, k_means)``: tensors, or ``Deferred``, in the orders of ``Move``s, each in
+            its memory order; float32 means ``[B, H, mean_blocks, D]``, rounded to q's dtype, over all places of a block, or None from plain
+            torch, to which they would be a pass of their own.
+        gather_one: ``(x, move) -> (x, means)``, one tensor by itself.
+        take: ``(x, index) -> x[:, :, index]``, zeros where the int64 index is -1, in x's memory order.
+        score: ``(q_means, k_means, lambda_) -> float32 [B, H, N, K]``. lambda_ None scores by the dot product; a number by importance, see
+            ``eager.ranking``. Means that are not finite count as zero, and as key blocks score -inf.
+        error_scores: ``(mass, half_variance, log_count, parts) -> float32 [B, H, N, K]``: mass x h / tokens, of ``BlockEstimates``' fields.
+        select: ``(forced, scores, k_per_row, active, beyond) -> (counts, indices)`` of BlockLists, ids ascending. forced: bool ``[T, T']``,
+            True keeps the block for all batch elements and heads. scores: of the first N query and K key blocks; None = no more than
+            forced, with H = 1. k_per_row: how many of the best each of the first N rows gets, at most K: an int or int32 ``[B, H, N]``, or
+            ``[1, 1, N]`` for all alike; of equal scores the first is better, NaN counts as -inf. active ``[B, T]`` or ``[B, 1, T]``, not 0
+            where a block is active: one that is not attends only to itself, and no other to it; needs T = T'. beyond: k_per_row counts
+            blocks that are not forced, instead of the best whether forced or not.
+        valid_lengths: ``(valid, runs, before, lengths, least) -> int32 [B, 1, T]``: what of each block is left where in its run only so many
+            tokens count as are valid, the first ones. valid: bool ``[B, L]`` of all runs, one after another; runs: int32 ``[2, T]``, where
+            each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the block,
+            far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at least.
+        estimate, combine, combine_backward: see ``eager.tail``.
+    """
+
+    impl: str
+    chosen: tuple[Chosen, ...]
+    gather: Callable
+    gather_one: Callable
+    take: Callable
+    score: Callable
+    error_scores: Callable
+    select: Callable
+    valid_lengths: Callable
+    estimate: Callable
+    combine: Callable
+    combine_backward: Callable
+
+    def route(self, q: Tensor, k: Tensor, blocks: BlockLists) -> Route:
+        """The step "attend" for these lists."""
+        return choose_route(self.impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1])
+
+    def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
+        """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see
+        ``eager.ranking.finite_scores``, which says what it raises."""
+        return ranking.finite_scores(q_means, k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], 1), scorer)
+
+    def keep(self, forced: Tensor, kept: Tensor | None, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The step "select" where the blocks are given, bool ``[B, H, N, K]``, in place of scores."""
+        return ranking.keep_blocks(forced, kept, None if active is None else (active != 0).flatten(1))
+
+    def best(self, scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
+        """Which blocks the step "select" takes for their scores, bool of their shape; see ``eager.ranking.topk_blocks``."""
+        return ranking.topk_blocks(scores, k_per_row, apart)
+
+    def exact_mass(self, share: Tensor, counts: Tensor, useful: Tensor, blocks: int) -> Tensor:
+        """``share`` of "combine" with NaN where nothing is estimated though something is left out; see ``tail.known_share``."""
+        return known_share(share, counts, useful, blocks)
+
+    def by_torch(self, step: str) -> bool:
+        """Whether plain torch runs a step."""
+        return any([of.name == "torch" for of in self.chosen if of.step == step])
+
+    def explain(self) -> tuple[str, ...]:
+        """A sentence for each step but "attend", of which the ``Route`` speaks."""
+        return tuple([f"{step}: {name}" + "".join([f"; not {other}, which {reason}" for other, reason in rejected])
+                      for step, name, rejected in self.chosen])
+
+
+def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, parts: int = 1) -> Backend:
+    """What ``impl`` stands for in every step: a pure function of its arguments and of the kind of GPU.
+
+    "auto" takes the first row that can run a step. "hopper" and "triton" take theirs, and for what it lacks or cannot do those after it;
+    "torch" and "reference" take plain torch for all steps, and "reference" attends by the specification.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot attend on such tensors.
+    """
+    require_impl(impl)
+    if impl not in ("auto", "reference"):
+        choose_route(impl, device, dtype, head_dim)
+    kind, interpreted = (capability(device), False) if device.type == "cuda" else (None, impl != "auto" and interpreting())
+    return _choose(impl, Where(device.type, kind, interpreted, dtype, head_dim, parts))
+
+
+@lru_cache(maxsize=256)
+def _choose(impl: str, where: Where) -> Backend:
+    names = [row.name for row in ROWS]
+    rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
+    reasons = [row.cannot(where) for row in rows]
+    functions: dict[str, Callable] = {}
+    chosen: dict[str, Chosen] = {}
+    for name in ROWS[-1].functions:
+        having = [(row, reason) for row, reason in zip(rows, reasons) if name in row.functions]
+        number = next(number for number, (_, reason) in enumerate(having) if not reason)
+        row = having[number][0]
+        functions[name] = _load(row.functions[name])
+        rejected = tuple([(before.name, reason) for before, reason in having[:number] if reason])
+        chosen.setdefault(STEP_OF.get(name, name), Chosen(STEP_OF.get(name, name), row.name, rejected))
+    return Backend(impl, tuple([chosen[step] for step in STEPS if step in chosen]), **functions)
+
+
+def _load(path: str) -> Callable:
+    path, *given = path.split()
+    module, name = path.split(":")
+    function = getattr(import_module(f".{module}", __package__), name)
+    if not given:
+        return function
+    return partial(function, **{name: _load(of) for name, of in (argument.split("=") for argument in given)})
+
+
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """``Backend.take`` by whatever kernels suit x; where somebody watches or wants a gradient in plain torch, which is differentiable."""
+    if watched(x) or torch.is_grad_enabled() and x.requires_grad:
+        return moves.take(x, index)
+    return choose_backend("auto", x.device, x.dtype, x.shape[3]).take(x, index)

@@ -1,0 +1,26 @@
+"""Tokens in another order, in plain torch: the specification of the step "gather" and of the step "take"."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..moves import Move
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """``x[:, :, index]``, zeros where the index is -1; see ``Backend.take``."""
+    if x.stride(1) < x.stride(2):
+        taken = x.transpose(1, 2).index_select(1, index.clamp(min=0))
+        return taken.masked_fill((index < 0)[:, None, None], 0).transpose(1, 2)
+    return x.index_select(2, index.clamp(min=0)).masked_fill((index < 0)[:, None], 0)
+
+
+def gather(q: Tensor, k: Tensor, v: Tensor, q_move: Move, kv_move: Move) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    """q, k and v in the order of blocks. Means would be a pass of their own here, so there are none."""
+    return take(q, q_move[0]), take(k, kv_move[0]), take(v, kv_move[0]), None, None
+
+
+def one(x: Tensor, move: Move) -> tuple[Tensor, None]:
+    """One tensor by itself, as ``gather`` brings it into order."""
+    return take(x, move[0]), None
+

@@ -1,0 +1,254 @@
+"""Layer: what a LayerSpec comes to on a device, prepared once; its steps, one after the other, and their backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kernels import BlockLists, Route, choose_backend
+from .kernels.memo import Kept, remember
+from .layout import Input, checked_layout
+from .rows import all_rows, some_rows
+from .scoring import Facts, rule_of
+from .selection import Selection, fixed_tiles, text_lengths
+from .spec import LayerSpec
+from .text import TextMask
+
+if TYPE_CHECKING:
+    from .kernels.tail import BlockEstimates
+
+
+class Tiled(NamedTuple):
+    """q, k and v in the order of the tiles.
+
+    Attributes:
+        q: ``[B, H, P, D]``; k, v: ``[B, Hkv, P', D]``.
+        q_means, k_means: float32 means of the video tiles, ``[B, H, N, D]`` and ``[B, Hkv, K, D]``; None from plain torch.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_means: Tensor | None
+    k_means: Tensor | None
+
+
+class Tail(NamedTuple):
+    """What the backward of the step "combine" needs; see ``kernels.eager.tail``. q is of all rows."""
+
+    tail_lse: Tensor
+    bias: Tensor
+    mixture: Tensor
+    log_count: Tensor
+    order: Tensor | None
+    k_mean: Tensor
+    v_mean: Tensor
+    q: Tensor
+
+
+class Tape(NamedTuple):
+    """What a layer's backward needs of its forward, all in the order of the tiles.
+
+    Attributes:
+        q, k, v: as of ``Tiled``; q of the computed rows.
+        out, lse: attention to the listed tiles alone.
+        merged, merged_lse: with the estimate; None where nothing is estimated, and so is tail.
+        tail: of the estimate.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    merged: Tensor | None
+    merged_lse: Tensor | None
+    tail: Tail | None
+
+    @property
+    def flat(self) -> list[Tensor | None]:
+        """All of its tensors, for autograd to save. q is not there twice."""
+        tail = (None,) * len(Tail._fields) if self.tail is None else self.tail
+        return [*self[:-1], *tail[:-1], None if tail[-1] is self.q else tail[-1]]
+
+    @classmethod
+    def of(cls, flat: list[Tensor | None]) -> Tape:
+        """What was flattened."""
+        own, tail = flat[:len(cls._fields) - 1], flat[len(cls._fields) - 1:]
+        if tail[0] is None:
+            return cls(*own, None)  # type: ignore[arg-type]
+        return cls(*own, Tail(*tail[:-1], own[0] if tail[-1] is None else tail[-1]))  # type: ignore[arg-type]
+
+
+class Ran(NamedTuple):
+    """What one run of a layer gives: ``LayerResult``'s, and the tape if the spec says so."""
+
+    out: Tensor
+    selection: Selection
+    route: Route
+    exact_mass: Tensor | None
+    tape: Tape | None
+
+
+class Layer:
+    """A layer of attention, ready to run. Made by ``prepare``, or by calls of ``ssta_attention``, which keep the 64 used last.
+
+    ``run`` and ``backward`` are for plain tensors that nobody watches, on the current device, without autocast; ``op.attend`` sees to that.
+
+    Args:
+        spec: what it is.
+        device: where its tensors are.
+    """
+
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        config = spec.config
+        self.spec, self.device = spec, device
+        self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
+        self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
+            spec.kv_layout, config.tile_thw, config.pad_type, device)
+        self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim, config.compensation_parts)
+        self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
+        # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
+        self.rule = rule_of(config, self) if config.selected_by != "sta" and self.tiles.num_video_tiles and self.kv_tiles.num_video_tiles else None
+        self.estimates = config.compensation != "none" and self.tiles.num_video_tiles > 0 and self.kv_tiles.num_video_tiles > 0
+        self.moves = self.tiles.moves or self.kv_tiles.moves
+        self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
+        self._routes: dict[tuple, Route] = Kept(64)
+
+    def run(self, q: Input, k: Input, v: Input, text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *,
+            keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
+        """Attention over the layer's sequences.
+
+        Args:
+            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout.
+            text_mask: of the keys' dense runs, checked.
+            selection: attend to what an earlier run selected, instead of selecting.
+            keep_scores: the selection keeps its scores.
+            returned: int64, the slots that the result takes, in its order; None = the sequence's.
+        """
+        tiled = self.gather(q, k, v)
+        del q, k, v
+        estimates = self.estimate(tiled, None if selection is None else selection.useful)
+        if selection is None:
+            selection = self.select(tiled, estimates, text_mask, keep_scores)
+        q, k, v = tiled.q, tiled.k, tiled.v
+        # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
+        del tiled
+        rows = self.rows.take(self.backend, q)
+        out, lse, route = self.attend(rows, k, v, selection.blocks)
+        tape = Tape(rows, k, v, out, lse, None, None, None) if self.spec.recorded else None
+        exact_mass = None
+        if estimates is not None:
+            out, lse, exact_mass, tail = self.combine(out, lse, q, k, v, selection.blocks, estimates)
+            if tape is not None:
+                tape = tape._replace(merged=out, merged_lse=lse, tail=tail)
+        del rows, q, k, v
+        return Ran(self.take(out, returned), selection, route, exact_mass, tape)
+
+    # The steps
+
+    def gather(self, q: Input, k: Input, v: Input) -> Tiled:
+        """Tokens into tiles."""
+        if not self.moves:
+            return Tiled(*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None)
+        if hasattr(q, "wait"):
+            return self._gather_arriving(q, k, v)
+        return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
+
+    def _gather_arriving(self, q, k, v) -> Tiled:
+        """The same of what other ranks send: each is moved while those after it are on their way."""
+        v_out = self.backend.take(v.wait(), self.kv_tiles.source)
+        k_out, k_means = self.backend.gather_one(k.wait(), self.kv_tiles.move)
+        q_out, q_means = self.backend.gather_one(q.wait(), self.tiles.move)
+        return Tiled(q_out, k_out, v_out, q_means, k_means)
+
+    def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates | None:
+        """What the video tiles are worth that will not be computed; None where they are dropped."""
+        if not self.estimates:
+            return None
+        tiles, config = self.tiles, self.spec.config
+        return self.backend.estimate(tiled.q, tiled.k, tiled.v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
+                                     self.spec.scale, config.compensation_parts, useful)
+
+    def select(self, tiled: Tiled, estimates: BlockEstimates | None, text_mask: TextMask | Tensor | None, keep_scores: bool) -> Selection:
+        """The tiles that each tile attends to."""
+        active, lengths = text_lengths(self.kv_tiles, text_mask, self.backend)
+        useful = None if estimates is None else estimates.useful
+        if self.rule is None:
+            return self.fixed.selection(self.backend, active, lengths, useful)
+        scores = self.rule.scores(Facts(tiled, estimates, self))
+        return self.fixed.chosen(self.backend, scores, self.rule.budget(scores), active, lengths, useful, keep_scores)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
+        """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""
+        blocks = self.rows.lists(blocks)
+        route = self._routes.get(blocks.facts)
+        if route is None:
+            route = self._routes[blocks.facts] = self.backend.route(q, k, blocks)
+        owned = self.moves and not self.estimates and not self.spec.recorded
+        return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
+
+    def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
+                ) -> tuple[Tensor, Tensor, Tensor, Tail]:
+        """(out, lse, exact mass, what the backward needs) of attention with what the lists leave out estimated."""
+        spec, tiles = self.spec, self.tiles
+        out, lse = self.rows.spread(self.backend, out, lse)
+        if spec.recorded:
+            out, lse = out.clone(), lse.clone()
+        share, *kept = self.backend.combine(out, lse, q, k, v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile, blocks.counts,
+                                            blocks.indices, estimates, spec.scale, spec.recorded)
+        share = self.backend.exact_mass(share, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
+        return out, lse, share, Tail(*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q)
+
+    def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
+        """Back to the order of the sequence."""
+        if returned is None:
+            if not self.moves and self.spec.rows is None:
+                return out
+            returned = self.rows.returned if not self.estimates else self.rows.slot_of_token
+        return self.backend.take(out, returned)
+
+    def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
+
+        Args:
+            tape: what ``run`` gave.
+            dout: ``[B, H, S, D]``, the gradient of the result.
+            blocks: of the selection, which is a constant.
+        """
+        spec, backend, rows = self.spec, self.backend, self.rows
+        q, k, v, out, lse, merged, merged_lse, tail = tape
+        lists = rows.lists(blocks)
+        route = backend.route(q, k, lists)
+        dlse = of_tail = None
+        if tail is None:
+            dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
+        else:
+            dout, dlse, *of_tail = self._combine_backward(tape, backend.take(dout, rows.token_of_slot))
+        flipped = lists.transpose() if route.needs_transpose else None
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
+        dq = rows.to_slots(backend, dq)
+        if of_tail is not None:
+            dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))
+        if not self.moves:
+            return dq, dk, dv
+        return self.tiles.collect(dq, backend.take), self.kv_tiles.collect(dk, backend.take), self.kv_tiles.collect(dv, backend.take)
+
+    def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
+        q, k, v, out, lse, merged, merged_lse, tail = tape
+        tail_lse, bias, mixture, log_count, order, k_mean, v_mean, q_all = tail
+        exact, exact_lse = self.rows.spread(self.backend, out, lse)
+        dexact, dexact_lse, *rest = self.backend.combine_backward(
+            dout, None, exact, exact_lse, merged, merged_lse, tail_lse, q_all, k, v, self.tiles.offsets, bias, mixture, log_count, order,
+            k_mean, v_mean, self.tiles.longest_video_tile, self.spec.scale)
+        dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
+        return dexact, dexact_lse, *rest
+
+
+@remember(64)
+def prepared(spec: LayerSpec, device: torch.device) -> Layer:
+    """The layer of a spec on a device; the 64 used last are remembered."""
+    return Layer(spec, device)

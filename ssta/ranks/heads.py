@@ -1,0 +1,20 @@
+"""What a rank knows of its heads, of all heads: for patterns that heads share."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..spec import Peers
+from .exchange import Run, send_tokens
+from .shards import Shards
+
+
+def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
+    """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
+    group = dist.distributed_c10d._resolve_process_group(peers.group)
+    own = Shards(group, (Run(q_means.shape[2], False),), dist.get_world_size(group), dist.get_rank(group))
+    keys = Shards(group, (Run(k_means.shape[2], False),), own.ranks, own.rank)
+    q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)
+    k, = send_tokens(keys, (k_means,), (own.deal_heads(peers.kv_heads),), gather=True)
+    return q.contiguous(), k.contiguous()

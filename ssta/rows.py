@@ -1,0 +1,122 @@
+"""Which rows of a layer are computed: all of them, or those of some tokens, as where ranks share rows out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .kernels import BlockLists
+from .kernels.memo import remember
+from .layout import TileLayout
+
+if TYPE_CHECKING:
+    from .kernels import Backend
+
+
+@dataclass(frozen=True, eq=False)
+class AllRows:
+    """Every row of ``tiles``: nothing is to be done.
+
+    Args:
+        returned: int64, the row of each computed token, in the sequence's order.
+        held: int64, which of these tokens each row holds, -1 = padding.
+        slot_of_token, token_of_slot: the same of the slots of all rows.
+    """
+
+    tiles: TileLayout
+    returned: Tensor
+    held: Tensor
+    slot_of_token: Tensor
+    token_of_slot: Tensor
+
+    def take(self, backend: Backend, q: Tensor) -> Tensor:
+        """The rows of q ``[B, H, P, D]``."""
+        return q
+
+    def lists(self, blocks: BlockLists) -> BlockLists:
+        """A layer's lists for these rows."""
+        return blocks
+
+    def spread(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """What the rows have, in the places of all; others attended to nothing."""
+        return out, lse
+
+    def gathered(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The adjoint of ``spread``."""
+        return out, lse
+
+    def to_slots(self, backend: Backend, x: Tensor) -> Tensor:
+        """Rows' gradients in the places of all, zeros in the others."""
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class SomeRows:
+    """n rows of a layer of P slots in T tiles; every tile stays a block, of as many rows as it has among these. The rest as ``AllRows``.
+
+    Args:
+        slots: int64 ``[n]``, ascending.
+        offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
+        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
+        of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
+    """
+
+    tiles: TileLayout
+    returned: Tensor
+    held: Tensor
+    slot_of_token: Tensor
+    token_of_slot: Tensor
+    slots: Tensor
+    offsets: Tensor
+    before: Tensor
+    of_slot: Tensor
+
+    def take(self, backend: Backend, q: Tensor) -> Tensor:
+        return backend.take(q, self.slots)
+
+    def lists(self, blocks: BlockLists) -> BlockLists:
+        # Without rows, a list is nothing to walk.
+        counts = blocks.counts.masked_fill(self.offsets.diff() == 0, 0)
+        lengths = None if blocks.q_lengths is None else (blocks.q_lengths - self.before).clamp(min=0)
+        return replace(blocks, counts=counts, q_offsets=self.offsets, q_lengths=lengths)
+
+    def spread(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(self.slots):
+            number = len(self.of_slot)
+            return pad(out, (0, 0, 0, number)), pad(lse, (0, number), value=-torch.inf)
+        others = self.of_slot < 0
+        return backend.take(out, self.of_slot), lse.index_select(2, self.of_slot.clamp(min=0)).masked_fill(others, -torch.inf)
+
+    def gathered(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return backend.take(out, self.slots), lse.index_select(2, self.slots)
+
+    def to_slots(self, backend: Backend, x: Tensor) -> Tensor:
+        return backend.take(x, self.of_slot) if len(self.slots) else x.new_zeros(*x.shape[:2], len(self.of_slot), x.shape[3])
+
+
+Rows = AllRows | SomeRows
+
+
+def all_rows(tiles: TileLayout) -> AllRows:
+    return AllRows(tiles, tiles.inverse, tiles.returned, tiles.inverse, tiles.returned)
+
+
+@remember(64)
+def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> SomeRows:
+    """The rows of the tokens in ``spans``, (first token, tokens) each."""
+    slots, of_token = torch.cat([tiles.inverse.narrow(0, first, count) for first, count in spans]).sort()
+    tile = torch.bucketize(slots, tiles.offsets[1:], right=True)
+    counts = torch.zeros_like(tiles.lengths).scatter_add(0, tile, torch.ones_like(tile, dtype=tiles.lengths.dtype))
+    places = torch.arange(len(slots), device=tiles.device)
+    of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
+    offsets = pad(counts.cumsum(0), (1, 0)).int()
+    # A tile without rows has no first one, whatever is found here.
+    before = pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
+    before[:tiles.num_video_tiles] = 0
+    slot_of_token = torch.empty_like(slots).scatter(0, of_token, slots)
+    token_of_slot = torch.full_like(of_slot, -1).scatter(0, slots, of_token)
+    return SomeRows(tiles, places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)

@@ -1,0 +1,81 @@
+"""LayerSpec: all that a layer of attention is, beside its tensors, as plain values that can be hashed and written as text."""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+import torch
+
+from .config import SSTAConfig, function_of
+from .kernels.memo import remember_plain
+from .sequence import TokenLayout
+
+
+class Peers(NamedTuple):
+    """The ranks that have a layer's other heads, where all heads share one pattern.
+
+    Attributes:
+        group: the name by which torch.distributed finds the ProcessGroup.
+        heads, kv_heads: of all ranks together.
+    """
+
+    group: str
+    heads: int
+    kv_heads: int
+
+
+class LayerSpec(NamedTuple):
+    """What decides how a layer runs. Equal specs are the same layer.
+
+    Attributes:
+        layout: the queries' sequence.
+        kv_layout: the keys' and values' sequence.
+        config: what is attended to, without variants.
+        scale: factor on the scores.
+        dtype: of query, key and value.
+        heads, kv_heads, head_dim: H, Hkv and D; H is a multiple of Hkv.
+        impl: which kernels, as ``choose_backend`` takes it.
+        deterministic: whether gradients are the same bits every time.
+        recorded: whether a gradient is wanted, for which the layer keeps what its backward needs.
+        rows: (first token, tokens) of the only queries that are computed; None = all.
+        peers: the ranks with the other heads, where they are needed to select.
+    """
+
+    layout: TokenLayout
+    kv_layout: TokenLayout
+    config: SSTAConfig
+    scale: float
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    impl: str
+    deterministic: bool
+    recorded: bool
+    rows: tuple[tuple[int, int], ...] | None = None
+    peers: Peers | None = None
+
+    @property
+    def text(self) -> str:
+        """The spec as text, which ``from_text`` reads, in another process too unless the config holds functions."""
+        peers = None if self.peers is None else tuple(self.peers)
+        return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale, str(self.dtype), self.heads, self.kv_heads,
+                     self.head_dim, self.impl, self.deterministic, self.recorded, self.rows, peers))
+
+    @classmethod
+    def from_text(cls, text: str) -> LayerSpec:
+        """The spec that ``text`` was made of.
+
+        Raises:
+            ValueError: it names a function of another process.
+        """
+        return _from_text(text)
+
+
+@remember_plain
+def _from_text(text: str) -> LayerSpec:
+    layout, kv_layout, config, scale, dtype, *rest, rows, peers = ast.literal_eval(text)
+    fields = {name: function_of(value) if name in ("sampling_type", "budget") else value for name, value in config}
+    return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig(**fields), scale,
+                     getattr(torch, dtype.removeprefix("torch.")), *rest, rows, None if peers is None else Peers(*peers))
