@@ -47,8 +47,10 @@ def attend_shared(
         raise TypeError("query, key and value must all three be sent, or none, got "
                         f"{', '.join([type(x).__name__ for x in (query, key, value)])}")
     if not any(sent):
+        inputs: dict[str, Any] = dict(query=query, key=key, value=value)
+
         def check() -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = autocast_inputs(query=query, key=key, value=value)
+            q, k, v = autocast_inputs(**inputs)
             check_inputs(q, k, v, layout, config, share=shares)
             _check_options(config, text_mask, q.shape[0], layout, q, scale, deterministic, impl)
             return q, k, v
@@ -56,6 +58,7 @@ def attend_shared(
         query, key, value = shares.agreed(check, lambda qkv: {
             **alike("query", qkv[0]), **alike("key", qkv[1]), "config": config, "impl": impl, "scale": scale,
             "deterministic": deterministic, "gradients": wants_gradient(*qkv), "text_mask": text_mask is not None})
+        del inputs
     exchange = shares.exchange(query, key, value, note)
     del query, key, value
     q, k, v = exchange.arriving
