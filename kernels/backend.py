@@ -213,11 +213,12 @@ def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim
     if impl not in ("auto", "reference"):
         choose_route(impl, device, dtype, head_dim)
     kind, interpreted = (capability(device), False) if device.type == "cuda" else (None, impl != "auto" and interpreting())
-    return _choose(impl, Where(device.type, kind, interpreted, dtype, head_dim, parts))
+    return choose(impl, Where(device.type, kind, interpreted, dtype, head_dim, parts))
 
 
 @lru_cache(maxsize=256)
-def _choose(impl: str, where: Where) -> Backend:
+def choose(impl: str, where: Where) -> Backend:
+    """The same for plain facts; attention itself may be unable to run there."""
     names = [row.name for row in ROWS]
     rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
     reasons = [row.cannot(where) for row in rows]

@@ -93,18 +93,18 @@ def covariances_wait(q: Tensor, k: Tensor, num_blocks: int) -> bool:
 def why_not_hopper_merge(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why Hopper's kernel of the merge does not take such queries on such a GPU; None if it does."""
     if capability != (9, 0):
-        return "it runs on compute capability 9.0 alone"
+        return "runs on compute capability 9.0 alone"
     if dtype != torch.bfloat16:
-        return f"it takes bfloat16, not {dtype}"
-    return None if head_dim in (64, 128) else f"it takes a head_dim of 64 or 128, not {head_dim}"
+        return f"takes bfloat16, not {dtype}"
+    return None if head_dim in (64, 128) else f"takes a head_dim of 64 or 128, not {head_dim}"
 
 
 def why_not_hopper_statistics(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, parts: int) -> str | None:
     """Why Hopper's kernel of blocks' statistics does not take such keys on such a GPU; None if it does."""
     if capability != (9, 0):
-        return "it runs on compute capability 9.0 alone"
+        return "runs on compute capability 9.0 alone"
     if dtype != torch.bfloat16:
-        return f"it takes bfloat16, not {dtype}"
+        return f"takes bfloat16, not {dtype}"
     if head_dim != 128:
-        return f"it takes a head_dim of 128, not {head_dim}"
-    return None if parts == 1 else "it takes each block as one unit"
+        return f"takes a head_dim of 128, not {head_dim}"
+    return None if parts == 1 else "takes each block as one unit"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED
 
-from ssta.kernels import BlockLists, block_sparse_attention, partial_gradients
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ssta.kernels.merge import merge_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -187,7 +187,9 @@ def test_keys_that_are_kept_and_the_others_have_the_gradients_of_all(device, dty
     scale = 16**-0.5
     with torch.no_grad():
         merged = merge_attention(*zip(*(block_sparse_attention(q, k, v, part, return_lse=True) for part in parts)))
-        grads = [partial_gradients(dout, q, k, v, *merged, part, scale=scale, deterministic=True, impl="auto") for part in parts]
+        route = choose_route("auto", q.device, dtype, 16, PatternFacts.of(blocks), heads=4, kv_heads=2)
+        grads = [route.run_backward(dout, None, q, k, v, *merged, part, part.transpose() if route.needs_transpose else None, scale, False,
+                                    True) for part in parts]
     allowed = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=allowed)
     for got, want in zip((x + y for x, y in zip(*grads)), expected):

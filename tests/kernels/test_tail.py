@@ -1,36 +1,33 @@
-"""The tail's kernels against its specification in float64: in Triton's interpreter without a GPU, and on one."""
+"""The tail's kernels against its specification in float64: in Triton's interpreter without a GPU, and on one, every row of the backend
+table."""
 
 import dataclasses
 
 import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from tail_cases import bfloat16_products, no_worse, same_estimates, tail_case  # noqa: F401
+from rows import DEVICE, rows
+from tail_cases import no_worse, same_estimates, tail_case
 
 from ssta.kernels.tail import BlockEstimates
-from ssta.kernels.eager import tail as eager
 from ssta.kernels.portable import tail as portable
 from ssta.kernels.tail import useful_heads
 
-pytestmark = pytest.mark.usefixtures("bfloat16_products")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 both_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
-def check(case, blocks=None, change=lambda estimates: estimates):
+def check(case, blocks=None, change=lambda estimates: estimates, row="triton"):
     """Both steps against the specification, each of the same arguments; returns (results, what they were made of, estimates)."""
-    estimates = case.estimate()
+    estimates = case.estimate(row)
     same_estimates(case, estimates, case.specified_estimates(estimates.order))
     estimates = change(estimates)
     blocks = case.some_blocks() if blocks is None else blocks
     (out, lse), _ = case.exact(blocks)
-    before = out.clone(), lse.clone()
-    results = case.add(out, lse, blocks, estimates)
-    assert same_bits((out, lse), before), "the caller's stay as they are"
+    results = case.add(out, lse, blocks, estimates, row)
     same_result(case, results, out, lse, blocks, estimates)
     assert results[0].dtype == out.dtype and results[0].stride() == out.stride()
-    assert same_bits([x[:, :, case.slots:] for x in results[:2]], [x[:, :, case.slots:] for x in before]), "rows of other blocks"
+    assert same_bits([x[:, :, case.slots:] for x in results[:2]], [x[:, :, case.slots:] for x in (out, lse)]), "rows of other blocks"
     return results, (out, lse, blocks), estimates
 
 
@@ -106,9 +103,9 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
-    scores, mass, half_variance = estimates.scores(), estimates.mass.float(), estimates.half_variance.float()
+    scores, mass, half_variance = case.scores(estimates), estimates.mass.float(), estimates.half_variance.float()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
-    torch.testing.assert_close(scores, eager.scores(mass, half_variance, estimates.log_count, parts))
+    torch.testing.assert_close(scores, case.backend("torch").error_scores(mass, half_variance, estimates.log_count, parts))
     errors = (mass * half_variance).unflatten(-1, (4, parts)).sum(-1)
     tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
     torch.testing.assert_close((scores * tokens)[0], errors[0])
@@ -126,7 +123,7 @@ def test_what_is_not_finite_stays_where_it_is(parts):
     case.k[0, 0, 45, 3], case.v[0, 1, 90, 2], case.q[0, 0, 60, 1] = torch.nan, torch.inf, torch.nan
     results, _, estimates = check(case, case.lists(eye))
     bad = estimates.log_count.isneginf().unflatten(-1, (4, parts)).all(-1)
-    assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]] and (estimates.scores()[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
+    assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]] and (case.scores(estimates)[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
     rows = results[0].isnan().any(-1).nonzero().tolist()
     # Rows of text attend to all that is listed.
     assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)
@@ -161,15 +158,6 @@ def test_heads_that_are_not_useful_do_without():
     assert same_bits((added[0, 2], added_lse[0, 2]), (out[0, 2], lse[0, 2])) and (share[0, 2] == 1).all()
 
 
-def test_owned_tensors_take_the_result():
-    case = tail_case([40, 17, 30], 2, device=DEVICE)
-    blocks, estimates = case.some_blocks(), case.estimate()
-    (out, lse), _ = case.exact(blocks)
-    expected = case.add(out, lse, blocks, estimates)
-    owned = case.add(out, lse, blocks, estimates, owned=True)
-    assert owned[0].data_ptr() == out.data_ptr() and owned[1].data_ptr() == lse.data_ptr() and same_bits(owned, expected)
-
-
 @both_parts
 def test_blocks_of_equal_keys_and_values_are_estimated_exactly(parts):
     """Also those of one token, of which there is no half."""
@@ -183,32 +171,30 @@ def test_blocks_of_equal_keys_and_values_are_estimated_exactly(parts):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
-by_both = pytest.mark.parametrize("by", [eager, portable], ids=["torch", "kernels"])
+by_both = pytest.mark.parametrize("row", ["torch", "triton"])
 
 
-def merged_of_equal_keys(case, by, q, k, v, scale):
+def merged_of_equal_keys(case, row, q, k, v, scale):
     """out where all keys and values are equal, and blocks list themselves alone."""
     case.q, case.k, case.v, case.scale = q, k.expand_as(case.k).contiguous(), torch.full_like(case.v, v), scale
     blocks = case.lists(torch.eye(len(case.lengths), dtype=torch.bool, device=DEVICE))
-    out, lse = case.exact(blocks)[0]
-    estimates = by.estimate(case.q, case.k, case.v, *case.shape, scale, case.parts)
-    return add_tail(out, lse, case.q, case.k, case.v, *case.shape, blocks, estimates, scale=scale, owned=True, kernels=by is portable)[0]
+    return case.add(*case.exact(blocks)[0], blocks, case.estimate(row), row)[0]
 
 
 @by_both
 @pytest.mark.parametrize("score", [1e2, 1e3, 1e4, 1e5, 1e6, 1e7])
-def test_the_result_is_a_mean_however_large_scores_are(score, by):
+def test_the_result_is_a_mean_however_large_scores_are(score, row):
     """Values are all 1, and so is every result: no weight has the rounding of a large lse."""
     case = tail_case([16, 12, 20, 9], 4, dtype=torch.float32, device=DEVICE)
     q, k = torch.randn_like(case.q) * score**0.5, torch.randn(16, device=DEVICE) * score**0.5
-    torch.testing.assert_close(merged_of_equal_keys(case, by, q, k, 1.0, 0.3), torch.ones_like(q), rtol=0, atol=1e-6)
+    torch.testing.assert_close(merged_of_equal_keys(case, row, q, k, 1.0, 0.3), torch.ones_like(q), rtol=0, atol=1e-6)
 
 
 @by_both
-def test_nothing_overflows_at_the_extremes_of_float16(by):
+def test_nothing_overflows_at_the_extremes_of_float16(row):
     case = tail_case([16, 12, 20, 9], 4, device=DEVICE)
     q, k = torch.randn_like(case.q).sign() * 60, torch.randn(16, device=DEVICE).sign().half() * 6e4
-    out = merged_of_equal_keys(case, by, q, k, 6e4, 1.7)
+    out = merged_of_equal_keys(case, row, q, k, 6e4, 1.7)
     torch.testing.assert_close(out, torch.full_like(out, 6e4), rtol=2**-10, atol=0)
 
 
@@ -293,38 +279,6 @@ def test_ids_out_of_range_and_negative_counts_list_nothing():
     assert (case.add(torch.zeros_like(out), torch.full_like(lse, -torch.inf), nothing, estimates)[2] == 0).all()
 
 
-@both_parts
-def test_traced_into_one_graph(parts):
-    case = tail_case([40, 17, 30], 2, parts=parts, device=DEVICE)
-    blocks = case.some_blocks()
-    (out, lse), _ = case.exact(blocks)
-
-    def both(q, out, lse, owned):
-        estimates = estimate_blocks(q, case.k, case.v, *case.shape, scale=case.scale, parts=parts, kernels=True)
-        return estimates.log_count, estimates.half_variance, estimates.mass, *case.add(out * 1, lse + 0, blocks, estimates, owned=owned)
-
-    torch.compiler.reset()
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    for owned in (False, True):
-        assert same_bits(compiled(case.q, out, lse, owned), both(case.q, out, lse, owned))
-
-
-def test_the_operators_keep_their_contract():
-    """torch.library's own checks: schema, what is written to, fake tensors."""
-    case = tail_case([20, 17], 2, parts=2, device=DEVICE)
-    estimates, blocks = case.estimate(), case.some_blocks()
-    (out, lse), _ = case.exact(blocks)
-    numbers = (case.number, case.longest)
-    checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(torch.ops.ssta.estimate_blocks, (
-        case.q, case.k, case.v, case.offsets, *numbers, 0.25, 2, None, False), **checks)
-    torch.library.opcheck(torch.ops.ssta.add_tail, (
-        out, lse, case.q, case.k, case.v, case.offsets, blocks.counts, blocks.indices, estimates.log_count, estimates.half_variance,
-        estimates.mass, estimates.useful, estimates.order, estimates.k_mean, estimates.v_mean, None, *numbers, 2, 0.25, True, False),
-        **checks)
-    torch.library.opcheck(torch.ops.ssta.block_scores, (estimates.mass, estimates.half_variance, estimates.log_count, 2), **checks)
-
-
 def test_no_tokens_at_all():
     case = tail_case([4, 4], 2, device=DEVICE)
     case.q, case.k, case.v = (x[:0] for x in (case.q, case.k, case.v))
@@ -338,20 +292,22 @@ REAL = [384] * 20 + [336] * 3 + [130, 7, 384, 255]
 
 
 @pytest.mark.gpu
+@rows
 @both_parts
 @pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16), (96, torch.bfloat16),
                                         (256, torch.bfloat16)], ids=str)
-def test_on_a_gpu(dim, dtype, parts):
+def test_on_a_gpu(dim, dtype, parts, row):
     case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, device="cuda", spread=0.5)
-    check(case)
+    check(case, row=row)
 
 
 @pytest.mark.gpu
+@rows
 @both_parts
-def test_many_blocks_of_128_on_a_gpu(parts, monkeypatch):
+def test_many_blocks_of_128_on_a_gpu(parts, row, monkeypatch):
     case = tail_case([128] * 600 + [300], 600, heads=2, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda", spread=0.5)
     monkeypatch.setattr(case, "exact", exact_by_kernels(case))
-    check(case)
+    check(case, row=row)
 
 
 def exact_by_kernels(case):
@@ -366,15 +322,16 @@ def exact_by_kernels(case):
 
 
 @pytest.mark.gpu
+@rows
 @both_parts
-def test_never_waits_and_fits_a_cuda_graph(parts):
+def test_never_waits_and_fits_a_cuda_graph(parts, row):
     case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda")
     blocks = case.some_blocks()
     (out, lse), _ = case.exact(blocks)
 
     def step():
-        estimates = case.estimate()
-        return estimates.mass, estimates.half_variance, *case.add(out, lse, blocks, estimates)
+        estimates = case.estimate(row)
+        return estimates.mass, estimates.half_variance, *case.add(out, lse, blocks, estimates, row)
 
     assert_never_waits_and_fits_a_cuda_graph(step)
 
@@ -384,7 +341,7 @@ def test_memory_on_a_gpu():
     """Beside q, k, v and out no more than a quarter of them; out is not there yet while blocks are estimated."""
     case = tail_case([128] * 300 + [200], 300, heads=8, kv_heads=8, dim=128, dtype=torch.bfloat16, parts=2, device="cuda")
     blocks = case.some_blocks()
-    out, lse = exact_by_kernels(case)(blocks)[0]
+    exact = exact_by_kernels(case)(blocks)[0]
     bytes_of_q = case.q.numel() * 2
 
     def peak(run):
@@ -396,4 +353,4 @@ def test_memory_on_a_gpu():
 
     estimates, used = peak(case.estimate)
     assert used <= 2 * bytes_of_q
-    assert peak(lambda: case.add(out, lse, blocks, estimates, owned=True))[1] <= bytes_of_q
+    assert peak(lambda: case.add(*exact, blocks, estimates))[1] <= bytes_of_q + sum(x.nbytes for x in exact)

@@ -1,24 +1,18 @@
 """Gradients of the tail: those of its formulas by autograd in float64, with h, the damping, the mixture and the halves held still."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
-from tail_cases import TailCase, bfloat16_products, in_float64, tail_case  # noqa: F401
-from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from rows import DEVICE, GPU, rows
+from tail_cases import TailCase, in_float64, tail_case
 
-from ssta import SSTAConfig, TokenLayout, ssta_attention
-from ssta.kernels import BlockLists, add_tail
+from ssta.kernels import BlockLists
 from ssta.kernels.eager import tail as eager
-from ssta.kernels.portable import tail as portable
 from ssta.kernels.portable.tail_backward import triton_tail_backward
-from ssta.kernels.tail import by_kv_head
+from ssta.kernels.tail import BlockEstimates, by_kv_head
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-pytestmark = [pytest.mark.usefixtures("bfloat16_products"), *([pytest.mark.gpu] if GPU else [])]
+pytestmark = [pytest.mark.gpu] if GPU else []
 gpu = pytest.mark.gpu
 NAMES = "dout", "dlse", "dq", "dk", "dv"
 # As a canvas of 3 x 4 x 5 tokens cut into tiles of 2 x 3 x 3 has them, and text; one block more is empty, and one has one token.
@@ -33,26 +27,36 @@ class Case:
     blocks: BlockLists
     inputs: list
     grads: list
-    estimates: object
+    estimates: BlockEstimates
 
-    def added(self, *inputs, estimates=None, kernels=True):
-        return add_tail(*inputs, *self.of.shape, self.blocks, estimates or self.estimates, scale=self.of.scale, owned=True, kernels=kernels)
+    def combined(self, row):
+        """(merged out and lse, all that ``combine`` returns)."""
+        out, lse, q, k, v = self.inputs
+        out, lse = out.clone(), lse.clone()
+        kept = self.of.backend(row).combine(out, lse, q, k, v, *self.of.shape, self.blocks.counts, self.blocks.indices, self.estimates,
+                                            self.of.scale, True)
+        return out, lse, *kept
 
-    def in_plain_torch(self, *inputs):
-        return self.added(*inputs, estimates=in_float64(self.estimates), kernels=False)
+    def gradients(self, row="triton", grads=None):
+        """By a row's steps; of ``grads`` the second may be None."""
+        exact, exact_lse, q, k, v = self.inputs
+        out, lse, _, tail_lse, bias, mixture = self.combined(row)
+        of, found = self.of, self.estimates
+        return of.backend(row).combine_backward(
+            *(grads or self.grads), exact, exact_lse, out, lse, tail_lse, q, k, v, of.offsets, bias, mixture, found.log_count, found.order,
+            found.k_mean, found.v_mean, of.longest, of.scale)
 
     def formulas(self, *inputs):
         return self.of.formulas(*inputs, self.blocks, self.estimates)
 
-    def gradients(self, run, dtype=None, grads=None):
-        inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.inputs]
-        results = run(*inputs)[:2]
-        arriving = [g if g is None else g.to(x.dtype) for g, x in zip(grads or self.grads, results)]
-        pairs = [(x, g) for x, g in zip(results, arriving) if g is not None]
+    def expected(self, grads=None):
+        """By autograd in float64."""
+        inputs = [x.detach().double().requires_grad_() for x in self.inputs]
+        pairs = [(x, g.double()) for x, g in zip(self.formulas(*inputs), grads or self.grads) if g is not None]
         return torch.autograd.grad([x for x, _ in pairs], inputs, [g for _, g in pairs], materialize_grads=True)
 
 
-def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, estimate=portable.estimate):
+def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, row="triton"):
     """Ragged blocks, the last not compensated; block 1 of head 0 lists everything, the rest a third."""
     number = len(lengths) - 1
     of = tail_case(lengths, number, dim=dim, heads=heads, kv_heads=kv_heads, batch=batch, parts=parts, dtype=dtype, device=DEVICE)
@@ -65,8 +69,7 @@ def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTH
         mask[0, ..., 5] = False
     # Half of the softmax or so.
     lse = torch.randn(*out.shape[:3], device=DEVICE, dtype=of.q.dtype if dtype == torch.float64 else torch.float32) + number**0.5 / 2 + 2
-    estimates = estimate(of.q, of.k, of.v, *of.shape, of.scale, parts)
-    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], [torch.randn_like(out), torch.randn_like(lse)], estimates)
+    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], [torch.randn_like(out), torch.randn_like(lse)], of.estimate(row))
 
 
 def assert_close(got, expected, share, tokens=16):
@@ -101,16 +104,14 @@ cases = pytest.mark.parametrize("parts, heads, kv_heads", [(1, 2, 2), (1, 4, 2),
 @pytest.mark.parametrize("nan", [False, True], ids=["", "nan"])
 def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan):
     """To rounding: all of them, and where only one of the results is differentiated."""
-    of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, estimate=eager.estimate), 1)
+    of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, row="torch"), 1)
     assert (of.estimates.half_variance > 1).any() and (of.estimates.half_variance < 1).any()
-    inputs = [x.clone() for x in of.inputs]
-    for got, wanted in zip(of.in_plain_torch(*inputs), of.formulas(*of.inputs)):
+    for got, wanted in zip(of.combined("torch"), of.formulas(*of.inputs)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    for grads in (of.grads, [of.grads[0], None], [None, of.grads[1]]):
-        got, expected = of.gradients(of.in_plain_torch, grads=grads), of.gradients(of.formulas, grads=grads)
-        for name, g, e in zip(NAMES, got, expected):
+    for grads in (of.grads, [of.grads[0], None], [torch.zeros_like(of.grads[0]), of.grads[1]]):
+        for name, g, e in zip(NAMES, of.gradients("torch", grads), of.expected(grads)):
             torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
-    some_gradients_pass_unchanged(of, of.gradients(of.in_plain_torch), 1)
+    some_gradients_pass_unchanged(of, of.gradients("torch"), 1)
 
 
 @cases
@@ -118,7 +119,7 @@ def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, n
 def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     """With second moments in float32: what remains of an error is float32's. One block holds NaN, and one head does without."""
     of = skip_head(case(parts, heads, kv_heads, batch=2, nan=True), 1)
-    expected = of.gradients(of.formulas, torch.float64)
+    expected = of.expected()
     out, lse, q, k, v = (x.double() for x in of.inputs)
     estimates, exact = eager.estimate(q, k, v, *of.of.shape, of.of.scale, parts), (out.clone(), lse.clone())
     estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, order=of.estimates.order)
@@ -140,7 +141,7 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
 @pytest.mark.slow
 def test_gradients_are_those_of_the_formulas(parts, heads, kv_heads):
     of = skip_head(case(parts, heads, kv_heads, batch=2, nan=True), 1)
-    got, expected = of.gradients(of.added), of.gradients(of.formulas, torch.float64)
+    got, expected = of.gradients(), of.expected()
     # Second moments, and what they are multiplied with, are bfloat16.
     assert_close(got, expected, 2**-6)
     nothing = slice(int(of.of.offsets[5]), int(of.of.offsets[6]))
@@ -151,18 +152,18 @@ def test_gradients_are_those_of_the_formulas(parts, heads, kv_heads):
 @pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradients_in_float16(parts):
     of = case(parts, dtype=torch.float16)
-    assert_close(of.gradients(of.added), of.gradients(of.formulas, torch.float64), 2**-6)
+    assert_close(of.gradients(), of.expected(), 2**-6)
 
 
-both = pytest.mark.parametrize("by", [eager, portable], ids=["torch", "kernels"])
+both = pytest.mark.parametrize("row", ["torch", "triton"])
 SHORT = [6, 12, 4, 3]
 
 
 @both
-def test_where_everything_is_listed_gradients_pass(by):
-    of = case(1, lengths=SHORT, estimate=by.estimate)
+def test_where_everything_is_listed_gradients_pass(row):
+    of = case(1, lengths=SHORT, row=row)
     of.blocks = of.of.lists(torch.ones_like(of.blocks.to_mask()))
-    dout, dlse, *others = of.gradients(partial(of.added, kernels=by is portable))
+    dout, dlse, *others = of.gradients(row)
     assert torch.equal(dout, of.grads[0]) and torch.equal(dlse, of.grads[1]) and all((x == 0).all() for x in others)
 
 
@@ -170,91 +171,33 @@ def test_a_gradient_may_arrive_through_one_result_only():
     """And be one number for a whole row, or be as good as none."""
     of = case(1, lengths=SHORT)
     one = torch.ones((), device=DEVICE).expand_as(of.inputs[0])
-    for grads in ([one, None], [None, of.grads[1]]):
-        assert_close(of.gradients(of.added, grads=grads), of.gradients(of.formulas, torch.float64, grads), 2**-6)
+    for grads in ([one, None], [0 * one, of.grads[1]]):
+        assert_close(of.gradients(grads=grads), of.expected(grads), 2**-6)
 
 
 def test_the_same_inputs_give_the_same_bits():
     of = case(2)
-    assert all(torch.equal(a, b) for a, b in zip(of.gradients(of.added), of.gradients(of.added)))
+    assert all(torch.equal(a, b) for a, b in zip(of.gradients(), of.gradients()))
 
 
 @both
-def test_no_input_is_written_to_and_no_matrix_is_kept(by):
-    of = case(1, dim=32, lengths=SHORT, estimate=by.estimate)
-    before, saved = [x.clone() for x in of.inputs], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        _, _, share = of.added(*(x.requires_grad_() for x in of.inputs), kernels=by is portable)
-    assert all(torch.equal(a, b) for a, b in zip(before, of.inputs)) and not share.requires_grad
-    assert len(saved) and max(x.numel() for x in saved) < of.of.number * 32 * 32
-
-
-@both
-def test_derivatives_that_there_are_not_are_refused(by):
-    of = case(1, lengths=SHORT, estimate=by.estimate)
-    run, inputs = partial(of.added, kernels=by is portable), [x.requires_grad_() for x in of.inputs]
-    out, _, _ = run(*inputs)
-    first, = torch.autograd.grad((out**2).sum(), inputs[2], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="k must have no tangent"):
-        out, lse, q, k, v = (x.detach() for x in inputs)
-        run(out, lse, q, forward_ad.make_dual(k, k), v)
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
-def test_gradients_under_checkpoints_and_the_compiler(wrap, by):
-    of = case(2, lengths=SHORT, estimate=by.estimate)
-
-    def added(*inputs):
-        return of.added(*inputs, kernels=by is portable)
-
-    torch._dynamo.reset()
-    if wrap == "compile":
-        run = torch.compile(added, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    else:
-        def run(*inputs):
-            return checkpoint(added, *inputs, use_reentrant=False)
-    for got, expected in zip(of.gradients(run), of.gradients(added)):
-        assert torch.equal(got, expected)
-
-
-@pytest.mark.slow
-def test_a_layer_through_the_kernels_has_the_gradients_of_the_layer_in_plain_torch(monkeypatch):
-    """Traced into one graph too, where estimate and tail are operators."""
-    layout = TokenLayout.video_text((2, 4, 5), 3)
-    inputs = [torch.randn(1, heads, layout.length, 16, device=DEVICE) for heads in (2, 1, 1)]
-    # A direction that stands out: between two that hardly differ rounding would say where halves are cut.
-    inputs[1][..., 3] *= 4
-    inputs = [x.requires_grad_() for x in inputs]
-    weight = torch.randn(1, 2, layout.length, 16, device=DEVICE)
-    # By "error" tiles whose estimates are rounded otherwise might be selected, which are about as good.
-    config = SSTAConfig(tile_thw=(2, 2, 3), kernel_thw=(1, 1, 1), topk=2, compensation="linear", compensation_parts=2,
-                        sampling_type="similarity")
-
-    def layer(q, k, v):
-        return ssta_attention(q, k, v, layout, config, impl="torch")
-
-    def gradients(run):
-        return torch.autograd.grad((run(*inputs) * weight).sum(), inputs)
-
-    monkeypatch.setattr("ssta.compensation.kernels_run", lambda x: False)
-    expected = gradients(layer)
-    monkeypatch.setattr("ssta.compensation.kernels_run", lambda x: True)
-    torch._dynamo.reset()
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        for got, wanted in zip(gradients(run), expected):
-            assert (got - wanted).norm() <= 2**-6 * wanted.norm()
+def test_no_input_is_written_to_and_no_matrix_is_kept(row):
+    of = case(1, dim=32, lengths=SHORT, row=row)
+    before = [x.clone() for x in (*of.inputs, *of.grads)]
+    of.gradients(row)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*of.inputs, *of.grads)))
+    assert max(x.numel() for x in of.combined(row)[2:]) < of.of.number * 32 * 32
 
 
 @gpu
+@rows
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("dim, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16), (80, torch.bfloat16),
                                         (256, torch.bfloat16), (128, torch.float32)])
-def test_gradients_of_a_large_layer(parts, dim, dtype):
-    of = case(parts, 4, 2, dim, dtype, [384, 384, 384, 240, 384, 320, 192, 100] * 6 + [300])
-    got, expected = of.gradients(of.added), of.gradients(of.in_plain_torch, torch.float64)
-    assert_close(got, expected, 2**-6, tokens=128)
-    assert all(torch.equal(a, b) for a, b in zip(got, of.gradients(of.added)))
+def test_gradients_of_a_large_layer(parts, dim, dtype, row):
+    of = case(parts, 4, 2, dim, dtype, [384, 384, 384, 240, 384, 320, 192, 100] * 6 + [300], row=row)
+    wide = Case(dataclasses.replace(of.of, **{name: getattr(of.of, name).double() for name in "qkv"}), of.blocks,
+                [x.double() for x in of.inputs], [x.double() for x in of.grads], in_float64(of.estimates))
+    got = of.gradients(row)
+    assert_close(got, wide.gradients("torch"), 2**-6, tokens=128)
+    assert all(torch.equal(a, b) for a, b in zip(got, of.gradients(row)))

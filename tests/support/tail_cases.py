@@ -4,15 +4,12 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
-import triton.language as tl
+from rows import backend_of
 
-from ssta.kernels import BlockLists, add_tail, block_sparse_attention
-from ssta.kernels.tail import BlockEstimates
+from ssta.kernels import Backend, BlockLists, block_sparse_attention
 from ssta.kernels.eager import tail as eager
-from ssta.kernels.portable import tail as portable
-from ssta.kernels.tail import per_query_head
+from ssta.kernels.tail import BlockEstimates, per_query_head
 
 
 @dataclass
@@ -59,13 +56,22 @@ class TailCase:
                                           impl="reference")
         return (out.to(self.q.dtype), lse.float()), (out, lse)
 
-    def estimate(self, q=None):
-        """By Triton's kernels."""
-        return portable.estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
+    def backend(self, row="triton") -> Backend:
+        """Whose steps are those of a row of the backend table."""
+        return backend_of(row, self.q.dtype, self.q.shape[3], self.parts)
 
-    def add(self, out, lse, blocks, estimates, owned=False):
-        """By Triton's kernels: (out, lse, share)."""
-        return add_tail(out, lse, self.q, self.k, self.v, *self.shape, blocks, estimates, scale=self.scale, owned=owned, kernels=True)
+    def estimate(self, row="triton", q=None):
+        return self.backend(row).estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
+
+    def scores(self, estimates, row="triton"):
+        return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
+
+    def add(self, out, lse, blocks, estimates, row="triton"):
+        """(out, lse, share); what is given stays as it is."""
+        out, lse = out.clone(), lse.clone()
+        share, *_ = self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                              self.scale, False)
+        return out, lse, share
 
     def specified_estimates(self, order=None):
         """In plain torch, of q, k and v in float64; ``order`` is taken instead of one of its own, in which ties of rounded numbers may
@@ -211,20 +217,3 @@ def in_float64(estimates: BlockEstimates) -> BlockEstimates:
     """The same numbers, as plain torch takes them."""
     names = "log_count", "half_variance", "mass", "k_mean", "v_mean"
     return replace(estimates, covariances=None, **{name: getattr(estimates, name).double() for name in names})
-
-
-@pytest.fixture
-def bfloat16_products(monkeypatch):
-    """Triton's interpreter keeps bfloat16 as its bits and multiplies these; here it multiplies the numbers."""
-    if torch.cuda.is_available():
-        return
-    from triton.runtime import interpreter
-
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def values(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: multiply(self, values(a), values(b), *rest))

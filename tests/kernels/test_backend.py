@@ -1,0 +1,74 @@
+"""Which implementation each step of a layer has, and why: a pure function of plain facts."""
+
+import pytest
+import torch
+from rows import DEVICE
+
+from ssta.kernels import choose_backend
+from ssta.kernels.backend import STEPS, Where, choose
+from ssta.kernels.routing import IMPLEMENTATIONS
+
+HOPPER = Where("cuda", (9, 0), False, torch.bfloat16, 128, 1)
+BUT_ATTEND = [step for step in STEPS if step != "attend"]
+
+
+def names(impl, where):
+    return {of.step: of.name for of in choose(impl, where).chosen}
+
+
+@pytest.mark.parametrize("impl, where, other, exceptions", [
+    ("auto", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
+    ("hopper", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
+    ("auto", HOPPER._replace(parts=2), "triton", dict(combine="hopper")),
+    ("auto", HOPPER._replace(head_dim=64), "triton", dict(combine="hopper")),
+    ("auto", HOPPER._replace(head_dim=80), "triton", {}),
+    ("auto", HOPPER._replace(dtype=torch.float16), "triton", {}),
+    ("auto", HOPPER._replace(dtype=torch.float32), "triton", {}),
+    ("auto", HOPPER._replace(capability=(8, 0)), "triton", {}),
+    ("auto", HOPPER._replace(capability=(10, 0)), "triton", {}),
+    ("auto", HOPPER._replace(capability=None), "triton", {}),
+    ("triton", HOPPER, "triton", {}),
+    ("torch", HOPPER, "torch", {}),
+    ("reference", HOPPER, "torch", {}),
+    ("auto", HOPPER._replace(dtype=torch.float64), "torch", {}),
+    ("auto", HOPPER._replace(capability=(7, 5)), "torch", {}),
+    ("auto", Where("cpu", None, False, torch.float16, 64, 1), "torch", {}),
+    ("triton", Where("cpu", None, True, torch.float16, 64, 1), "triton", {}),
+    ("triton", Where("cpu", None, True, torch.float32, 64, 1), "triton", {}),
+    ("triton", Where("cpu", None, True, torch.bfloat16, 64, 1), "torch", {}),
+])
+def test_every_step_is_of_the_first_row_from_impl_on_that_can(impl, where, other, exceptions):
+    assert names(impl, where) == {**dict.fromkeys(BUT_ATTEND, other), **exceptions}
+
+
+def test_a_backend_says_why_no_faster_row_runs_a_step():
+    said = choose("auto", HOPPER._replace(capability=(7, 5))).explain()
+    assert len(said) == len(BUT_ATTEND) and [line.split(":")[0] for line in said] == BUT_ATTEND
+    for line in said:
+        assert "torch" in line and "not triton, which requires an Ampere GPU (sm_80) or a later one, got sm_75" in line
+    estimate, = (line for line in said if line.startswith("estimate"))
+    assert "not hopper, which runs on compute capability 9.0 alone;" in estimate
+    assert choose("torch", HOPPER).explain() == tuple(f"{step}: torch" for step in BUT_ATTEND), "what was asked for rejects nothing"
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_what_a_device_has_is_what_plain_facts_say(impl):
+    """And a choice that cannot attend raises."""
+    device, dtype = DEVICE, torch.float16
+    if device.type == "cpu" and impl == "hopper":
+        with pytest.raises(ValueError, match="impl='hopper' requires a Hopper GPU"):
+            choose_backend(impl, device, dtype, 64)
+        return
+    backend = choose_backend(impl, device, dtype, 64)
+    assert backend is choose_backend(impl, device, dtype, 64) and backend.impl == impl
+    expected = {"torch": "torch", "reference": "torch", "triton": "triton", "auto": "torch" if device.type == "cpu" else "triton"}
+    if impl in expected:
+        assert backend.chosen[0].name == expected[impl]
+        assert backend.by_torch("gather") == (expected[impl] == "torch")
+
+
+@pytest.mark.parametrize("impl, dtype, message", [
+    ("fast", torch.float16, "impl must be one of .*got 'fast'"), ("triton", torch.float64, "impl='triton' requires float16 or bfloat16")])
+def test_what_cannot_attend_is_refused(impl, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        choose_backend(impl, DEVICE, dtype, 64)
