@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rows import DEVICE
+from backend_rows import DEVICE
 
 from ssta.kernels import choose_backend
 from ssta.kernels.backend import STEPS, Where, choose

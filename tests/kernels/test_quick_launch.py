@@ -11,9 +11,9 @@ from triton import knobs
 from triton.runtime import driver
 
 import ssta.kernels
-from ssta.kernels.memo import Kept
 from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Settled, Tiles, fit, launcher_known
+from ssta.kernels.memo import Kept
 from ssta.kernels.portable.config import LaunchConfig
 
 

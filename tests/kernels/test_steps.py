@@ -5,9 +5,9 @@ The same of what is not selected is in test_tail.py and test_tail_backward.py.
 
 import pytest
 import torch
+from backend_rows import DEVICE, backend_of, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import DEVICE, backend_of, rows
 
 from ssta import DenseRun, TokenLayout, VideoGrid, tile_layout
 from ssta.kernels.moves import Move

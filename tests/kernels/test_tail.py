@@ -5,13 +5,12 @@ import dataclasses
 
 import pytest
 import torch
+from backend_rows import DEVICE, rows
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from rows import DEVICE, rows
 from tail_cases import no_worse, same_estimates, tail_case
 
-from ssta.kernels.tail import BlockEstimates
 from ssta.kernels.portable import tail as portable
-from ssta.kernels.tail import useful_heads
+from ssta.kernels.tail import BlockEstimates, useful_heads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 both_parts = pytest.mark.parametrize("parts", [1, 2])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from rows import DEVICE, GPU, rows
+from backend_rows import DEVICE, GPU, rows
 from tail_cases import TailCase, in_float64, tail_case
 
 from ssta.kernels import BlockLists

@@ -7,11 +7,10 @@ import ssta_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection_cases import layer_of, selected
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention, tile_layout
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.budget import _row_counts, row_counts
-from ssta.layout import TiledQKV
-from ssta.selection import select_tiles
 from ssta.window import near, window_size
 
 GRIDS = st.sampled_from([[(1, 1, 1)], [(1, 1, 2)], [(3, 1, 1)], [(1, 7, 1)], [(2, 3, 2)], [(5, 3, 1)], [(2, 2, 2), (1, 1, 1)],
@@ -22,19 +21,19 @@ DENSITIES = st.one_of(st.sampled_from((0.0001, 0.16, 0.29, 0.5, 0.999, 1.0)), st
 STRANGE = (-math.inf, math.nan, -0.0, 0.0, 1e-40, 2.5, math.inf)
 
 
-def layout_of(grids, text=0, device="cpu"):
-    """Tiles of one token."""
-    tokens = TokenLayout((*[VideoGrid(*grid) for grid in grids], *(DenseRun(text) for _ in range(text > 0))))
-    return tile_layout(tokens, (1, 1, 1), device=device)
+def layout_of(grids, text=0):
+    """To be cut into tiles of one token."""
+    return TokenLayout((*[VideoGrid(*grid) for grid in grids], *(DenseRun(text) for _ in range(text > 0))))
 
 
-def select(layout, scores, **changes):
+def select(tokens, scores, **changes):
     """The selection by ``scores``, its mask of all tiles, and the window of the video's."""
-    batch, heads, n, _ = scores.shape
-    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", **changes)
-    x = torch.zeros(batch, heads, layout.num_slots, 2)
-    found = select_tiles(TiledQKV(layout, x, x, x), config, scores=scores)
-    window = near(layout.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
+    batch, heads, _, _ = scores.shape
+    config = SSTAConfig(tile_thw=(1, 1, 1), **changes)
+    x = torch.zeros(batch, heads, tokens.length, 2)
+    layer = layer_of(x, x, tokens, config)
+    found = layer.fixed.chosen(layer.backend, scores, layer.rule.budget(scores), None, None, None, True)
+    window = near(layer.tiles.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
     return found, found.blocks.to_mask(), window
 
 
@@ -64,7 +63,7 @@ def test_rows_share_a_density_and_keep_their_window(grids, window, density, spar
 @given(GRIDS, WINDOWS, DENSITIES, st.sampled_from(("ssta", "block_attn")), st.booleans(), st.integers(0, 1000))
 def test_a_density_keeps_the_best_beside_the_window(grids, window, density, sparse_type, strange, seed):
     layout, generator = layout_of(grids, text=2), torch.Generator().manual_seed(seed)
-    n = layout.num_video_tiles
+    n = layout.video_length
     scores = torch.randn(2, 2, n, n, generator=generator)
     if strange:
         scores = torch.tensor(STRANGE)[torch.randint(0, len(STRANGE), scores.shape, generator=generator)]
@@ -77,7 +76,7 @@ def test_a_density_keeps_the_best_beside_the_window(grids, window, density, spar
     for head, kept in zip(scores.masked_fill(scores.isnan(), -math.inf).flatten(0, 1).tolist(), mask[..., :n, :n].flatten(0, 1)):
         assert kept.tolist() == oracle.best_beyond(head, inside.tolist(), counts)[0]
     assert torch.equal(mask[..., :n, :n], found.kept | inside) and not (found.kept & inside).any()
-    assert torch.equal(found.kept.sum(-1), found.k_per_row.expand(2, 2, n))
+    assert torch.equal(found.kept.sum(-1), found.budget.k_per_row.expand(2, 2, n))
     if density == 1:
         assert mask.all()
 
@@ -87,7 +86,7 @@ def test_a_density_keeps_the_best_beside_the_window(grids, window, density, spar
 @pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
 def test_the_density_is_met(grid, density, sparse_type):
     layout = layout_of([grid])
-    n = layout.num_video_tiles
+    n = layout.video_length
     kernel_thw = (1, 1, 3) if n < 100 else (3, 3, 3)
     scores = torch.randn(1, 2, n, n).exp() * torch.rand(n, 1).exp()
     _, mask, window = select(layout, scores, kernel_thw=kernel_thw, density=density, sparse_type=sparse_type)
@@ -111,17 +110,14 @@ def test_a_tile_that_is_not_finite_is_taken_last(sampling_type, bad):
     k[0, 1, 5, 2] = bad
     for density in (0.5, 11 / 12):
         config = SSTAConfig(tile_thw=(1, 1, 1), sparse_type="block_attn", density=density, sampling_type=sampling_type)
-        mask = select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask()
+        mask = selected(q, k, layout, config).blocks.to_mask()
         assert (mask.sum((-1, -2)) == round(density * 144)).all() and not mask[0, 1, :, 5].any()
 
 
-def test_error_needs_scores():
-    layout = layout_of([(1, 1, 3)])
+def test_the_window_needs_no_scores():
     x = torch.zeros(1, 1, 3, 2)
-    with pytest.raises(AssertionError, match="BlockEstimates.scores"):
-        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", density=0.5))
-    config = SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", sparse_type="sta")
-    assert select_tiles(TiledQKV(layout, x, x, x), config).scores is None, "the window needs none"
+    found = selected(x, x, layout_of([(1, 1, 3)]), SSTAConfig(tile_thw=(1, 1, 1), compensation="linear", sparse_type="sta"))
+    assert found.scores is found.budget is found.kept is None
 
 
 def test_counts_of_many_densities_are_not_all_kept():
@@ -130,19 +126,6 @@ def test_counts_of_many_densities_are_not_all_kept():
     assert len(_row_counts.kept) <= 64
     again = row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
     assert again is row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
-
-
-def test_a_layer_with_a_density_is_one_graph():
-    torch._dynamo.reset()
-    layout = TokenLayout.video_text((3, 4, 5), 7)
-    config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=0.6)
-    q, k, v = torch.randn(3, 1, 2, 67, 8).unbind()
-    mask = torch.arange(7)[None] < 3
-
-    def layer(*tensors):
-        return ssta_attention(*tensors, layout, config, text_mask=mask)
-
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v), layer(q, k, v))
 
 
 def test_everything_at_a_density_of_one_is_dense_attention():

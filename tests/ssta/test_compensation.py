@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
-from ssta.op import attend as ssta_layer
 from ssta.compensation import compensate, estimate_tiles
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.layout import TiledQKV
+from ssta.op import attend as ssta_layer
 
 TILE = (2, 4, 4)
 LINEAR = dict(tile_thw=TILE, kernel_thw=(1, 1, 1), sparse_type="block_attn", compensation="linear")

@@ -9,11 +9,10 @@ from parallel_inputs import TEXT, WAN
 from ranks import on_ranks, values_of
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, exchange, ssta_attention
-from ssta.ranks.exchange import Run, deal
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.deferred import token_rstd
-from ssta.ranks import Shards, check_ranks
-from ssta.ranks import told
+from ssta.ranks import Shards, check_ranks, told
+from ssta.ranks.exchange import Run, deal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

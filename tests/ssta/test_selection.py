@@ -5,15 +5,21 @@ from dataclasses import replace
 import pytest
 import ssta_oracle as oracle
 import torch
+from backend_rows import backend_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from selection_cases import Case, cases
+from selection_cases import Case, cases, layer_of, selected
 
-from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
-from ssta.budget import best
-from ssta.layout import TiledQKV
-from ssta.scoring import descriptors, importance, score_tiles, similarity
-from ssta.selection import select_tiles
+from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
+from ssta.budget import topk_counts
+from ssta.scoring import descriptors
+
+PLAIN = backend_of("torch")
+
+
+def best(scores, topk, threshold=0.0):
+    """The tiles that a budget keeps."""
+    return PLAIN.best(scores, topk_counts(scores, topk, threshold))
 
 
 @settings(max_examples=80)
@@ -31,17 +37,26 @@ def test_selection_is_the_definition(case):
         assert torch.equal(lists.kv_lengths, lists.q_lengths)
 
 
+def check_lists(case, **where):
+    expected = case.expected()
+    assume(expected.clear)
+    lists = case.select(**where)
+    lists.check_values(expected_slots(expected), expected_slots(expected))
+    assert torch.equal(lists.to_mask().cpu().expand_as(expected.mask), expected.mask)
+
+
 @pytest.mark.gpu
 @settings(max_examples=100)
 @given(cases(dtypes=(torch.bfloat16, torch.float16, torch.float32)))
 def test_selection_on_a_gpu_is_the_definition(case):
-    expected = case.expected()
-    assume(expected.clear)
-    tiled = case.layout("cuda").tile_qkv(case.q.cuda(), case.k.cuda(), case.k.cuda())
-    text_mask = None if case.text_mask is None else case.text_mask.cuda()
-    lists = select_tiles(tiled, case.config, text_mask).blocks
-    lists.check_values(expected_slots(expected), expected_slots(expected))
-    assert torch.equal(lists.to_mask().cpu().expand_as(expected.mask), expected.mask)
+    check_lists(case, device="cuda")
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(cases(dtypes=(torch.float16,), head_dim=16))
+def test_selection_by_tritons_kernels_is_the_definition(case):
+    check_lists(case, impl="triton", device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def expected_slots(selection):
@@ -103,13 +118,13 @@ def test_importance_is_its_formula_and_ignores_the_length_of_descriptors(seed):
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 1, 6, 5, generator=generator) for _ in range(2))
     expected = torch.tensor(oracle.scores_of(list(q[0, 0].double()), list(k[0, 0].double()), "importance", 0.7))
-    torch.testing.assert_close(importance(q, k, 0.7)[0, 0], expected, atol=1e-6, rtol=0, check_dtype=False)
-    torch.testing.assert_close(importance(3 * q, 7 * k, 0.7), importance(q, k, 0.7), atol=1e-6, rtol=0)
+    torch.testing.assert_close(PLAIN.score(q, k, 0.7)[0, 0], expected, atol=1e-6, rtol=0, check_dtype=False)
+    torch.testing.assert_close(PLAIN.score(3 * q, 7 * k, 0.7), PLAIN.score(q, k, 0.7), atol=1e-6, rtol=0)
 
 
 def test_importance_of_a_lone_tile_and_of_zero_descriptors_is_finite():
-    assert importance(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0.7).item() == pytest.approx(0.7)
-    assert torch.equal(importance(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0.5), torch.zeros(1, 1, 3, 3))
+    assert PLAIN.score(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0.7).item() == pytest.approx(0.7)
+    assert torch.equal(PLAIN.score(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0.5), torch.zeros(1, 1, 3, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -130,20 +145,21 @@ def test_adaptive_pooling_is_that_of_torch(cells, tile_thw):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("sampling_type", ["similarity", "importance"])
-def test_scores_of_other_tiles_survive_a_bad_one(bad, sampling_type):
-    scorer = similarity if sampling_type == "similarity" else lambda q, k: importance(q, k, 0.7)
+@pytest.mark.parametrize("scorer", [lambda q, k: PLAIN.score(q, k, None), lambda q, k: PLAIN.score(q, k, 0.7),
+                                    lambda q, k: PLAIN.score_by(lambda q, k: -torch.cdist(q, k), q, k)],
+                         ids=["similarity", "importance", "of the user's own"])
+def test_scores_of_other_tiles_survive_a_bad_one(bad, scorer):
     q, k = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
     spoilt = k.clone()
     spoilt[0, 1, 3, 2] = bad
-    scores, clean = score_tiles(q, spoilt, scorer), score_tiles(q, k, scorer)
+    scores, clean = scorer(q, spoilt), scorer(q, k)
     assert torch.equal(scores[0, 0], clean[0, 0]), "another head"
     assert (scores[0, 1, :, 3] == -torch.inf).all() and not scores.isnan().any()
     assert not best(scores, 8)[0, 1, :, 3].any() and best(scores, 9).all(), "taken only when nothing else is left"
     spoilt = q.clone()
     spoilt[0, 1, 3] = bad
     rows = [0, 1, 2, 4, 5, 6, 7, 8]
-    scores = score_tiles(spoilt, k, scorer)
+    scores = scorer(spoilt, k)
     assert torch.equal(scores[:, :, rows], clean[:, :, rows])
     zeroed = torch.where(spoilt.isfinite(), spoilt, 0.0)
     assert torch.equal(scores[0, 1, 3], scorer(zeroed, k)[0, 1, 3]), "counts as zero"
@@ -159,10 +175,11 @@ def test_a_scorer_and_a_budget_can_be_replaced():
     def above_the_mean(scores):
         return scores > scores.mean(-1, keepdim=True)
 
-    layout = tile_layout(TokenLayout.video_text((2, 4, 6), 5), (2, 2, 2))
+    tokens = TokenLayout.video_text((2, 4, 6), 5)
+    layout = tile_layout(tokens, (2, 2, 2))
     q, k = torch.randn(2, 3, 53, 4), torch.randn(2, 3, 53, 4)
     config = SSTAConfig(tile_thw=(2, 2, 2), sparse_type="block_attn", sampling_type=nearest, budget=above_the_mean)
-    mask = select_tiles(layout.tile_qkv(q, k, k), config).blocks.to_mask()
+    mask = selected(q, k, tokens, config).blocks.to_mask()
     assert seen["descriptors"] == ((2, 3, 6, 4), torch.float32)
     scores = -torch.cdist(descriptors(layout.tile(q), layout), descriptors(layout.tile(k), layout))
     assert torch.equal(mask[..., :6, :6], above_the_mean(scores))
@@ -175,21 +192,18 @@ def test_a_scorer_and_a_budget_can_be_replaced():
     ({"budget": lambda scores: scores[..., :1] > 0}, ValueError, "budget must return the scores' shape"),
 ])
 def test_replacements_that_do_not_fit_say_so(changes, error, words):
-    layout = tile_layout(TokenLayout.video_text((2, 2, 4)), (2, 2, 2))
     x = torch.randn(1, 1, 16, 4)
     with pytest.raises(error, match=words):
-        select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(2, 2, 2), **changes))
+        selected(x, x, TokenLayout.video_text((2, 2, 4)), SSTAConfig(tile_thw=(2, 2, 2), **changes))
 
 
 def test_the_window_alone_is_shared_and_made_once():
-    layout = tile_layout(TokenLayout.video_text((4, 4, 4), 9), (2, 2, 2))
-    x = torch.randn(3, 2, layout.num_slots, 4)
+    tokens = TokenLayout.video_text((4, 4, 4), 9)
+    x = torch.randn(3, 2, tokens.length, 4)
     config = SSTAConfig(tile_thw=(2, 2, 2), sparse_type="sta")
-    tiled = TiledQKV(layout, x, x, x)
-    lists = select_tiles(tiled, config).blocks
-    assert lists.counts.shape == (1, 1, 10) and select_tiles(tiled, config).blocks is lists
-    masked = select_tiles(tiled, config, torch.ones(3, 9, dtype=torch.bool)).blocks
-    assert masked.indices is lists.indices and masked.kv_lengths.shape == (3, 1, 10)
+    first, again, masked = (selected(x, x, tokens, config, mask).blocks for mask in (None, None, torch.ones(3, 9, dtype=torch.bool)))
+    assert first.counts.shape == (1, 1, 10) and masked.kv_lengths.shape == (3, 1, 10)
+    assert first.indices is again.indices is masked.indices and first.counts is again.counts is masked.counts
 
 
 @pytest.mark.parametrize("thw, text_len, padding, length", [
@@ -198,21 +212,18 @@ def test_the_window_alone_is_shared_and_made_once():
 def test_tiles_of_one_length_make_uniform_blocks(thw, text_len, padding, length):
     layout = tile_layout(TokenLayout.video_text(thw, text_len), (2, 2, 2), padding)
     assert layout.tile_length == length and set(layout.lengths.tolist()) == {length} or length is None
-    x = torch.randn(1, 2, layout.num_slots, 4)
-    lists = select_tiles(TiledQKV(layout, x, x, x), SSTAConfig(tile_thw=(2, 2, 2), topk=3, pad_type=padding)).blocks
+    x = torch.randn(1, 2, layout.tokens.length, 4)
+    lists = selected(x, x, layout.tokens, SSTAConfig(tile_thw=(2, 2, 2), topk=3, pad_type=padding)).blocks
     lists.check_values(layout.num_slots, layout.num_slots)
     for start, size in (lists.q_bounds(layout.num_slots), lists.kv_bounds(layout.num_slots)):
         assert torch.equal(start[0, 0], layout.offsets[:-1]) and torch.equal(size[0, 0], layout.lengths)
     assert isinstance(lists.q_offsets, int) == isinstance(lists.kv_offsets, int) == (length is not None)
 
 
-def test_autocast_does_not_change_the_selection():
-    layout = tile_layout(TokenLayout.video_text((4, 8, 8)), (2, 2, 2))
-    q, k = torch.randn(2, 1, 2, 256, 16).unbind()
-    config = SSTAConfig(tile_thw=(2, 2, 2), topk=9, sparse_type="block_attn")
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = select_tiles(TiledQKV(layout, q, k, k), config)
-    assert torch.equal(inside.blocks.to_mask(), select_tiles(TiledQKV(layout, q, k, k), config).blocks.to_mask())
+def test_a_sequence_without_a_grid_selects_all():
+    x = torch.randn(1, 2, 21, 4)
+    found = selected(x, x, TokenLayout((DenseRun(10), DenseRun(11))), SSTAConfig(tile_thw=(1, 2, 2), topk=1))
+    assert found.blocks.to_mask().all() and found.scores is None and layer_of(x, x, TokenLayout((DenseRun(21),)), SSTAConfig()).rule is None
 
 
 def test_a_window_is_kept_where_nothing_is_estimated_or_it_is_asked_for():

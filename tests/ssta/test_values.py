@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
-from ssta.op import attend as ssta_layer
 from ssta.kernels import BlockLists, block_sparse_attention, topk_blocks
+from ssta.op import attend as ssta_layer
 from ssta.selection import select_tiles
 from ssta.text import tile_places
 

@@ -12,12 +12,12 @@ from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs
 from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 
 from ssta import DenseRun, TokenLayout, attention, ring_layer, ssta_3d_attention, ssta_attention
-from ssta.op import attend as ssta_layer
-from ssta.ranks.exchange import Exchange
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue import reorder, reorder_kernel
 from ssta.layout import checked_layout
+from ssta.op import attend as ssta_layer
 from ssta.ranks import Shards
+from ssta.ranks.exchange import Exchange
 from ssta.ranks.rings import Arrival, Return, Rings
 
 

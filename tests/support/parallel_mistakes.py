@@ -7,8 +7,8 @@ import torch.distributed as dist
 from parallel_inputs import MIXED, TEXT, WAN, config, inputs, local, mask, refused
 
 from ssta import TokenLayout, ssta_attention
-from ssta.op import attend as ssta_layer
 from ssta.kernels import Deferred, Projection
+from ssta.op import attend as ssta_layer
 from ssta.ranks import Shards, check_ranks
 from ssta.ranks.rings import Rings
 

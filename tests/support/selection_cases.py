@@ -1,4 +1,4 @@
-"""Calls of the selection, drawn at random, in the library's and in the oracle's form."""
+"""Layers by their arguments; and calls of the selection, drawn at random, in the library's and in the oracle's form."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,23 @@ import torch
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
-from ssta.layout import TiledQKV
-from ssta.selection import select_tiles
+from ssta.inputs import checked_spec
+from ssta.layer import prepared
 
 PADDINGS = ("none", "zero", "repeat")
+
+
+def layer_of(q, k, tokens, config, *, kv_tokens=None, scale=None, impl="auto", recorded=False, text_mask=None):
+    """The layer that attends to such tensors."""
+    return prepared(checked_spec(q, k, k, tokens, kv_tokens, config, scale, True, impl, None, None, text_mask=text_mask, recorded=recorded),
+                    q.device)
+
+
+def selected(q, k, tokens, config, text_mask=None, *, keep_scores=True, **options):
+    """The selection of a layer, with its scores."""
+    layer = layer_of(q, k, tokens, config, text_mask=text_mask, **options)
+    tiled = layer.gather(q, k, k)
+    return layer.select(tiled, layer.estimate(tiled, None), text_mask, keep_scores)
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,10 @@ class Case:
     def layout(self, device="cpu"):
         return tile_layout(self.tokens, self.config.tile_thw, self.config.pad_type, device)
 
-    def select(self):
-        layout = self.layout()
-        q, k = layout.tile(self.q), layout.tile(self.k)
-        return select_tiles(TiledQKV(layout, q, k, k), self.config, self.text_mask).blocks
+    def select(self, device="cpu", impl="auto"):
+        mask = self.text_mask
+        return selected(self.q.to(device), self.k.to(device), self.tokens, self.config, None if mask is None else mask.to(device),
+                        impl=impl).blocks
 
     def expected(self):
         return oracle.select(self.q, self.k, self.parts, self.config, self.valid)

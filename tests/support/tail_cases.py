@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from rows import backend_of
+from backend_rows import backend_of
 
 from ssta.kernels import Backend, BlockLists, block_sparse_attention
 from ssta.kernels.eager import tail as eager
