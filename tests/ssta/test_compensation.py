@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
+from selection_cases import layer_of
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
-from ssta.compensation import compensate, estimate_tiles
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.layout import TiledQKV
-from ssta.op import attend as ssta_layer
+from ssta.op import attend
 
 TILE = (2, 4, 4)
 LINEAR = dict(tile_thw=TILE, kernel_thw=(1, 1, 1), sparse_type="block_attn", compensation="linear")
@@ -108,15 +107,17 @@ def test_the_order_of_a_tiles_tokens_changes_nothing(options):
 @pytest.mark.parametrize("options", EVERY)
 def test_merged_lse_is_the_log_of_the_summed_masses(options):
     torch.manual_seed(2)
-    tiles = tile_layout(TokenLayout.video_text((4, 8, 8), 3), TILE, "none", torch.device("cpu"))
-    q, k, v = (tiles.tile(x) for x in field((4, 8, 8), text=3, batch=2))
-    config = SSTAConfig(tile_thw=TILE, **options)
-    estimates = estimate_tiles(TiledQKV(tiles, q, k, v), config, 0.25)
+    tokens, config = TokenLayout.video_text((4, 8, 8), 3), SSTAConfig(tile_thw=TILE, **options)
+    q, k, v = field((4, 8, 8), text=3, batch=2)
+    layer = layer_of(q, k, tokens, config, scale=0.25)
+    tiles, tiled = layer.tiles, layer.gather(q, k, v)
+    q, k, v, *_ = tiled
+    estimates = layer.estimate(tiled, None)
     keep = torch.rand(2, 2, tiles.num_tiles, tiles.num_tiles) < 0.4
     keep[:, :, -1] = keep[..., -1] = True
     blocks = BlockLists.from_mask(keep, tiles.offsets, tiles.offsets)
     out, lse = block_sparse_attention(q, k, v, blocks, scale=0.25, return_lse=True)
-    merged, total, share = compensate(out.clone(), lse.clone(), q, k, v, tiles, blocks, estimates, 0.25)
+    merged, total, share, _ = layer.combine(out.clone(), lse.clone(), q, k, v, blocks, estimates)
     assert (total >= lse).all()
     assert torch.equal(total[:, :, tiles.offsets[-2]:], lse[:, :, tiles.offsets[-2]:])
     assert torch.equal(merged[:, :, tiles.offsets[-2]:], out[:, :, tiles.offsets[-2]:])
@@ -139,12 +140,12 @@ def test_nan_stays_in_the_rows_that_attend_to_it_exactly(options, name):
     config = SSTAConfig(tile_thw=TILE, kernel_thw=(1, 1, 1), topk=2, sparse_type="ssta", **options)
     bad = tensors | {name: tensors[name].clone()}
     bad[name][0, 0, tiles.source[5]] = float("nan")
-    result = ssta_layer(*bad.values(), layout, config)
+    result = attend(*bad.values(), layout, config)
     spoiled = tiles.tile(result.out).isnan().any(-1)[0].unflatten(-1, (-1, 32))
     exact = result.selection.blocks.to_mask()[..., 0].expand(1, 2, -1)[0]
     assert torch.equal(spoiled.any(-1), exact & (torch.arange(2) == 0)[:, None])
     # Without any estimate of that tile, and with all the others'.
-    assert error(result.out[:, 1], ssta_layer(*tensors.values(), layout, config).out[:, 1]) == 0
+    assert error(result.out[:, 1], attend(*tensors.values(), layout, config).out[:, 1]) == 0
 
 
 def test_nan_in_a_query_spoils_its_own_row_alone():
@@ -161,9 +162,8 @@ def test_mass_is_what_queries_spread_over_a_tile_see(tile, side):
     torch.manual_seed(8)
     q, k, v = (torch.randn(1, 2, 4 * math.prod(tile), 8, dtype=torch.float64) for _ in range(3))
     q = q[:, :, ::side].repeat_interleave(side, 2)
-    layout = tile_layout(TokenLayout.video_text((4 * tile[0], *tile[1:])), tile, "none", torch.device("cpu"))
-    config = SSTAConfig(tile_thw=tile, compensation="linear")
-    got = estimate_tiles(TiledQKV(layout, q, k, v), config, 0.3)
+    layer = layer_of(q, k, TokenLayout.video_text((4 * tile[0], *tile[1:])), SSTAConfig(tile_thw=tile, compensation="linear"), scale=0.3)
+    got = layer.estimate(layer.gather(q, k, v), None)
     tiles = k.unflatten(2, (4, -1))
     logits = 0.3 * q.unflatten(2, (4, -1)) @ tiles.mean(3).mT[:, :, None] + math.log(tiles.shape[3])
     expected = (logits + got.half_variance.clamp(max=1)[..., None, :]).softmax(-1).mean(3)
@@ -189,7 +189,7 @@ def test_heads_of_unlike_tokens_are_not_compensated():
     q[:, 1] *= 12
     k[:, 1] += 4 * torch.randn_like(k[:, 1])
     layout, config = TokenLayout.video_text((4, 8, 8)), SSTAConfig(topk=2, **LINEAR)
-    with_estimate = ssta_layer(q, k, v, layout, config)
+    with_estimate = attend(q, k, v, layout, config)
     blocks = with_estimate.selection.blocks
     tiles = tile_layout(layout, TILE, "none", torch.device("cpu"))
     alone = tiles.untile(block_sparse_attention(*(tiles.tile(x) for x in (q, k, v)), blocks))
@@ -252,21 +252,9 @@ def test_a_selection_that_is_attended_to_again_gives_the_same(options):
     k[:, 1] += 4 * torch.randn_like(k[:, 1])
     layout = TokenLayout.video_text((4, 8, 8), 3)
     config = SSTAConfig(tile_thw=TILE, kernel_thw=(1, 1, 1), topk=2, sparse_type="block_attn", **options)
-    first = ssta_layer(q, k, v, layout, config)
+    first = attend(q, k, v, layout, config)
     assert first.selection.useful.tolist() == [[True, False]]
-    tiles = tile_layout(layout, TILE, "none", torch.device("cpu"))
-    again = estimate_tiles(TiledQKV(tiles, *(tiles.tile(x) for x in (q, k, v))), config, 0.25, first.selection.useful)
-    assert again.useful is first.selection.useful
-    second = ssta_layer(q, k, v, layout, config, selection=first.selection)
+    layer = layer_of(q, k, layout, config)
+    assert layer.estimate(layer.gather(q, k, v), first.selection.useful).useful is first.selection.useful
+    second = attend(q, k, v, layout, config, selection=first.selection)
     assert torch.equal(second.out, first.out) and torch.equal(second.exact_mass.isnan(), first.exact_mass.isnan())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", EVERY)
-def test_it_compiles_whole(options):
-    """Through Inductor, which needs ten seconds for one of them: pipelines/test_export.py."""
-    q, k, v = field((4, 8, 8), text=3, dtype=torch.float32)
-    config, layout = SSTAConfig(tile_thw=TILE, kernel_thw=(1, 1, 1), topk=2, sparse_type="block_attn", **options), TokenLayout.video_text(
-        (4, 8, 8), 3)
-    compiled = torch.compile(lambda *x: ssta_attention(*x, layout, config), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), ssta_attention(q, k, v, layout, config), atol=1e-4, rtol=1e-4)

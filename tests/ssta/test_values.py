@@ -1,19 +1,19 @@
-"""The values between a layer's stages: who owns q, what a selection says of itself, one text mask for many layers, exact attention."""
+"""The values between a layer's steps: what a selection says of itself, one text mask for many layers, exact attention; and argument forms."""
 
 import copy
-import gc
 import pickle
 import sys
-import weakref
 
 import numpy as np
 import pytest
 import torch
+from backend_rows import backend_of
+from selection_cases import selected
 
 from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
-from ssta.kernels import BlockLists, block_sparse_attention, topk_blocks
-from ssta.op import attend as ssta_layer
-from ssta.selection import select_tiles
+from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.op import attend
+from ssta.selection import text_lengths
 from ssta.text import tile_places
 
 LAYOUT = TokenLayout((DenseRun(3), VideoGrid(2, 4, 4), DenseRun(9)))
@@ -25,56 +25,28 @@ def inputs(layout=LAYOUT, dtype=torch.float32):
     return [torch.randn(2, heads, layout.length, 8, dtype=dtype) for heads in (4, 2, 2)]
 
 
-def test_q_that_was_given_away_is_nobodys():
-    tiled = tile_layout(LAYOUT, (1, 2, 2)).tile_qkv(*inputs())
-    q = tiled.q
-    assert tiled.release_q() is q and tiled.q is None
-    for use in (tiled.release_q, tiled.held_q, lambda: select_tiles(tiled, CONFIG)):
-        with pytest.raises(RuntimeError, match="q was released"):
-            use()
-
-
-def test_the_tiled_copies_do_not_outlive_attention(monkeypatch):
-    import ssta.layout
-
-    alive = []
-    tile_qkv, untile = ssta.layout.TileLayout.tile_qkv, ssta.layout.TileLayout.untile
-
-    def watched(self, *tensors):
-        tiled = tile_qkv(self, *tensors)
-        alive.extend(weakref.ref(x) for x in (tiled.k, tiled.v))
-        return tiled
-
-    def counted(self, x):
-        gc.collect()
-        assert len(alive) == 2 and not any(ref() is not None for ref in alive), "k and v are freed before the output is made"
-        return untile(self, x)
-
-    monkeypatch.setattr(ssta.layout.TileLayout, "tile_qkv", watched)
-    monkeypatch.setattr(ssta.layout.TileLayout, "untile", counted)
-    with torch.no_grad():
-        ssta_attention(*inputs(), LAYOUT, CONFIG)
-
-
 @pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0},
                                      {"topk": None, "density": 0.7}])
 @pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
 def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
-    layout = tile_layout(LAYOUT, CONFIG.tile_thw)
     config = SSTAConfig(**{"tile_thw": (1, 2, 2), "kernel_thw": (1, 1, 3), "topk": 2, "sparse_type": sparse_type, **changes})
-    tiled = layout.tile_qkv(*inputs())
-    found = select_tiles(tiled, config)
-    n = layout.num_video_tiles
+    q, k, _ = inputs()
+    found = selected(q, k, LAYOUT, config)
+    n = tile_layout(LAYOUT, CONFIG.tile_thw).num_video_tiles
     assert found.scores.shape == found.kept.shape == (2, 4, n, n) and found.kept.dtype == torch.bool
     mask = found.blocks.to_mask()[..., :n, :n]
     assert (mask | ~found.kept).all() and (sparse_type == "ssta" or torch.equal(mask, found.kept))
     if "budget" in changes:
-        assert found.k_per_row is None and torch.equal(found.kept, found.scores > 0)
+        assert found.budget.k_per_row is None and torch.equal(found.kept, found.scores > 0)
     else:
-        assert torch.equal(found.kept, topk_blocks(found.scores, found.k_per_row, found.apart))
-    assert (found.apart is None) == ("density" not in changes)
-    bare = select_tiles(tiled, config, keep_scores=False)
-    assert bare.scores is bare.kept is None and torch.equal(bare.blocks.to_mask(), found.blocks.to_mask())
+        number = found.budget.k_per_row
+        assert torch.equal(found.kept.sum(-1), torch.as_tensor(number).expand(2, 4, n)) or found.budget.beyond
+        best = found.scores.masked_fill(~found.kept, torch.inf).amin(-1)
+        left = ~found.kept & (~mask if found.budget.beyond else True)
+        assert (found.scores.masked_fill(~left, -torch.inf).amax(-1) <= best).all(), "what is left is no better"
+    assert found.budget.beyond == ("density" in changes)
+    bare = selected(q, k, LAYOUT, config, keep_scores=False)
+    assert bare.scores is bare.kept is bare.budget is None and torch.equal(bare.blocks.to_mask(), found.blocks.to_mask())
 
 
 @pytest.mark.parametrize("padding", ["none", "zero"])
@@ -82,7 +54,7 @@ def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
 def test_a_budget_is_a_mask_that_no_rank_decides(padding, masked):
     """Keeping what the best-scored budget keeps gives its lists, and its output to the bit."""
     base = SSTAConfig(tile_thw=(1, 2, 2), topk=3, pad_type=padding)
-    own = SSTAConfig(tile_thw=(1, 2, 2), pad_type=padding, budget=lambda scores: topk_blocks(scores, 3))
+    own = SSTAConfig(tile_thw=(1, 2, 2), pad_type=padding, budget=lambda scores: backend_of("torch").best(scores, 3))
     q, k, v = inputs()
     (a, by_rank), (b, by_mask) = (ssta_attention(q, k, v, LAYOUT, config, text_mask=MASK if masked else None, return_blocks=True)
                                   for config in (base, own))
@@ -92,10 +64,10 @@ def test_a_budget_is_a_mask_that_no_rank_decides(padding, masked):
 def test_a_layer_says_what_ran_and_what_it_attended_to():
     q, k, v = inputs()
     out, blocks = ssta_attention(q, k, v, LAYOUT, CONFIG, return_blocks=True)
-    result = ssta_layer(q, k, v, LAYOUT, CONFIG, keep_scores=True)
+    result = attend(q, k, v, LAYOUT, CONFIG)
     assert torch.equal(result.out, out) and torch.equal(result.selection.blocks.to_mask(), blocks.to_mask())
-    assert result.route.name == "torch" and result.selection.scores is not None
-    assert ssta_layer(q, k, v, LAYOUT, CONFIG, impl="reference").route.name == "reference"
+    assert result.route.name == "torch" and result.exact_mass is None
+    assert attend(q, k, v, LAYOUT, CONFIG, impl="reference").route.name == "reference"
 
 
 @pytest.mark.parametrize("padding", ["none", "zero"])
@@ -107,7 +79,8 @@ def test_layers_may_share_a_text_mask(padding):
     for _ in range(2):
         assert torch.equal(ssta_attention(q, k, v, LAYOUT, config, text_mask=shared), expected)
     layout = tile_layout(LAYOUT, config.tile_thw, padding)
-    assert shared.tile_lengths(layout) is shared.tile_lengths(layout) and shared.counts.tolist() == [[2, 5], [3, 9]]
+    plain = backend_of("torch")
+    assert shared.left(layout, plain) is shared.left(layout, plain) and shared.counts.tolist() == [[2, 5], [3, 9]]
     assert shared.valid_tokens() == (7, 12)
     assert shared.in_sequence.tolist() == [row[:3] + [True] * 32 + row[3:] for row in (MASK != 0).tolist()]
     with pytest.raises(ValueError, match="text_mask must be of this sequence, TokenLayout of 13 tokens.* got one of TokenLayout of 44"):
@@ -126,14 +99,19 @@ def test_a_text_mask_of_inference_mode_serves_a_backward_pass():
     assert q.grad.isfinite().all()
 
 
-def test_tiles_of_a_text_mask_are_those_that_hold_a_valid_token():
+def test_what_a_text_mask_leaves_of_tiles():
+    """Without padding tokens of a tile, with padding whole tiles, as many as hold a valid token and at least one of a run."""
+    plain, text = backend_of("torch"), TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
     layout = tile_layout(LAYOUT, (1, 2, 2))
-    text = TextMask.of(MASK, 2, LAYOUT, torch.device("cpu"))
     ends, starts = tile_places(layout)
-    assert text.tile_lengths(layout)[:, 0, 8:].tolist() == [[2, 4, 1, 0], [3, 4, 4, 1]]
-    assert text.active_tiles(layout)[:, 8:].tolist() == [[True, True, True, False], [True] * 4]
-    assert text.active_tiles(layout)[:, :8].all()
     assert ends[:, 8:].tolist() == [[0, 3, 3, 3], [3, 12, 12, 12]] and starts[8:].tolist() == [0, 0, 4, 8]
+    for mask in (text, MASK):
+        active, lengths = text_lengths(layout, mask, plain)
+        assert active is None and lengths[:, 0, 8:].tolist() == [[2, 4, 1, 0], [3, 4, 4, 1]] and (lengths[:, 0, :8] == 4).all()
+        active, lengths = text_lengths(tile_layout(LAYOUT, (1, 2, 2), "zero"), mask, plain)
+        assert lengths is None and (active != 0)[:, 0, 8:].tolist() == [[True, True, True, False], [True] * 4]
+        assert (active != 0)[..., :8].all()
+    assert text_lengths(layout, None, plain) == (None, None)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -202,8 +180,8 @@ def test_layouts_say_what_they_are_and_survive_copying():
     assert config.for_canvas((31, 1, 1)) is config.for_canvas((20, 1, 1)), "variants are resolved once"
 
 
-def test_a_call_checks_its_arguments_at_most_twice():
-    """On every call the same, however many layers a model has: what follows from the layout alone is not computed again."""
+def test_arguments_of_a_kind_that_has_come_before_are_not_checked_again():
+    """Nor is anything computed anew that follows from the layout and the configuration."""
     q, k, v = inputs()
     seen = {}
 
@@ -218,10 +196,10 @@ def test_a_call_checks_its_arguments_at_most_twice():
             ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
         finally:
             sys.setprofile(None)
-    for name in ("autocast_inputs", "check_inputs", "require_triple", "resolve_scale", "settled_fields", "__post_init__", "cut_segments",
-                 "near"):
-        assert seen.get(name, 0) <= 2, name
-    assert seen["for_canvas"] == 1
+    repeated = {"autocast_inputs", "checked_spec", "check_inputs", "require_triple", "resolve_scale", "settled_fields", "__post_init__",
+                "for_canvas", "cut_segments", "fixed_tiles", "near"} & set(seen)
+    # BlockLists check what they are made of.
+    assert repeated <= {"__post_init__"} and seen.get("__post_init__", 0) <= 2
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
