@@ -28,11 +28,11 @@ from torch import Tensor
 from truth import Wrong, check, exact_query_block
 
 from ssta import TileLayout, TokenLayout, tile_layout
-from ssta.op import LayerResult
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.routing import IMPLEMENTATIONS
-from ssta.sla import sla_layer
-from ssta.vsa import TILE, vsa_config, vsa_layer
+from ssta.op import LayerResult
+from ssta.trained.sla import sla_layer
+from ssta.trained.vsa import TILE, vsa_config, vsa_layer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from .config import SSTAConfig
 from .dense import dense_attention
 from .layout import TileLayout, tile_layout
 from .sequence import DenseRun, TokenLayout, VideoGrid
-from .sla import sparse_linear_attention
 from .text import TextMask
-from .vsa import video_sparse_attention
+from .trained.sla import sparse_linear_attention
+from .trained.vsa import video_sparse_attention
 
 if TYPE_CHECKING:
     from .plot import plot_block_mask, plot_density, plot_selection

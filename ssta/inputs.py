@@ -29,7 +29,7 @@ class Share(Protocol):
 
 def checked_spec(
     query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
-    rows: tuple[tuple[int, int], ...] | None, peers: Peers | None, *, text_mask: Any, recorded: bool,
+    rows: tuple[tuple[int, int], ...] | None, peers: Peers | None, means: bool = False, *, text_mask: Any, recorded: bool,
 ) -> LayerSpec:
     """The spec of a call, after its checks; arguments as ``ssta_attention`` takes them.
 
@@ -50,7 +50,7 @@ def checked_spec(
     if kv_layout != layout and config.compensation != "none":
         raise ValueError(f"compensation must be 'none' where keys have a kv_layout of their own, got {config.compensation!r}")
     return LayerSpec(layout, kv_layout, config, resolve_scale(scale, query.shape[3]), query.dtype, query.shape[1], key.shape[1],
-                     query.shape[3], require_impl(impl), deterministic, recorded, rows, peers)
+                     query.shape[3], require_impl(impl), deterministic, recorded, rows, peers, means)
 
 
 def check_inputs(query: Any, key: Any, value: Any, layout: Any, config: Any, kv_layout: Any = None, share: Share | None = None) -> None:

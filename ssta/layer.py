@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from .kernels import BlockLists, Route, choose_backend
 from .kernels.memo import Kept, remember
 from .layout import Input, checked_layout
 from .rows import all_rows, some_rows
-from .scoring import Facts, rule_of
+from .scoring import Facts, rule_of, tile_means
 from .selection import Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
 from .text import TextMask
@@ -89,6 +90,7 @@ class Ran(NamedTuple):
     selection: Selection
     route: Route
     exact_mass: Tensor | None
+    means: tuple[Tensor, ...]
     tape: Tape | None
 
 
@@ -130,6 +132,7 @@ class Layer:
         """
         tiled = self.gather(q, k, v)
         del q, k, v
+        means = self.means(tiled)
         estimates = self.estimate(tiled, None if selection is None else selection.useful)
         if selection is None:
             selection = self.select(tiled, estimates, text_mask, keep_scores)
@@ -145,7 +148,7 @@ class Layer:
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, tail=tail)
         del rows, q, k, v
-        return Ran(self.take(out, returned), selection, route, exact_mass, tape)
+        return Ran(self.take(out, returned), selection, route, exact_mass, means, tape)
 
     # The steps
 
@@ -163,6 +166,13 @@ class Layer:
         k_out, k_means = self.backend.gather_one(k.wait(), self.kv_tiles.move)
         q_out, q_means = self.backend.gather_one(q.wait(), self.tiles.move)
         return Tiled(q_out, k_out, v_out, q_means, k_means)
+
+    def means(self, tiled: Tiled) -> tuple[Tensor, ...]:
+        """The means of the video tiles of q, k and v, in their dtype; none where the spec wants none."""
+        if not self.spec.means:
+            return ()
+        of = (tiled.q, tiled.q_means, self.tiles), (tiled.k, tiled.k_means, self.kv_tiles), (tiled.v, None, self.kv_tiles)
+        return tuple([tile_means(x, tiles) if known is None else known.to(x.dtype) for x, known, tiles in of])
 
     def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates | None:
         """What the video tiles are worth that will not be computed; None where they are dropped."""
@@ -210,13 +220,14 @@ class Layer:
             returned = self.rows.returned if not self.estimates else self.rows.slot_of_token
         return self.backend.take(out, returned)
 
-    def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
 
         Args:
             tape: what ``run`` gave.
             dout: ``[B, H, S, D]``, the gradient of the result.
             blocks: of the selection, which is a constant.
+            dmeans: the gradients of the means.
         """
         spec, backend, rows = self.spec, self.backend, self.rows
         q, k, v, out, lse, merged, merged_lse, tail = tape
@@ -232,6 +243,9 @@ class Layer:
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:
             dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))
+        for x, dmean, tiles in zip((dq, dk, dv), dmeans, (self.tiles, self.kv_tiles, self.kv_tiles)):
+            if dmean is not None:
+                x.add_(tiles.spread((dmean / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
         if not self.moves:
             return dq, dk, dv
         return self.tiles.collect(dq, backend.take), self.kv_tiles.collect(dk, backend.take), self.kv_tiles.collect(dv, backend.take)

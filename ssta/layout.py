@@ -123,6 +123,10 @@ class TileLayout:
             return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         return torch.cat(parts, 2)
 
+    def spread(self, x: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``[B, H, N, D]``, a row for each video tile -> ``[B, H, P, D]``: each slot has its tile's, dense ones zeros; ``take`` as there."""
+        return take(heads_by_row(x), tile_of_slot(self))
+
     def _fold(self, x: Tensor, segment: TiledSegment, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """One segment's part of ``collect``: padding is added to the last frame, row and column, or dropped where it is zeros."""
         if self.padding == "zero" and segment.kind == "video":
@@ -177,3 +181,15 @@ def checked_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding:
     inverse = torch.cat(in_sequence(tokens, inverses[:len(video)], inverses[len(video):]))
     returned = torch.full_like(source, -1).scatter(0, inverse, torch.arange(len(inverse), device=device))
     return TileLayout(tokens, tile_thw, padding, video, dense, source, inverse, returned, offsets.int(), offsets.diff().int(), row_major)
+
+
+@remember(64)
+def tile_of_slot(layout: TileLayout) -> Tensor:
+    """int64 ``[P]``, the video tile of each slot; -1 = a slot of a dense tile."""
+    tiles = torch.bucketize(torch.arange(layout.num_slots, device=layout.device), layout.offsets[1:], right=True)
+    return tiles.masked_fill(tiles >= layout.num_video_tiles, -1)
+
+
+def heads_by_row(x: Tensor) -> Tensor:
+    """x ``[B, H, N, D]`` with the heads of a row side by side in memory, as projections leave those of a token."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

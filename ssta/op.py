@@ -38,12 +38,15 @@ class LayerResult(NamedTuple):
         route: which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself.
         exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
             ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows; NaN for heads without an estimate.
+        means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
+            wanted; else none.
     """
 
     out: Tensor
     selection: Selection
     route: Route | None
     exact_mass: Tensor | None = None
+    means: tuple[Tensor, ...] = ()
 
 
 # Layers by all that is known of a call's arguments beside their values: the same again are neither checked nor described anew.
@@ -54,7 +57,7 @@ def attend(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, peers: Peers | None = None,
-    returned: Callable[[TileLayout], Tensor | None] | None = None,
+    returned: Callable[[TileLayout], Tensor | None] | None = None, means: bool = False,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
@@ -64,11 +67,12 @@ def attend(
         rows: the only queries to be computed, as ``LayerSpec`` has them; out is then of these.
         peers: the ranks that have the other heads.
         returned: gives for the queries' tiles the int64 slots that out consists of, in its order; None = the sequence's. Without a gradient.
+        means: give the means of the video tiles too; differentiable.
     """
     if isinstance(query, Tensor) and query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value = autocast_inputs(query=query, key=key, value=value)
     recorded = torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in (query, key, value)])
-    options = layout, kv_layout, config, scale, deterministic, impl, rows, peers
+    options = layout, kv_layout, config, scale, deterministic, impl, rows, peers, means
     seen = [x for x in (query, key, value, text_mask) if isinstance(x, Tensor)]
     if seen and watched(*seen):
         spec = checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded)
@@ -83,10 +87,10 @@ def attend(
     with on_device(query), torch.no_grad():
         if not recorded:
             ran = layer.run(query, key, value, text_mask, selection, returned=None if returned is None else returned(layer.tiles))
-            return LayerResult(ran.out, ran.selection, ran.route, ran.exact_mass)
+            return LayerResult(ran.out, ran.selection, ran.route, ran.exact_mass, ran.means)
     kept: list[Ran] = []
-    out = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
-    return LayerResult(out, kept[0].selection, kept[0].route, kept[0].exact_mass)
+    out, *found = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
+    return LayerResult(out, kept[0].selection, kept[0].route, kept[0].exact_mass, tuple(found))
 
 
 def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple) -> tuple | None:
@@ -115,7 +119,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layer: Layer, text_mask: Tensor | TextMask | None,
-                selection: Selection | None, kept: list[Ran]) -> Tensor:
+                selection: Selection | None, kept: list[Ran]) -> tuple[Tensor, ...]:
         with on_device(query):
             ran = layer.run(query, key, value, text_mask, selection)
         blocks = ran.selection.blocks
@@ -124,19 +128,19 @@ class _Recorded(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *ran.tape.flat)
         ctx.layer, ctx.blocks = layer, blocks
         kept.append(ran._replace(tape=None))
-        return ran.out
+        return ran.out, *ran.means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, counts, indices, lengths, *tape = ctx.saved_tensors
         if watched(dout):
             empty = query.new_empty(0)
             lengths, *tape = (empty if x is None else x for x in (lengths, *tape))
-            grads = _layer_backward(dout, query, key, value, counts, indices, lengths, tape, ctx.layer.spec.text)
+            grads = _layer_backward(dout, query, key, value, counts, indices, lengths, tape, list(dmeans), ctx.layer.spec.text)
         else:
             with on_device(dout):
-                grads = ctx.layer.backward(Tape.of(tape), dout, ctx.blocks)
+                grads = ctx.layer.backward(Tape.of(tape), dout, ctx.blocks, dmeans)
         return *grads, None, None, None, None
 
 
@@ -145,7 +149,7 @@ class _Recorded(torch.autograd.Function):
 
 def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Tensor | None, device: torch.device | str) -> list[Tensor]:
     """Uninitialised tensors such as the operator ``layer`` returns, on ``device``: out, counts, indices, lengths, useful, exact mass, offsets
-    of the queries' and of the keys' tiles, and the tape.
+    of the queries' and of the keys' tiles, the tiles' means, and the tape.
 
     Args:
         given: the counts of a selection to attend to.
@@ -176,7 +180,9 @@ def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Te
     found = [tokens(rows), new(*lists, cut.num_tiles), new(*lists, cut.num_tiles, kv_cut.num_tiles),
              new(batch, 1, kv_cut.num_tiles, here=masked and not whole), new(batch, heads, dtype=torch.bool, here=estimates),
              new(batch, heads, video, dtype=wide, here=estimates), new(1, 1, cut.num_tiles + 1, here=cut.tile_length is None),
-             new(1, 1, kv_cut.num_tiles + 1, here=kv_cut.tile_length is None)]
+             new(1, 1, kv_cut.num_tiles + 1, here=kv_cut.tile_length is None),
+             *[new(batch, of_heads, tiles, dim, dtype=spec.dtype, here=spec.means)
+               for of_heads, tiles in ((heads, video), (kv_heads, kv_video), (kv_heads, kv_video))]]
     if not spec.recorded:
         return found
     moves = cut.moves or kv_cut.moves
@@ -215,7 +221,8 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
         ran = layer.run(query, key, value, text_mask, selection)
     blocks, fixed = ran.selection.blocks, layer.fixed
     offsets = [x.clone() if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets)]
-    found = [ran.out, blocks.counts, blocks.indices, blocks.kv_lengths, ran.selection.useful, ran.exact_mass, *offsets]
+    means = ran.means or (None,) * 3
+    found = [ran.out, blocks.counts, blocks.indices, blocks.kv_lengths, ran.selection.useful, ran.exact_mass, *offsets, *means]
     expected = _outputs(of, query, text_mask, counts, "meta")
     inputs = [x for x in (query, key, value, counts, indices, lengths, useful, fixed.lists.counts, fixed.lists.indices) if x is not None]
     return _kept_to([*found, *(() if ran.tape is None else ran.tape.flat)], expected, inputs)
@@ -228,18 +235,18 @@ def _(query, key, value, text_mask, counts, indices, lengths, useful, spec):
 
 @torch.library.custom_op(f"{NAMESPACE}::layer_backward", mutates_args=())
 def _layer_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, lengths: Tensor,
-                    tape: list[Tensor], spec: str) -> list[Tensor]:
+                    tape: list[Tensor], dmeans: list[Tensor], spec: str) -> list[Tensor]:
     layer = prepared(LayerSpec.from_text(spec), query.device)
     blocks = layer.fixed.relisted(counts, indices, _present(lengths))
     kept = [_present(x) for x in tape]
     kept[:3] = [x if found is None else found for x, found in zip((query, key, value), kept)]
     with on_device(query), torch.no_grad():
-        grads = layer.backward(Tape.of(kept), dout, blocks)
+        grads = layer.backward(Tape.of(kept), dout, blocks, [_present(x) for x in dmeans])
     return _kept_to(grads, [torch.empty_like(x, device="meta") for x in (query, key, value)], [query, key, value])
 
 
 @_layer_backward.register_fake
-def _(dout, query, key, value, counts, indices, lengths, tape, spec):
+def _(dout, query, key, value, counts, indices, lengths, tape, dmeans, spec):
     return [torch.empty_like(x) for x in (query, key, value)]
 
 
@@ -250,16 +257,19 @@ def _present(x: Tensor) -> Tensor | None:
 
 def _save(ctx, inputs, output) -> None:
     query, key, value, *_, spec = inputs
-    _, counts, indices, lengths, _, _, _, _, *tape = output
+    _, counts, indices, lengths, _, _, _, _, _, _, _, *tape = output
     ctx.save_for_backward(query, key, value, counts, indices, lengths, *tape)
     ctx.spec = spec
 
 
 def _differentiate(ctx, grads):
     query, key, value, counts, indices, lengths, *tape = ctx.saved_tensors
-    if grads[0] is None:
+    dout, dmeans = grads[0], grads[8:11]
+    if all([x is None for x in (dout, *dmeans)]):
         return (None,) * 9
-    return *_layer_backward(grads[0], query, key, value, counts, indices, lengths, tape, ctx.spec), *(None,) * 6
+    dout = torch.zeros_like(query) if dout is None else dout
+    dmeans = [query.new_empty(0) if x is None else x for x in dmeans]
+    return *_layer_backward(dout, query, key, value, counts, indices, lengths, tape, dmeans, ctx.spec), *(None,) * 6
 
 
 _layer.register_autograd(_differentiate, setup_context=_save)
@@ -291,11 +301,11 @@ def _operate(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, text_ma
     if selection is not None:
         blocks = selection.blocks
         given = blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful
-    out, counts, indices, lengths, useful, exact_mass, q_offsets, kv_offsets, *_ = _layer(query, key, value, valid, *given, spec.text)
+    out, counts, indices, lengths, useful, exact_mass, q_offsets, kv_offsets, *rest = _layer(query, key, value, valid, *given, spec.text)
     config = spec.config
     cut, kv_cut = (cut_of(tokens, config.tile_thw, config.pad_type) for tokens in (spec.layout, spec.kv_layout))
     blocks = BlockLists(
         counts, indices, cut.tile_length or q_offsets, kv_cut.tile_length or kv_offsets,
         _present(lengths) if spec.layout == spec.kv_layout else None, _present(lengths), num_kv_blocks=kv_cut.num_tiles,
         max_q_length=cut.max_tile_length, max_kv_length=kv_cut.max_tile_length)
-    return LayerResult(out, Selection(blocks, useful=_present(useful)), None, _present(exact_mass))
+    return LayerResult(out, Selection(blocks, useful=_present(useful)), None, _present(exact_mass), tuple(rest[:3] if spec.means else ()))

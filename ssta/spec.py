@@ -40,6 +40,7 @@ class LayerSpec(NamedTuple):
         recorded: whether a gradient is wanted, for which the layer keeps what its backward needs.
         rows: (first token, tokens) of the only queries that are computed; None = all.
         peers: the ranks with the other heads, where they are needed to select.
+        means: whether the means of the video tiles of query, key and value are given too, through which gradients flow.
     """
 
     layout: TokenLayout
@@ -55,13 +56,14 @@ class LayerSpec(NamedTuple):
     recorded: bool
     rows: tuple[tuple[int, int], ...] | None = None
     peers: Peers | None = None
+    means: bool = False
 
     @property
     def text(self) -> str:
         """The spec as text, which ``from_text`` reads, in another process too unless the config holds functions."""
         peers = None if self.peers is None else tuple(self.peers)
         return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale, str(self.dtype), self.heads, self.kv_heads,
-                     self.head_dim, self.impl, self.deterministic, self.recorded, self.rows, peers))
+                     self.head_dim, self.impl, self.deterministic, self.recorded, self.rows, peers, self.means))
 
     @classmethod
     def from_text(cls, text: str) -> LayerSpec:
@@ -75,7 +77,8 @@ class LayerSpec(NamedTuple):
 
 @remember_plain
 def _from_text(text: str) -> LayerSpec:
-    layout, kv_layout, config, scale, dtype, *rest, rows, peers = ast.literal_eval(text)
+    layout, kv_layout, config, scale, dtype, *rest, rows, peers, means = ast.literal_eval(text)
     fields = {name: function_of(value) if name in ("sampling_type", "budget") else value for name, value in config}
     return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig(**fields), scale,
-                     getattr(torch, dtype.removeprefix("torch.")), *rest, rows, None if peers is None else Peers(*peers))
+                     getattr(torch, dtype.removeprefix("torch.")), *rest, rows=rows, peers=None if peers is None else Peers(*peers),
+                     means=means)

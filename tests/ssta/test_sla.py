@@ -90,7 +90,7 @@ def test_refuses(change, error, message):
 
 
 def test_what_cannot_run_is_refused_before_anything_is_selected(monkeypatch):
-    monkeypatch.setattr("ssta.sla._select", lambda *_: pytest.fail("selected"))
+    monkeypatch.setattr("ssta.trained.sla._select", lambda *_: pytest.fail("selected"))
     x = torch.zeros(1, 2, 12, 8)
     with pytest.raises(ValueError, match="impl='hopper' "):
         sparse_linear_attention(x, x, x, torch.zeros(8, 8), impl="hopper")

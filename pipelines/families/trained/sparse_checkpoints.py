@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ssta import SSTAConfig
-from ssta.sla import Q_BLOCK, check_density
-from ssta.vsa import vsa_config
+from ssta.trained.sla import Q_BLOCK, check_density
+from ssta.trained.vsa import vsa_config
 
 from ...patch.apply import SSTAHandle
 from .branches import Branch, apply_branch

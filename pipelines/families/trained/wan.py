@@ -9,8 +9,8 @@ from ssta.kernels import Deferred
 from ssta.layout import Input
 from ssta.op import LayerResult
 from ssta.selection import Selection
-from ssta.sla import sla_layer
-from ssta.vsa import vsa_layer
+from ssta.trained.sla import sla_layer
+from ssta.trained.vsa import vsa_layer
 
 from ..wan_attention import WanSSTAProcessor
 

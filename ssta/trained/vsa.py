@@ -16,22 +16,21 @@ it may keep others. Gradients flow through both branches; which tiles are kept i
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 
 import torch
 from torch import Tensor
 
-from .config import SSTAConfig
-from .dense import dense_attention
-from .inputs import check_lengths
-from .kernels import Deferred, take_tokens
-from .kernels.checks import autocast_inputs, require_number
-from .kernels.memo import remember, remember_plain
-from .layout import Input, TileLayout, checked_layout
-from .op import LayerResult, attend
-from .scoring import tile_means
-from .selection import Selection
-from .sequence import DenseRun, TokenLayout
+from ..config import SSTAConfig
+from ..dense import dense_attention
+from ..inputs import check_lengths
+from ..kernels import Deferred, take_tokens
+from ..kernels.checks import autocast_inputs, require_number
+from ..kernels.memo import remember, remember_plain
+from ..layout import Input, heads_by_row
+from ..op import LayerResult, attend
+from ..selection import Selection
+from ..sequence import DenseRun, TokenLayout
 
 # The tile that the published checkpoints were trained with.
 TILE = (4, 4, 4)
@@ -97,25 +96,24 @@ def vsa_layer(
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
         query, key, value, *rest = autocast_inputs(**inputs)
         gate = rest[0] if rest else None
-    else:
-        query, key, value = query.materialize(), key.materialize(), value.materialize()  # type: ignore[union-attr]
     if layout.dense or len(layout.video) != 1:
         raise ValueError(f"layout must be one video grid, got {layout}")
     if gate is not None:
         _check_gate(gate, query)
     assert config.density is not None
-    tiles = checked_layout(layout, config.tile_thw, config.pad_type, query.device)
-    result = attend(query, key, value, layout, _row_budget(config, ceil(config.density * tiles.num_tiles)), scale=scale,
-                    deterministic=deterministic, impl=impl, selection=selection)
-    q_means, k_means, v_means = (_means(x, tiles) for x in (query, key, value))
-    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(tiles.num_tiles),)), scale=scale, impl=impl).out
-    exact, spread = result.out, _spread(pooled, tiles)
+    thw, tile_thw = layout.video[0].thw, config.tile_thw
+    tiles = prod([ceil(n / size) for n, size in zip(thw, tile_thw)])
+    result = attend(query, key, value, layout, _row_budget(config, ceil(config.density * tiles)), scale=scale, deterministic=deterministic,
+                    impl=impl, selection=selection, means=True)
+    q_means, k_means, v_means = result.means
+    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(tiles),)), scale=scale, impl=impl).out
+    exact, spread = result.out, _spread(pooled, thw, tile_thw)
     if gate is None:
         out = exact + spread
     else:
         # Without gradients nobody asks for the exact part again.
         out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
-    return result._replace(out=out)
+    return result._replace(out=out, means=())
 
 
 @remember_plain
@@ -135,53 +133,44 @@ def _check_gate(gate: Tensor, query: Input) -> None:
         raise ValueError(f"gate must be on query's device {query.device}, got {gate.device}")
 
 
-# _means averages over tiles, _spread hands a tile's value to its tokens. But for a factor, the tile's length, each is the other's gradient.
-
-
-def _means(x: Tensor, layout: TileLayout) -> Tensor:
-    """``[B, H, S, D]`` -> the tiles' means ``[B, H, N, D]``, in x's dtype."""
-    return _Means.apply(x, layout) if torch.is_grad_enabled() and x.requires_grad else tile_means(take_tokens(x, layout.source), layout)
-
-
-def _spread(x: Tensor, layout: TileLayout) -> Tensor:
-    """``[B, H, N, D]`` -> ``[B, H, S, D]`` in the sequence's order: each token has its tile's."""
-    return _Spread.apply(x, layout) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, layout)
-
-
-class _Means(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
-        ctx.layout = layout
-        return tile_means(take_tokens(x, layout.source), layout)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        each = (grad / ctx.layout.lengths[:, None]).to(grad.dtype)
-        return _to_tokens(each, ctx.layout), None
+def _spread(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
+    """``[B, H, N, D]`` -> ``[B, H, S, D]``: each token of the video has its tile's row."""
+    return _Spread.apply(x, thw, tile_thw) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, thw, tile_thw)
 
 
 class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, layout: TileLayout) -> Tensor:
-        ctx.layout = layout
-        return _to_tokens(x, layout)
+    """With a gradient that adds nothing atomically: the same bits every time."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        means = tile_means(take_tokens(grad, ctx.layout.source), ctx.layout)
-        return (means * ctx.layout.lengths[:, None]).to(grad.dtype), None
+    def forward(ctx, x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
+        ctx.thw, ctx.tile_thw = thw, tile_thw
+        return _to_tokens(x, thw, tile_thw)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _tile_sums(grad, ctx.thw, ctx.tile_thw), None, None
 
 
-def _to_tokens(x: Tensor, layout: TileLayout) -> Tensor:
-    return take_tokens(_tokens_first(x), _tile_of_slot(layout)[layout.inverse])
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """x ``[B, H, N, D]`` with the heads of a tile side by side in memory, as projections leave those of a token."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+def _to_tokens(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
+    return take_tokens(heads_by_row(x), _tile_of_token(thw, tile_thw, x.device))
 
 
 @remember(64)
-def _tile_of_slot(layout: TileLayout) -> Tensor:
-    """int64 ``[P]``."""
-    return torch.bucketize(torch.arange(layout.num_slots, device=layout.device), layout.offsets[1:], right=True)
+def _tile_of_token(thw: tuple[int, int, int], tile_thw: tuple[int, int, int], device: torch.device) -> Tensor:
+    """int64 ``[S]``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for n, size in zip(thw, tile_thw):
+        index = index[..., None] * ceil(n / size) + torch.arange(n, device=device) // size
+    return index.flatten()
+
+
+def _tile_sums(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, N, D]``, the transpose of ``_spread``."""
+    sums, wide = x.unflatten(2, thw), torch.promote_types(x.dtype, torch.float32)
+    for axis, (n, size) in enumerate(zip(thw, tile_thw), start=2):
+        whole = n // size * size
+        parts = [sums.narrow(axis, 0, whole).unflatten(axis, (-1, size)).sum(axis + 1, dtype=wide)] if whole else []
+        if whole < n:
+            parts.append(sums.narrow(axis, whole, n - whole).sum(axis, keepdim=True, dtype=wide))
+        sums = torch.cat(parts, axis)
+    return sums.flatten(2, 4).to(x.dtype)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .checks import LARGEST, require_choice
-from .config import SSTAConfig
-from .inputs import check_inputs
-from .kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
-from .kernels.checks import (
+from ..checks import LARGEST, require_choice
+from ..config import SSTAConfig
+from ..inputs import check_inputs
+from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
+from ..kernels.checks import (
     autocast_inputs,
     require_bool,
     require_int,
@@ -34,9 +34,9 @@ from .kernels.checks import (
     resolve_scale,
     without_autocast,
 )
-from .op import LayerResult
-from .selection import Selection
-from .sequence import DenseRun, TokenLayout
+from ..op import LayerResult
+from ..selection import Selection
+from ..sequence import DenseRun, TokenLayout
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}
