@@ -124,7 +124,7 @@ class TileLayout:
         return torch.cat(parts, 2)
 
     def spread(self, x: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``[B, H, N, D]``, a row for each video tile -> ``[B, H, P, D]``: each slot has its tile's, dense ones zeros; ``take`` as there."""
+        """``[B, H, N, D]``, a row for each video tile -> ``[B, H, P, D]``: each slot has its tile's, dense ones zeros."""
         return take(heads_by_row(x), tile_of_slot(self))
 
     def _fold(self, x: Tensor, segment: TiledSegment, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -4,9 +4,14 @@ import pytest
 import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from vsa_oracle import video_sparse_attention as by_definition
 
-from ssta import video_sparse_attention
+from ssta import SSTAConfig, TokenLayout, tile_layout, video_sparse_attention
+from ssta.kernels import Deferred, Projection
+from ssta.op import attend
+from ssta.scoring import tile_means
+from ssta.trained.vsa import vsa_config, vsa_layer
 
 # Whole tiles, partial ones along every axis, fewer tokens than a tile along one.
 CANVASES = [(4, 8, 8), (5, 6, 7), (2, 9, 5), (1, 1, 3)]
@@ -64,6 +69,36 @@ def test_the_selection_does_not_see_the_gate_and_out_is_linear_in_it():
     q, k, v, gate = inputs((4, 8, 8))
     at = [video_sparse_attention(q, k, v, gate * factor, (4, 8, 8), 0.7) for factor in (0, 1, 3)]
     torch.testing.assert_close(at[2] - at[0], 3 * (at[1] - at[0]))
+
+
+@pytest.mark.parametrize("text", [0, 5])
+@pytest.mark.parametrize("pad_type", ["none", "zero", "repeat"])
+def test_a_layer_gives_the_means_of_its_tiles_with_gradients(pad_type, text):
+    layout, config = TokenLayout.video_text((5, 6, 7), text), SSTAConfig(tile_thw=(2, 4, 3), topk=2, pad_type=pad_type)
+    tensors = [torch.randn(2, heads, layout.length, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    tiles = tile_layout(layout, config.tile_thw, pad_type)
+    expected = [tile_means(tiles.tile(x), tiles) for x in tensors]
+    with_means, without = (attend(*tensors, layout, config, means=means) for means in (True, False))
+    assert not without.means
+    dmeans = [torch.randn_like(x) for x in expected]
+    for found, wanted in zip(with_means.means, expected):
+        torch.testing.assert_close(found, wanted)
+    wanted = torch.autograd.grad([*expected, without.out], tensors, [*dmeans, torch.ones_like(without.out)], retain_graph=True)
+    found = torch.autograd.grad([*with_means.means, with_means.out], tensors, [*dmeans, torch.ones_like(without.out)], retain_graph=True)
+    torch.testing.assert_close(found, wanted)
+    with Watch():
+        operated = attend(*tensors, layout, config, means=True)
+    for by in (with_means, operated):
+        found = torch.autograd.grad(by.means[1].sum(), tensors)
+        torch.testing.assert_close(found[1], torch.autograd.grad(expected[1].sum(), tensors[1], retain_graph=True)[0])
+        assert not found[0].any() and not found[2].any()
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator, and changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
 
 
 @pytest.mark.slow
@@ -135,3 +170,19 @@ def test_triton_s_kernels_are_the_formulas():
     dout = torch.randn_like(out)
     for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double())):
         assert (found.double() - wanted).abs().max() < 6 * eps * wanted.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the GPU, where the tests above are of it")
+def test_projections_are_materialised_on_the_way_into_the_tiles_and_read_once(monkeypatch):
+    thw = (4, 5, 9)
+    tensors = [x.detach() for x in inputs(thw, dim=16, dtype=torch.float16)]
+    arguments = TokenLayout.video_text(thw), vsa_config(0.5)
+    expected = vsa_layer(*tensors, *arguments, impl="triton").out
+    reads = []
+    gather = Deferred.gather_blocks
+    monkeypatch.setattr(Deferred, "gather_blocks", lambda x, *order: reads.append(x) or gather(x, *order))
+    monkeypatch.setattr(Deferred, "materialize", lambda x: pytest.fail("materialised apart"))
+    deferred = [Deferred((Projection(x),)) for x in tensors[:3]]
+    assert torch.equal(vsa_layer(*deferred, tensors[3], *arguments, impl="triton").out, expected)
+    assert reads == deferred
