@@ -17,8 +17,8 @@ from shapes import ERRORS, ERRORS_CPU, ErrorShape
 from torch import Tensor
 
 from ssta.kernels import BlockLists, block_sparse_attention, choose_route
-from ssta.kernels.routing import IMPLEMENTATIONS
 from ssta.kernels.reference import reference_attention, token_mask
+from ssta.kernels.routing import IMPLEMENTATIONS
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -4,7 +4,7 @@
 
 A model with heads of 32 is trained as by bench_quality.py, on procedural clips where no others are named, so that anybody can make the
 file anew, up to how far a GPU gets in a minute. It samples one video, densely. At an early and a late step all heads of all layers are
-ordered by how unlike the tokens of a tile are (h of ssta/compensation.py, its mean weighted by mass), and the one most alike, the middle
+ordered by how unlike the tokens of a tile are (h of kernels/eager/tail.py, its mean weighted by mass), and the one most alike, the middle
 one and the one least alike are kept: of each a box of the canvas, with norm and RoPE.
 
     q, k, v         int8 [N, T * H * W, D], in steps
@@ -30,9 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from video_model import Checkpoint
 
-from ssta import SSTAConfig, TokenLayout, tile_layout
-from ssta.compensation import estimate_tiles
-from ssta.layout import TiledQKV
+from ssta import TokenLayout, tile_layout
+from ssta.kernels import choose_backend
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "data" / "captures.npz"
 STEPS, AT = 30, (20, 80)
@@ -117,9 +116,9 @@ def chosen(layers: list[tuple[Tensor, ...]], canvas: tuple[int, int, int], box: 
 def half_variances(q: Tensor, k: Tensor, v: Tensor, canvas: tuple[int, int, int]) -> Tensor:
     """Float32 ``[H]``: of each head the mean of h, weighted by mass."""
     layout = tile_layout(TokenLayout.video_text(canvas), tuple(min(pair) for pair in zip(TILE, canvas)), "none", torch.device("cpu"))
-    config = SSTAConfig(compensation="linear")
-    q, k, v = (x[:1].float().cpu() for x in (q, k, v))
-    estimates = estimate_tiles(TiledQKV(layout, *(layout.tile(x) for x in (q, k, v))), config, q.shape[-1] ** -0.5)
+    q, k, v = (layout.tile(x[:1].float().cpu()) for x in (q, k, v))
+    backend = choose_backend("auto", q.device, q.dtype, q.shape[3])
+    estimates = backend.estimate(q, k, v, layout.offsets, layout.num_video_tiles, layout.longest_video_tile, q.shape[3] ** -0.5, 1)
     return (estimates.mass * estimates.half_variance).sum(-1).mean(-1)[0].float().cpu()
 
 
