@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -209,7 +210,7 @@ class SSTAConfig:
     def plain(self) -> tuple[tuple[str, object], ...]:
         """(field, value) of what is not the default, in plain values; functions by their number in this process, see ``function_of``."""
         found = [(of.name, getattr(self, of.name)) for of in fields(self) if of.init and of.name != "variants"]
-        return tuple([(name, ("function", _number_of(value)) if callable(value) else value) for name, value in found
+        return tuple([(name, ("function", _number_of(value), _PROCESS) if callable(value) else value) for name, value in found
                       if value is not None and value != getattr(type(self), name)])
 
     def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:
@@ -237,6 +238,8 @@ class SSTAConfig:
 
 # Functions that configurations name and compiled graphs call by their numbers, for as long as the process lives.
 _FUNCTIONS: list[Callable] = []
+# Whose numbers they are: another process has other functions.
+_PROCESS = uuid4().hex
 
 
 @torch.compiler.assume_constant_result
@@ -256,6 +259,6 @@ def function_of(value: object) -> object:
     """
     if not isinstance(value, tuple) or value[:1] != ("function",):
         return value
-    if value[1] >= len(_FUNCTIONS):
+    if value[2] != _PROCESS:
         raise ValueError(f"sampling_type and budget must be named ones in a program that another process runs, got function number {value[1]}")
     return _FUNCTIONS[value[1]]

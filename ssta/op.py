@@ -21,7 +21,7 @@ from .kernels import BlockLists, Deferred, Route, choose_backend
 from .kernels.checks import autocast_inputs
 from .kernels.memo import Kept, captured
 from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
-from .layer import Layer, Ran, Tape, prepared
+from .layer import Layer, Ran, Tail, Tape, prepared
 from .layout import Input, TileLayout
 from .selection import Selection
 from .sequence import TokenLayout
@@ -134,10 +134,11 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, counts, indices, lengths, *tape = ctx.saved_tensors
-        if watched(dout):
+        if watched(dout, *dmeans):
             empty = query.new_empty(0)
             lengths, *tape = (empty if x is None else x for x in (lengths, *tape))
-            grads = _layer_backward(dout, query, key, value, counts, indices, lengths, tape, list(dmeans), ctx.layer.spec.text)
+            dmeans = dmeans or (empty,) * 3
+            grads = _layer_backward(dout, query, key, value, counts, indices, lengths, *dmeans, *tape, ctx.layer.spec.text)
         else:
             with on_device(dout):
                 grads = ctx.layer.backward(Tape.of(tape), dout, ctx.blocks, dmeans)
@@ -233,21 +234,27 @@ def _(query, key, value, text_mask, counts, indices, lengths, useful, spec):
     return _outputs(LayerSpec.from_text(spec), query, text_mask, counts, query.device)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::layer_backward", mutates_args=())
-def _layer_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, lengths: Tensor,
-                    tape: list[Tensor], dmeans: list[Tensor], spec: str) -> list[Tensor]:
+# Every tensor by itself: gradients of several results at once find no way through lists of tensors.
+_TAPE = "".join([f"Tensor tape{number}, " for number in range(len(Tape._fields) - 1 + len(Tail._fields))])
+_BACKWARD = ("(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor counts, Tensor indices, Tensor lengths, Tensor dq_means, "
+             f"Tensor dk_means, Tensor dv_means, {_TAPE}str spec) -> (Tensor, Tensor, Tensor)")
+
+
+@torch.library.custom_op(f"{NAMESPACE}::layer_backward", mutates_args=(), schema=_BACKWARD)
+def _layer_backward(dout, query, key, value, counts, indices, lengths, *rest):
+    *tape, spec = rest[3:]
     layer = prepared(LayerSpec.from_text(spec), query.device)
     blocks = layer.fixed.relisted(counts, indices, _present(lengths))
     kept = [_present(x) for x in tape]
     kept[:3] = [x if found is None else found for x, found in zip((query, key, value), kept)]
     with on_device(query), torch.no_grad():
-        grads = layer.backward(Tape.of(kept), dout, blocks, [_present(x) for x in dmeans])
-    return _kept_to(grads, [torch.empty_like(x, device="meta") for x in (query, key, value)], [query, key, value])
+        grads = layer.backward(Tape.of(kept), dout, blocks, [_present(x) for x in rest[:3]])
+    return tuple(_kept_to(grads, [torch.empty_like(x, device="meta") for x in (query, key, value)], [query, key, value]))
 
 
 @_layer_backward.register_fake
-def _(dout, query, key, value, counts, indices, lengths, tape, dmeans, spec):
-    return [torch.empty_like(x) for x in (query, key, value)]
+def _(dout, query, key, value, *_):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _present(x: Tensor) -> Tensor | None:
@@ -269,7 +276,7 @@ def _differentiate(ctx, grads):
         return (None,) * 9
     dout = torch.zeros_like(query) if dout is None else dout
     dmeans = [query.new_empty(0) if x is None else x for x in dmeans]
-    return *_layer_backward(dout, query, key, value, counts, indices, lengths, tape, dmeans, ctx.spec), *(None,) * 6
+    return *_layer_backward(dout, query, key, value, counts, indices, lengths, *dmeans, *tape, ctx.spec), *(None,) * 6
 
 
 _layer.register_autograd(_differentiate, setup_context=_save)
@@ -284,7 +291,8 @@ def _one_by_one(operator):
             return x.select(dim, number) if isinstance(x, Tensor) and dim is not None else x
 
         every = [operator(*[entry(x, dim, number) for x, dim in zip(args, in_dims)]) for number in range(info.batch_size)]
-        return [torch.stack(parts) for parts in zip(*every)], [0] * len(every[0])
+        kind = type(every[0])
+        return kind([torch.stack(parts) for parts in zip(*every)]), kind([0] * len(every[0]))
 
     return run
 

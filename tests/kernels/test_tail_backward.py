@@ -92,8 +92,8 @@ def skip_head(case, head):
 def some_gradients_pass_unchanged(of, got, skipped):
     """Those of a head that does without, of a block that lists all, and of other blocks; nothing of them reaches q, k and v."""
     start, end, last = int(of.of.offsets[1]), int(of.of.offsets[2]), of.of.slots
-    for rows in ((slice(None), skipped), (slice(None), 0, slice(start, end)), (slice(None), slice(None), slice(last, None))):
-        assert torch.equal(got[0][rows], of.grads[0][rows]) and torch.equal(got[1][rows], of.grads[1][rows]) and (got[2][rows] == 0).all()
+    for at in ((slice(None), skipped), (slice(None), 0, slice(start, end)), (slice(None), slice(None), slice(last, None))):
+        assert torch.equal(got[0][at], of.grads[0][at]) and torch.equal(got[1][at], of.grads[1][at]) and (got[2][at] == 0).all()
     assert (got[3][:, :, last:] == 0).all() and (got[4][:, :, last:] == 0).all()
 
 

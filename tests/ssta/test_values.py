@@ -1,4 +1,4 @@
-"""The values between a layer's steps: what a selection says of itself, one text mask for many layers, exact attention; and argument forms."""
+"""Values between a layer's steps: what a selection says of itself, one text mask for many layers, exact attention; forms of arguments."""
 
 import copy
 import pickle

@@ -1,5 +1,5 @@
-"""Triton's interpreter without work that it does over and over, which is half of the time that our kernels' tests take; and with products of
-bfloat16.
+"""Triton's interpreter without work that it does over and over, which is half of the time that our kernels' tests take, and
+with products of bfloat16.
 
 A launch replaces the functions of Triton's language by interpreted ones, and every call of one kernel function by another does so again.
 Every tensor works out the type of its shape, which nobody asks for, and looks its dtype up in a table that is made for it.

@@ -137,7 +137,7 @@ def spread_over_rows(window, density):
     """The tiles of each row in all; window[i][j]: whether tile j is in tile i's window. Rows whose window is more than their share keep it,
     and the others share what is left."""
     n = len(window)
-    have, total = [sum(row) for row in window], Fraction(str(density)) * n * n
+    have, total = [sum(row) for row in window], Fraction(str(density)) * n * len(window[0])
     level, rows = total / n, n
     for i in sorted(range(n), key=lambda i: -have[i]):
         if have[i] <= level:

@@ -1,0 +1,351 @@
+"""One layer for every call of a kind, in whatever world it comes: its spec, what is kept of it, and the same result everywhere."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from selection_cases import cases, layer_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
+from ssta.layer import Layer, prepared
+from ssta.op import attend
+from ssta.spec import LayerSpec, Peers
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+LAYOUT = TokenLayout((VideoGrid(3, 4, 5), DenseRun(5)))
+MASK = torch.tensor([[True, True, True, False, False]])
+BASE = dict(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1))
+
+
+def nearest(q, k):
+    return -torch.cdist(q, k)
+
+
+def above_the_mean(scores):
+    return scores > scores.mean(-1, keepdim=True)
+
+
+CONFIGS = {
+    "topk": dict(topk=2), "density": dict(density=0.4), "estimate": dict(density=0.4, compensation="linear"),
+    "halves": dict(density=0.4, compensation="linear", compensation_parts=2), "padding": dict(topk=2, pad_type="zero"),
+    "repetitions": dict(topk=2, pad_type="repeat"), "window": dict(sparse_type="sta"), "threshold": dict(topk=3, threshold=0.6),
+    "one pattern": dict(topk=2, mask_share_within_head=True), "own scorer": dict(topk=2, sampling_type=nearest),
+    "own budget": dict(budget=above_the_mean), "one tile": dict(tile_thw=(3, 4, 5), topk=1),
+}
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def config_of(name):
+    return SSTAConfig(**{**BASE, **CONFIGS[name]})
+
+
+def inputs(dtype=torch.float64, dim=8, batch=1, grad=False, by_token=True, layout=LAYOUT):
+    """q, k and v of 4 and 2 heads, in the memory order of a projection or head by head."""
+    found = []
+    for heads in (4, 2, 2):
+        x = torch.randn(batch, layout.length, heads, dim, dtype=dtype).to(DEVICE).transpose(1, 2)
+        found.append((x if by_token else x.contiguous()).requires_grad_(grad))
+    return found
+
+
+def layers_made(call):
+    """(how many layers the call makes, what it gives)"""
+    made = []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code is Layer.__init__.__code__:
+            made.append(frame)
+
+    sys.setprofile(count)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    return len(made), result
+
+
+# What is kept
+
+
+def test_every_call_of_a_kind_has_the_same_layer():
+    """Whatever the values, the memory order and the mask."""
+    config = SSTAConfig(topk=2, lambda_=0.123, **BASE)
+    assert layers_made(lambda: ssta_attention(*inputs(), LAYOUT, config))[0] == 1
+    equal = SSTAConfig(topk=2, lambda_=0.123, **BASE), TokenLayout((VideoGrid(3, 4, 5), DenseRun(5)))
+    for call in (lambda: ssta_attention(*inputs(), LAYOUT, config), lambda: ssta_attention(*inputs(by_token=False), LAYOUT, config),
+                 lambda: ssta_attention(*inputs(), equal[1], equal[0]), lambda: ssta_attention(*inputs(batch=2), LAYOUT, config),
+                 lambda: ssta_attention(*inputs(), LAYOUT, config, text_mask=MASK.to(DEVICE)),
+                 lambda: ssta_attention(*inputs(), LAYOUT, config, text_mask=MASK.int().to(DEVICE))):
+        assert layers_made(call)[0] == 0
+
+
+def test_another_kind_has_another_layer():
+    q, k, _ = inputs()
+    config = config_of("topk")
+    first = layer_of(q, k, LAYOUT, config)
+    assert first is layer_of(q.clone(), k.clone(), LAYOUT, config)
+    others = [layer_of(q.float(), k.float(), LAYOUT, config), layer_of(q[:, :2], k, LAYOUT, config), layer_of(q, k[:, :1], LAYOUT, config),
+              layer_of(q[..., :4], k[..., :4], LAYOUT, config), layer_of(q, k, LAYOUT, config_of("density")),
+              layer_of(q, k, TokenLayout((DenseRun(5), VideoGrid(3, 4, 5))), config), layer_of(q, k, LAYOUT, config, scale=0.5),
+              layer_of(q, k, LAYOUT, config, impl="reference"), layer_of(q, k, LAYOUT, config, recorded=True)]
+    assert len({id(layer) for layer in (first, *others)}) == 1 + len(others)
+
+
+def test_nothing_leaks_from_call_to_call():
+    """Calls of several kinds in turn give what each gives by itself, from a layer that has run nothing before."""
+    q, k, v = inputs()
+    longer = inputs(batch=2)
+    calls = [(q, k, v, name, mask) for name in ("topk", "estimate", "padding", "window") for mask in (None, MASK.to(DEVICE))]
+    calls += [(*longer, "estimate", None), (q, k, v, "estimate", None)]
+    together = [attend(q, k, v, LAYOUT, config_of(name), text_mask=mask) for q, k, v, name, mask in calls + calls]
+    for (q, k, v, name, mask), *found in zip(calls, together, together[len(calls):]):
+        alone = Layer(layer_of(q, k, LAYOUT, config_of(name)).spec, q.device).run(q, k, v, mask)
+        for result in found:
+            assert torch.equal(result.out, alone.out)
+            assert torch.equal(result.selection.blocks.to_mask(), alone.selection.blocks.to_mask())
+
+
+def test_the_64_used_last_are_kept_and_another_one_takes_the_place_of_one():
+    q, k, _ = inputs()
+    layers = [layer_of(q, k, LAYOUT, config_of("topk"), scale=1.0 + number) for number in range(70)]
+    assert len(prepared.kept) == 64
+    assert layer_of(q, k, LAYOUT, config_of("topk"), scale=7.0) is layers[6], "used again, and therefore the last to go"
+    before = set(prepared.kept)
+    layer_of(q, k, LAYOUT, config_of("topk"), scale=1000.0)
+    assert len(before - set(prepared.kept)) == 1 and layer_of(q, k, LAYOUT, config_of("topk"), scale=7.0) is layers[6]
+
+
+# The spec
+
+
+@given(cases(), st.booleans(), st.booleans(), st.sampled_from((None, ((0, 3), (5, 2)))), st.sampled_from((None, Peers("0", 8, 4))))
+def test_a_spec_is_what_its_text_says(case, deterministic, recorded, rows, peers):
+    spec = LayerSpec(case.tokens, case.tokens, case.config, 0.1 + 0.2, case.q.dtype, 4, 2, 8, "auto", deterministic, recorded, rows, peers)
+    again = LayerSpec.from_text(spec.text)
+    assert again == spec and hash(again) == hash(spec) and again.text == spec.text
+    assert [again.config.selected_by, again.config.scored_by] == [spec.config.selected_by, spec.config.scored_by]
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_a_spec_is_read_in_another_process_unless_it_holds_functions():
+    """A function's number means nothing there, even if that process has numbered functions of its own."""
+    texts = [layer_of(*inputs()[:2], LAYOUT, config_of(name)).spec.text for name in ("halves", "own scorer")]
+    program = ("import sys\nfrom ssta import SSTAConfig\nfrom ssta.spec import LayerSpec\n"
+               "SSTAConfig(sampling_type=lambda q, k: q @ k.mT, budget=lambda scores: scores > 0).plain\n"
+               "print(LayerSpec.from_text(sys.argv[1]).text)\nLayerSpec.from_text(sys.argv[2])")
+    run = subprocess.run([sys.executable, "-c", program, *texts], capture_output=True, text=True)
+    assert run.stdout.strip() == texts[0]
+    assert "ValueError: sampling_type and budget must be named ones in a program that another process runs" in run.stderr
+
+
+# Worlds
+
+
+def results(run, tensors, weight):
+    """(out, mask of the selection, gradients where wanted) of ``run``."""
+    out, blocks = run(*tensors)
+    grads = torch.autograd.grad((out * weight).sum(), tensors) if tensors[0].requires_grad else ()
+    return out, blocks.to_mask(), *grads
+
+
+def same(got, expected):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def layer_call(name, mask=None, **options):
+    config = config_of(name)
+    return lambda q, k, v: ssta_attention(q, k, v, LAYOUT, config, text_mask=mask, return_blocks=True, **options)
+
+
+@every_config
+@pytest.mark.parametrize("grad", [False, True], ids=["", "gradient"])
+@pytest.mark.slow
+def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad):
+    torch._dynamo.reset()
+    for masked, by_token in ((False, True), (True, False)):
+        call = layer_call(name, MASK.to(DEVICE) if masked else None)
+        tensors = inputs(grad=grad, by_token=by_token)
+        weight = torch.randn_like(tensors[0])
+        same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
+
+
+@every_config
+@pytest.mark.parametrize("world", ["checkpoint", "reentrant checkpoint", "saved tensors", "twice"])
+def test_gradients_are_the_same_bits(name, world):
+    """Of layers that are computed again in the backward, whose tensors go elsewhere in between, and through which a gradient goes twice."""
+    call = layer_call(name, MASK.to(DEVICE))
+    tensors = inputs(grad=True)
+    weight = torch.randn_like(tensors[0])
+    expected = results(call, tensors, weight)
+    if world == "saved tensors":
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone().cpu(), lambda x: x.to(DEVICE)):
+            same(results(call, tensors, weight), expected)
+    elif world == "twice":
+        out, _ = call(*tensors)
+        for _ in range(2):
+            same(torch.autograd.grad((out * weight).sum(), tensors, retain_graph=True), expected[2:])
+    else:
+        out = checkpoint(lambda *x: call(*x)[0], *tensors, use_reentrant=world == "reentrant checkpoint")
+        (out * weight).sum().backward()
+        same((out, *[x.grad for x in tensors]), (expected[0], *expected[2:]))
+
+
+@every_config
+def test_without_a_gradient_the_result_is_the_same_bits(name):
+    q, k, v = inputs(grad=True)
+    with_gradient, _ = layer_call(name)(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(layer_call(name)(q, k, v)[0], with_gradient)
+    with torch.inference_mode():
+        assert torch.equal(layer_call(name)(q.detach(), k.detach(), v.detach())[0], with_gradient)
+
+
+@every_config
+def test_mapped_over_another_dimension(name):
+    many = [torch.stack([x, y]) for x, y in zip(inputs(), inputs())]
+    call = layer_call(name)
+    out = torch.vmap(lambda q, k, v: call(q, k, v)[0])(*many)
+    for number in range(2):
+        assert torch.equal(out[number], call(*[x[number] for x in many])[0])
+
+
+@every_config
+def test_gradients_of_several_results_at_once(name):
+    tensors = inputs(grad=True)
+    out, _ = layer_call(name)(*tensors)
+    weights = torch.randn(3, *out.shape, dtype=out.dtype, device=DEVICE)
+    batched = torch.autograd.grad(out, tensors, weights, is_grads_batched=True, retain_graph=True)
+    for number, weight in enumerate(weights):
+        alone = torch.autograd.grad(out, tensors, weight, retain_graph=True)
+        same([x[number].contiguous() for x in batched], [x.contiguous() for x in alone])
+
+
+@every_config
+@pytest.mark.parametrize("grad", [False, True], ids=["", "gradient"])
+def test_fake_tensors_have_the_form_of_true_ones(name, grad):
+    call = layer_call(name)
+    tensors = inputs(grad=grad)
+    out, blocks = call(*tensors)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in tensors]
+        fake, lists = call(*fakes)
+        grads = torch.autograd.grad(fake.sum(), fakes) if grad else ()
+    assert (fake.shape, fake.stride(), fake.dtype) == (out.shape, out.stride(), out.dtype) and fake.requires_grad == grad
+    assert lists.counts.shape == blocks.counts.shape and lists.indices.shape[:3] == blocks.indices.shape[:3]
+    assert [x.shape for x in grads] == [x.shape for x in tensors if grad]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["topk", "halves", "padding", "window"])
+def test_the_operator_keeps_its_contract(name, recorded):
+    """torch.library's own checks: schema, fake tensors, no aliasing of inputs."""
+    q, k, v = inputs()
+    spec = layer_of(q, k, LAYOUT, config_of(name), recorded=recorded).spec
+    arguments = (q, k, v, MASK.to(DEVICE), None, None, None, None, spec.text)
+    torch.library.opcheck(torch.ops.ssta.layer, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_lists_that_a_layer_returns_can_be_copied():
+    q, k, v = inputs()
+    torch._dynamo.reset()
+    for call in (layer_call("topk"), torch.compile(layer_call("topk"), fullgraph=True, backend="aot_eager")):
+        _, blocks = call(q, k, v)
+        for copied in (copy.copy(blocks), copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))):
+            assert torch.equal(copied.to_mask(), blocks.to_mask()) and copied.max_q_length == blocks.max_q_length
+
+
+# Which kernels
+
+
+@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["topk", "repetitions", "threshold", pytest.param("halves", marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
+    """Forward and backward, by hand and in one graph: twice the error that plain torch makes in the same dtype."""
+    config = config_of(name)
+    if config.compensation != "none":
+        # By "error" tiles whose estimates are rounded otherwise might be selected, which are about as good.
+        config = dataclasses.replace(config, sampling_type="similarity")
+    tensors = inputs(torch.float16, 64 if impl == "hopper" else 16)
+    # A direction that stands out: between two that hardly differ rounding would say where halves are cut.
+    tensors[1][..., 3] *= 4
+    weight = torch.randn_like(tensors[0])
+
+    def run(impl, dtype=torch.float16, wrap=lambda call: call):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        return results(wrap(lambda *x: ssta_attention(*x, LAYOUT, config, impl=impl, return_blocks=True)), leaves, weight.to(dtype))
+
+    torch._dynamo.reset()
+    exact, plain, eager = run("reference", torch.float64), run("torch"), run(impl)
+    traced = run(impl, wrap=lambda call: torch.compile(call, fullgraph=True, backend="aot_eager"))
+    assert torch.equal(eager[1], plain[1]) and torch.equal(plain[1], exact[1])
+    same(traced, eager)
+    for got, rounded, wanted in zip((eager[0], *eager[2:]), (plain[0], *plain[2:]), (exact[0], *exact[2:])):
+        assert got.stride() == rounded.stride()
+        error, allowed = ((x.double() - wanted).norm() / wanted.norm() for x in (got, rounded))
+        estimated = 2**-7 if config.compensation != "none" else 0  # covariances and mixtures are bfloat16
+        assert error <= 2 * allowed + 2**-10 + estimated
+
+
+@pytest.mark.parametrize("impl, row", [("torch", "torch"), ("reference", "torch"), ("triton", "triton")])
+def test_impl_reaches_every_step_and_a_report_says_so(impl, row):
+    q, k, v = inputs(torch.float16, 16)
+    report = explain(q, k, LAYOUT, config_of("estimate"), value=v, impl=impl)
+    assert report.implementation == impl and {of.name for of in report.backend.chosen} == {row}
+    assert [of.step for of in report.backend.chosen] == ["gather", "estimate", "score", "select", "combine", "take"]
+    lines = [line.strip() for line in str(report).splitlines()]
+    for step in ("estimate", "combine"):
+        assert any(line.endswith(f"{step}: {row}") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["estimate", "topk", "own budget"])
+def test_a_report_shows_the_selection_that_the_layer_made(name):
+    """Of a NaN in value too, which estimates read, and under autocast, which rounds what is compared."""
+    q, k, v = inputs(torch.float32)
+    v[0, 1, 7] = float("nan")
+    for enabled in (False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            report = explain(q, k, LAYOUT, config_of(name), value=v)
+            _, blocks = ssta_attention(q, k, v, LAYOUT, config_of(name), return_blocks=True)
+        assert torch.equal(report.blocks.to_mask(), blocks.to_mask())
+        assert report.dtype == ("bfloat16" if enabled else "float32")
+    if name == "estimate":
+        assert not torch.equal(explain(q, k, LAYOUT, config_of(name), value=v.nan_to_num(0)).blocks.to_mask(),
+                               explain(q, k, LAYOUT, config_of(name), value=v).blocks.to_mask())
+
+
+# CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["topk", "estimate"])
+def test_a_layer_that_is_first_seen_while_a_graph_is_captured(name):
+    """Nothing that the capture makes is kept, for its memory is the graph's; calls after it and replays give the same."""
+    layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(**{**BASE, **CONFIGS[name], "tile_thw": (4, 4, 4)})
+    q, k, v = (torch.randn(1, 2, layout.length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    other = TokenLayout((VideoGrid(7, 20, 9), DenseRun(30)))
+    # Kernels compile before; the layer of the other sequence is new to the capture.
+    ssta_attention(q, k, v, layout, config)
+    torch.cuda.synchronize()
+    kept = set(prepared.kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ssta_attention(q, k, v, other, config)
+    assert set(prepared.kept) == kept
+    graph.replay()
+    expected = ssta_attention(q, k, v, other, config)
+    assert torch.equal(captured, expected)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(captured, ssta_attention(q, k, v, other, config)) and not torch.equal(captured, expected)
