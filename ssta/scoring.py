@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from .budget import Budget, budget_of
-from .config import SSTAConfig
-from .layout import TileLayout
 
 if TYPE_CHECKING:
+    from .config import SSTAConfig
     from .kernels import Backend
     from .kernels.tail import BlockEstimates
     from .layer import Layer, Tiled
+    from .layout import TileLayout
 
 
 class Facts:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from ..moves import Move
+
+if TYPE_CHECKING:
+    from ..prologue.deferred import Deferred
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -15,12 +20,12 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(2, index.clamp(min=0)).masked_fill((index < 0)[:, None], 0)
 
 
-def gather(q: Tensor, k: Tensor, v: Tensor, q_move: Move, kv_move: Move) -> tuple[Tensor, Tensor, Tensor, None, None]:
+def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_move: Move, kv_move: Move
+           ) -> tuple[Tensor, Tensor, Tensor, None, None]:
     """q, k and v in the order of blocks. Means would be a pass of their own here, so there are none."""
-    return take(q, q_move[0]), take(k, kv_move[0]), take(v, kv_move[0]), None, None
+    return one(q, q_move)[0], one(k, kv_move)[0], one(v, kv_move)[0], None, None
 
 
-def one(x: Tensor, move: Move) -> tuple[Tensor, None]:
+def one(x: Tensor | Deferred, move: Move) -> tuple[Tensor, None]:
     """One tensor by itself, as ``gather`` brings it into order."""
-    return take(x, move[0]), None
-
+    return take(x if isinstance(x, Tensor) else x.materialize(), move[0]), None
