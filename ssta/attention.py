@@ -15,7 +15,7 @@ from .kernels.checks import require_bool
 from .kernels.memo import remember_plain
 from .layout import Input
 from .op import attend
-from .ranks.layer import attend_shared
+from .ranks.layer import attend_in_group
 from .sequence import TokenLayout
 from .text import TextMask
 
@@ -67,11 +67,14 @@ def ssta_3d_attention(
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
     named = sampling_type is None or type(sampling_type) is str
     plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
-    config = _config(*values) if plain else SSTAConfig(*values)
-    layout = TokenLayout.video_text(thw, text_len)
+
+    def made() -> tuple[TokenLayout, SSTAConfig]:
+        config = _config(*values) if plain else SSTAConfig(*values)
+        return TokenLayout.video_text(thw, text_len), config
+
     if group is not None:
-        return attend_shared(query, key, value, layout, config, group=group, text_mask=text_mask, scale=scale,
-                             deterministic=deterministic, impl=impl).out
+        return attend_in_group(query, key, value, made, group, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
+    layout, config = made()
     check_lengths(query, layout)
     return attend(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
 
@@ -159,6 +162,6 @@ def ssta_attention(
     elif kv_layout is not None:
         raise ValueError("kv_layout must be None with a group, whose ranks share out one sequence, got one of its own")
     else:
-        result = attend_shared(query, key, value, layout, config, group=group, split=split, **options)
+        result = attend_in_group(query, key, value, lambda: (layout, config), group, split=split, **options)
     # A copy says nothing of tensors that its owner may write to.
     return (result.out, copy(result.selection.blocks)) if return_blocks else result.out

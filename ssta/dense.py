@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from .config import SSTAConfig
 from .inputs import require_layout
 from .op import LayerResult, attend
-from .ranks.layer import attend_shared
 from .sequence import DenseRun, TokenLayout
 from .text import TextMask
-
-if TYPE_CHECKING:
-    from .ranks.rings import Rings
-    from .ranks.shards import Shards
 
 # Only its tile counts, which is the one that kernels are fastest with: without video there is nothing to select, and nothing is moved.
 _EXACT = SSTAConfig(pad_type="none")
@@ -24,7 +16,7 @@ _EXACT = SSTAConfig(pad_type="none")
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | TextMask | None = None, *,
-    scale: float | None = None, impl: str = "auto", shares: Shards | Rings | None = None, note: Callable[[str], object] | None = None,
+    scale: float | None = None, impl: str = "auto", rows: tuple[tuple[int, int], ...] | None = None,
 ) -> LayerResult:
     """Exact attention of every token to every valid one, through lists of blocks, the last of which are short.
 
@@ -39,8 +31,7 @@ def dense_attention(
             Invalid tokens are not attended to, and their rows give zeros.
         scale: factor on the scores; default 1 / sqrt(D).
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
-        shares: how ranks share ``layout`` out; query, key and value are then this rank's share, or sent.
-        note: as in ``ranks.layer.attend_shared``.
+        rows: (first token, tokens) of the only queries that are computed; out is then of these.
 
     Returns:
         LayerResult: its selection holds all blocks of the sequence. Differentiable in query, key and value.
@@ -54,6 +45,4 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    if shares is not None:
-        return attend_shared(query, key, value, runs, _EXACT, text_mask=text_mask, scale=scale, impl=impl, shares=shares, note=note)
-    return attend(query, key, value, runs, _EXACT, text_mask=text_mask, scale=scale, impl=impl)
+    return attend(query, key, value, runs, _EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)

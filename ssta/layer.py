@@ -237,7 +237,7 @@ class Layer:
         if tail is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, backend.take(dout, rows.token_of_slot))
+            dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
         flipped = lists.transpose() if route.needs_transpose else None
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)

@@ -53,6 +53,10 @@ class AllRows:
         """Rows' gradients in the places of all, zeros in the others."""
         return x
 
+    def of_tokens(self, backend: Backend, x: Tensor) -> Tensor:
+        """What the computed tokens have, in the places of all slots, zeros in the others."""
+        return backend.take(x, self.token_of_slot)
+
 
 @dataclass(frozen=True, eq=False)
 class SomeRows:
@@ -95,7 +99,13 @@ class SomeRows:
         return backend.take(out, self.slots), lse.index_select(2, self.slots)
 
     def to_slots(self, backend: Backend, x: Tensor) -> Tensor:
-        return backend.take(x, self.of_slot) if len(self.slots) else x.new_zeros(*x.shape[:2], len(self.of_slot), x.shape[3])
+        return self._in_slots(backend, x, self.of_slot)
+
+    def of_tokens(self, backend: Backend, x: Tensor) -> Tensor:
+        return self._in_slots(backend, x, self.token_of_slot)
+
+    def _in_slots(self, backend: Backend, x: Tensor, index: Tensor) -> Tensor:
+        return backend.take(x, index) if len(self.slots) else x.new_zeros(*x.shape[:2], len(index), x.shape[3])
 
 
 Rows = AllRows | SomeRows

@@ -3,8 +3,9 @@
 ``Shards`` and ``check_ranks`` are for code of one's own around ``ssta_attention(group=...)``.
 """
 
-from .exchange import Run, deal
 from .group import check_ranks
-from .shards import SPLITS, Sent, Shards
+from .runs import SPLITS, Run, deal
+from .shards import Shards
+from .shares import Sent
 
 __all__ = ["SPLITS", "Run", "Sent", "Shards", "check_ranks", "deal"]

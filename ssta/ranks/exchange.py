@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember
-from ..kernels.operators import watched
+from .runs import Division, Place
+from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,88 +27,23 @@ Deals = tuple[tuple[int, ...], ...]
 # in theirs: nothing is unpacked on the way to heads, and at batch 1 nothing is packed on the way back.
 
 
-def deal(total: int, ranks: int) -> tuple[int, ...]:
-    """How many of ``total`` each rank has, by ``torch.tensor_split``'s rule: the first ones have one more where they do not divide."""
-    return tuple([total // ranks + (rank < total % ranks) for rank in range(ranks)])
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive tokens of a sequence: ``shared`` out over the ranks, or whole on every one of them."""
-
-    length: int
-    shared: bool
-
-    def held(self, ranks: int) -> tuple[int, ...]:
-        """How many of its tokens each rank has."""
-        return deal(self.length, ranks) if self.shared else (self.length,) * ranks
-
-
-class Place(NamedTuple):
-    """Where a run lies: its first token in the sequence, and in this rank's; how many of its tokens each rank has."""
-
-    length: int
-    shared: bool
-    start: int
-    local: int
-    held: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How much of a sequence of S tokens each rank of a group has.
-
-    Attributes:
-        group: the ranks.
-        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
-        ranks, rank: how many there are, and which this process is.
-        places: where the runs lie.
-        length: S.
-        lengths: the tokens that each rank holds.
-        local_length: those of this rank, S_r.
-    """
-
-    group: ProcessGroup
-    runs: tuple[Run, ...]
-    ranks: int
-    rank: int
-    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
-    length: int = field(init=False, repr=False, compare=False)
-    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    local_length: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        places, start, local = [], 0, 0
-        for run in self.runs:
-            held = run.held(self.ranks)
-            places.append(Place(run.length, run.shared, start, local, held))
-            start, local = start + run.length, local + held[self.rank]
-        lengths = tuple([sum(held) for held in zip(*[place.held for place in places])])
-        for name, value in (("places", tuple(places)), ("length", start), ("lengths", lengths), ("local_length", local)):
-            object.__setattr__(self, name, value)
-
-
-def wants_gradient(*xs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any([x.requires_grad for x in xs])
-
-
-class Arrival:
+class Incoming:
     """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``.
 
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
     """
 
-    def __init__(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
+    def __init__(self, shards: Division, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
         self._own = [counts[shards.rank] for counts in deals]
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if any([watched(x) for x in xs if isinstance(x, Tensor)]) else torch.empty(
+        self._buffer = None if any([in_graph(x) for x in xs if isinstance(x, Tensor)]) else torch.empty(
             shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
-        self._coming: list[Exchange | Batch] = []
-        parts: list[Tensor | Exchange] = []
+        self._coming: list[Collective | Batch] = []
+        parts: list[Tensor | Collective] = []
         shared = [place for place in shards.places if place.shared]
         with torch.no_grad():
             for place in shards.places:
@@ -125,10 +60,10 @@ class Arrival:
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
-                self._coming = [Batch(shards, [(_sent(xs, deals, place, shards).split(self._goes(shards, deals, place)),
+                self._coming = [Batch(shards.group, shards.rank, [(_sent(xs, deals, place, shards).split(self._goes(shards, deals, place)),
                                                 self._into(place).split(place.held)) for place in shared])]
             else:
-                self._coming = [part for part in parts if isinstance(part, Exchange)]
+                self._coming = [part for part in parts if isinstance(part, Collective)]
         # Of a graph, which has nothing else to take them from.
         self._parts = parts if self._buffer is None else []
 
@@ -136,17 +71,18 @@ class Arrival:
         assert self._buffer is not None
         return self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Shares, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Exchange:
+    def _exchange(self, shards: Division, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
-        return Exchange(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
+        return Collective(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
                         None if self._buffer is None else self._into(place))
 
-    def _goes(self, shards: Shares, deals: Deals, place: Place) -> list[int]:
+    def _goes(self, shards: Division, deals: Deals, place: Place) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
-    def ahead(self) -> tuple[Tensor, ...] | None:
-        """What ``wait`` will return, to be looked at but not read; None in a graph, where waiting makes it."""
-        return None if self._buffer is None else self._apart(self._buffer)
+    @property
+    def in_place(self) -> bool:
+        """Whether what comes has its memory already; in a graph waiting makes it."""
+        return self._buffer is not None
 
     def wait(self) -> tuple[Tensor, ...]:
         if self._buffer is not None:
@@ -164,18 +100,21 @@ class Batch:
     """Several packets for each rank, and from each, in one collective. Not for a graph.
 
     Args:
+        group: the ranks.
+        rank: this one's number in it.
         runs: of each run what goes to each rank, flat, and where what comes from each goes.
     """
 
-    def __init__(self, shards: Shares, runs: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, runs: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         operations = []
         for sends, receives in runs:
-            receives[shards.rank].view(-1).copy_(sends[shards.rank])
-            for step in range(1, shards.ranks):
-                to, of = (shards.rank + step) % shards.ranks, (shards.rank - step) % shards.ranks
+            ranks = len(sends)
+            receives[rank].view(-1).copy_(sends[rank].view(-1))
+            for step in range(1, ranks):
+                to, of = (rank + step) % ranks, (rank - step) % ranks
                 # Neither side of nothing takes part.
-                operations += [dist.P2POp(dist.isend, sends[to], group=shards.group, group_peer=to)] if sends[to].numel() else []
-                operations += [dist.P2POp(dist.irecv, receives[of], group=shards.group, group_peer=of)] if receives[of].numel() else []
+                operations += [dist.P2POp(dist.isend, sends[to], group=group, group_peer=to)] if sends[to].numel() else []
+                operations += [dist.P2POp(dist.irecv, receives[of], group=group, group_peer=of)] if receives[of].numel() else []
         self._works = dist.batch_isend_irecv(operations) if operations else []
         # Their memory is the operations' until then.
         self._send: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] | None = runs
@@ -186,7 +125,7 @@ class Batch:
         self._send = None
 
 
-def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
+def send_tokens(shards: Division, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = [place for place in shards.places if place.shared or gather]
@@ -205,12 +144,12 @@ def send_tokens(shards: Shares, xs: Sequence[Tensor], deals: Deals, gather: bool
     return tuple([out.transpose(1, 2) for out in outs])
 
 
-def packet_slots(shards: Shares, tiles: TileLayout) -> Tensor:
+def packet_slots(shards: Division, tiles: TileLayout) -> Tensor:
     """int64: the slot of ``tiles`` of each token of each packet, so that a layer writes its result into packets at once."""
     return _packet_slots(tiles, shards.places, shards.ranks)
 
 
-def send_packets(shards: Shares, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
+def send_packets(shards: Division, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
     """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_slots`` -> ``[B, H, S_r, D]``. Not differentiable."""
     return _return_packets(shards, packets.permute(2, 0, 1, 3), (deal,), shards.places)[0].transpose(1, 2)
 
@@ -226,13 +165,13 @@ def _packet_slots(tiles: TileLayout, places: tuple[Place, ...], ranks: int) -> T
     return torch.cat([tiles.inverse.narrow(0, first, count) for first, count in _spans(places, ranks)])
 
 
-def _return_packets(shards: Shares, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
+def _return_packets(shards: Division, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received = Exchange(shards.group, packets.reshape(-1), comes, goes).wait().split(comes)
+    received = Collective(shards.group, packets.reshape(-1), comes, goes).wait().split(comes)
     parts = [_in_words(part.view(counts[rank], batch, total, dim)).split([own[of] for own in deals], 2)
              for of, (part, total) in enumerate(zip(received, totals))]
     return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
@@ -249,13 +188,13 @@ def _copy(x: Tensor, into: Tensor) -> None:
 def _in_words(x: Tensor) -> Tensor:
     """x, whose last dimension is contiguous, seen as words of 16 bytes where it can be: a copy in pieces then moves as much at once."""
     per_word = 16 // x.element_size()
-    if watched(x) or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
+    if in_graph(x) or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
             or any([stride % per_word for stride in x.stride()[:-1]]) or x.data_ptr() % 16:
         return x
     return x.view(torch.complex128)
 
 
-def _with_own_heads(shards: Shares, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _with_own_heads(shards: Division, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, shared tokens of S_r, H, D]`` with the whole runs of x ``[B, H_r, S, D]`` in their places, zeros in other ranks' heads."""
     rank, at = shards.rank, 0
     parts: list[Tensor] = []
@@ -269,11 +208,11 @@ def _with_own_heads(shards: Shares, out: Tensor, x: Tensor, own: tuple[int, ...]
     return torch.cat(parts, 1)
 
 
-def _sum_tokens(shards: Shares, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _sum_tokens(shards: Division, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
-    received = Exchange(shards.group, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
+    received = Collective(shards.group, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
     packets = [packet.split([place.held[of] for place in shards.places]) for of, packet in enumerate(received)]
     parts: list[Tensor] = []
     for number, place in enumerate(shards.places):
@@ -295,7 +234,7 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shares) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Division) -> Tensor:
     """A shared run's packets, flat."""
     x, held = xs[0], place.held[shards.rank]
     if isinstance(x, Deferred):
@@ -316,12 +255,12 @@ def _totals(deals: Deals) -> list[int]:
     return [sum(counts) for counts in zip(*deals)]
 
 
-class Exchange:
+class Collective:
     """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
     ``into`` a tensor of so many."""
 
     def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
-        if watched(send):
+        if in_graph(send):
             self._work = None
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
@@ -344,9 +283,9 @@ class Exchange:
 
 class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shares, deals: Deals, arrival: Arrival | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, shards: Division, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals = shards, deals
-        return (arrival or Arrival(shards, xs, deals)).wait()
+        return (arrival or Incoming(shards, xs, deals)).wait()
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -355,7 +294,7 @@ class ToHeads(torch.autograd.Function):
 
 class ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shares, deals: Deals, x: Tensor) -> Tensor:
+    def forward(ctx, shards: Division, deals: Deals, x: Tensor) -> Tensor:
         ctx.shards, ctx.deals = shards, deals
         return send_tokens(shards, (x,), deals, gather=True)[0]
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .world import may_wait
+
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+# By the first of some groups, and by the names of the others, what their ranks agree on. Nothing in it holds a group.
+_AGREED: WeakKeyDictionary[ProcessGroup, dict[tuple[str, ...], Agreement]] = WeakKeyDictionary()
+FACTS_KEPT = 1024
 
 
 def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
@@ -45,6 +53,13 @@ def group_of(mesh: DeviceMesh, dimension: int) -> ProcessGroup:
     if mesh.get_coordinate() is None:
         raise ValueError(f"group must hold this process, got a DeviceMesh of the processes {mesh.mesh.tolist()}")
     return mesh.get_group(dimension)
+
+
+def groups_of(group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup, ...]:
+    """``group`` as ``settle`` takes it: one group, or those of a mesh's two dimensions, the last one first; raises as ``resolve_group``."""
+    if is_mesh(group) and group.ndim == 2:
+        return group_of(group, 1), group_of(group, 0)
+    return (resolve_group(group),)
 
 
 def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
@@ -88,6 +103,67 @@ def agree(groups: Sequence[ProcessGroup], error: TypeError | ValueError | None, 
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise ValueError(f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}")
+
+
+class Agreement:
+    """What the ranks of some groups have found to be the same on all of them. They fill it alike, because they compare together."""
+
+    def __init__(self) -> None:
+        # All that a rank knows of a call, by which it finds the call again; and by the facts that were compared, which of these they cover.
+        self._calls: set[Hashable] = set()
+        self._facts: OrderedDict[tuple, list[Hashable]] = OrderedDict()
+        self._sequences: set[Hashable] = set()
+
+    def settle(self, groups: Sequence[ProcessGroup], call: Hashable, sequence: Hashable, check: Callable[[], dict[str, object]]) -> None:
+        """As the function ``settle``."""
+        if call in self._calls:
+            return
+        error: TypeError | ValueError | None = None
+        facts: dict[str, object] = {}
+        try:
+            facts = check()
+        except (TypeError, ValueError) as found:
+            if sequence in self._sequences or sequence is None and self._sequences:
+                raise
+            error = found
+        key = tuple(facts.items())
+        if error is not None or key not in self._facts:
+            agree(groups, error, facts)
+            self._facts[key] = []
+            if len(self._facts) > FACTS_KEPT:
+                # The oldest, which is the same on all ranks.
+                self._calls.difference_update(self._facts.popitem(last=False)[1])
+        if call is not None:
+            self._calls.add(call)
+            self._facts[key].append(call)
+        self._sequences.add(sequence)
+
+
+def settle(groups: Sequence[ProcessGroup], call: Hashable, sequence: Hashable, check: Callable[[], dict[str, object]]) -> None:
+    """Sees to it that a call was checked, and that all ranks make it with the same facts. The first time that facts come up, every rank says
+    what its check came to, which waits for all of them: a rank that raised alone would leave the others waiting for good. Afterwards, in a
+    graph and in its capture, each rank looks for itself, and so does a rank whose check fails for a sequence that was agreed on before.
+
+    Args:
+        groups: the ranks: one group, or those of a mesh's dimensions, the last dimension first.
+        call: plain values; the same again are neither checked nor compared. None = never the same.
+        sequence: what the ranks share out; None = unknown, because it is wrong.
+        check: raises what is wrong, and gives what must be the same on all ranks, by name.
+
+    Raises:
+        TypeError, ValueError: what check raises, and facts that differ; where ranks compare, on all of them.
+    """
+    if not may_wait():
+        check()
+        return
+    known = _AGREED.get(groups[0])
+    if known is None:
+        known = _AGREED[groups[0]] = {}
+    others = tuple([group.group_name for group in groups[1:]])
+    found = known.get(others)
+    if found is None:
+        found = known[others] = Agreement()
+    found.settle(groups, call, sequence, check)
 
 
 def told(value: object) -> str:

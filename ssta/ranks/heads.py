@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..spec import Peers
-from .exchange import Run, send_tokens
+from .exchange import send_tokens
+from .runs import Run
 from .shards import Shards
 
 
@@ -15,6 +16,8 @@ def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, T
     group = dist.distributed_c10d._resolve_process_group(peers.group)
     own = Shards(group, (Run(q_means.shape[2], False),), dist.get_world_size(group), dist.get_rank(group))
     keys = Shards(group, (Run(k_means.shape[2], False),), own.ranks, own.rank)
+    if own.ranks == 1:
+        return q_means, k_means
     q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)
     k, = send_tokens(keys, (k_means,), (own.deal_heads(peers.kv_heads),), gather=True)
     return q.contiguous(), k.contiguous()

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels import Deferred
+from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout
 from ..spec import Peers
-from .exchange import Exchange, Place, Run, deal, wants_gradient
-from .group import group_of, is_mesh
-from .shards import Checked, Sent, Shards, agreed_between, runs_of
+from .exchange import Batch, Collective
+from .group import group_of, is_mesh, settle
+from .runs import Run, deal, held_by, runs_of
+from .shards import Shards
+from .shares import Exchange, Sent, Shares, Spans, sent_apart
+from .world import in_graph, recorded
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+# Of each run the tokens that each place of a ring has, or just its tokens where it stays as it is.
+Counts = tuple[tuple[int, ...], ...]
 
-# (first token, tokens) of each run that a place of the ring has the rows of.
-Spans = tuple[tuple[int, int], ...]
+
+class Pieces(NamedTuple):
+    """What a place of a ring has of a sequence.
+
+    Attributes:
+        runs: its piece of the sequence, which the ranks that exchange heads share out.
+        rows: the tokens whose rows it computes: of its piece, and a share of what is whole.
+        gathered: how the ring puts keys and values together.
+        joined: how it puts the rows of what is whole together; None where nothing is.
+    """
+
+    runs: tuple[Run, ...]
+    rows: Spans
+    gathered: Counts
+    joined: Counts | None
+
+
+@remember_plain
+def pieces_of(runs: tuple[Run, ...], size: int, place: int, width: int) -> Pieces:
+    """Of the place ``place`` in a ring of ``size``, at each of whose places ``width`` ranks exchange heads."""
+    places = held_by(runs, size * width, place * width).places
+    held = [tuple([sum(of.held[width * at:width * (at + 1)]) for at in range(size)]) if of.shared else deal(of.length, size)
+            for of in places]
+    own = tuple([Run(counts[place], True) if run.shared else run for run, counts in zip(runs, held)])
+    rows = tuple([(of.start + sum(counts[:place]), counts[place]) for of, counts in zip(places, held)])
+    # What is whole is whole already, but for its rows.
+    gathered = tuple([counts if run.shared else (run.length,) for run, counts in zip(runs, held)])
+    joined = None if size == 1 or all([run.shared for run in runs]) else tuple(
+        [(counts[place],) if run.shared else counts for run, counts in zip(runs, held)])
+    return Pieces(own, rows, gathered, joined)
 
 
 @dataclass(frozen=True)
@@ -32,164 +68,147 @@ class Rings:
     which then have the same heads, gather the pieces of q, k and v. Each attends for the rows of its own piece and of a share of what is
     whole, which the ring gathers again.
 
-    Args:
-        group: the ring.
-        ranks, rank: its size, and this rank's place in it.
-        inner: this ring position's piece of the sequence, between the ranks that exchange heads.
-        outer: the whole sequence's shares.
+    Attributes:
+        ring: the ranks along the first dimension.
+        size, place: how many they are, and this rank's place among them.
+        inner: this place's piece of the sequence, between the ranks that exchange heads.
+        outer: the whole sequence's shares. Its group is that of ``inner``, for nothing goes through it.
     """
 
-    group: ProcessGroup
-    ranks: int
-    rank: int
+    ring: ProcessGroup
+    size: int
+    place: int
     inner: Shards
     outer: Shards
+    _pieces: Pieces = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, layout: TokenLayout, split: str = "video") -> Rings:
         """How ``mesh``, of two dimensions, shares ``layout`` out; the rest as ``Shards.of``."""
         runs = runs_of(layout, split)
         ring, heads = group_of(mesh, 0), group_of(mesh, 1)
-        places = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
-        (ranks, rank), (width, place) = places
-        held = [run.held(ranks * width)[width * rank:width * (rank + 1)] for run in runs]
-        inner = tuple([Run(sum(own), True) if run.shared else run for run, own in zip(runs, held)])
-        return cls(ring, ranks, rank, Shards(heads, inner, width, place), Shards(heads, runs, ranks * width, rank * width + place))
+        (size, place), (width, column) = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
+        pieces = pieces_of(runs, size, place, width)
+        inner, outer = Shards(heads, pieces.runs, width, column), Shards(heads, runs, size * width, place * width + column)
+        return cls(ring, size, place, inner, outer, pieces)
 
-    def check(self, name: str, x: Any) -> None:
+    def __str__(self) -> str:
+        return f"{self.outer}, in rings of {self.size}"
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        return self.inner.group, self.ring
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return self.outer.runs
+
+    @property
+    def ranks(self) -> int:
+        return self.outer.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.outer.rank
+
+    def check(self, name: str, x: Any, length: int | None = None) -> None:
         """As ``Shards.check``."""
-        self.outer.check(name, x)
+        self.outer.check(name, x, length)
 
     def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
         """As ``Shards.deal_heads``, over the ranks that exchange heads."""
         return self.inner.deal_heads(total, key_heads)
 
-    def agreed(self, check: Callable[[], Checked], facts: Callable[[Checked], dict[str, object]]) -> Checked:
+    def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
         """As ``Shards.agreed``, between all ranks of the mesh."""
-        return agreed_between((self.inner.group, self.group), self.outer.runs, check, facts)
+        settle(self.groups, call, self.runs, lambda: {"sequence": self.runs, **check()})
 
-    def exchange(self, query: Tensor, key: Tensor, value: Tensor, note: Callable[[str], object]) -> RingExchanged:
+    def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
+        """As ``Shards.start``, between the ranks that exchange heads."""
+        sent = self.inner.start(*xs, key_heads=key_heads)
+        sent.shards = self
+        return sent
+
+    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
         """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
-        if isinstance(query, Sent):
-            raise TypeError("query, key and value must be tensors with a mesh of rings, got what was sent")
-        heads, key_heads = query.shape[1], key.shape[1]
-        pieces = (query, key, value)
-        if self.inner.ranks > 1:
-            pieces = self.inner.to_heads(*pieces, key_heads=key_heads)
-        arriving = _gather(self, pieces, self._gathered)
+        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+            heads, key_heads = query.shape[1], key.shape[1]
+            own: tuple = query, key, value
+            if self.inner.ranks > 1:
+                own = self.inner.to_heads(*own, key_heads=key_heads)
+        else:
+            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the layer has checked that"
+            heads, key_heads = sent_apart(self, query, key, value)
+            own = query.wait(), key.wait(), value.wait()
+        arriving = _gather(self, own, self._pieces.gathered)
         note("arrived")
-        return RingExchanged(self, heads, key_heads, arriving)
+        return Exchange(arriving, self._pieces.rows, Peers(self.inner.group.group_name, heads, key_heads),
+                        partial(self._back, heads=heads, key_heads=key_heads))
 
-    def join(self, out: Tensor) -> Tensor:
-        """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> of the tokens that ``inner`` shares out."""
-        places = [place for place in self.outer.places if not place.shared]
-        if self.ranks == 1 or not places:
-            return out
-        counts = [self._pieces(place) for place in self.outer.places]
-        return _gather(self, (out,), [(of[self.rank],) if place.shared else of for place, of in zip(self.outer.places, counts)])[0]
-
-    @property
-    def _gathered(self) -> list[tuple[int, ...]]:
-        # What is whole is whole already.
-        return [self._pieces(place) if place.shared else (place.length,) for place in self.outer.places]
-
-    def _spans(self, rank: int) -> Spans:
-        counts = [(place.start, self._pieces(place)) for place in self.outer.places]
-        return tuple([(start + sum(of[:rank]), of[rank]) for start, of in counts])
-
-    def _pieces(self, place: Place) -> tuple[int, ...]:
-        """The tokens of a run whose rows each place of the ring has."""
-        width = self.inner.ranks
-        return tuple([sum(place.held[width * at:width * (at + 1)]) for at in range(self.ranks)]) if place.shared \
-            else deal(place.length, self.ranks)
+    def _back(self, out: Tensor, heads: int, key_heads: int) -> Tensor:
+        """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> ``[B, H, S_r, D]``."""
+        if self._pieces.joined is not None:
+            out, = _gather(self, (out,), self._pieces.joined)
+        return out if self.inner.ranks == 1 else self.inner.to_tokens(out, heads, key_heads=key_heads)
 
 
-class RingExchanged:
-    """As ``Exchanged``, of rings."""
-
-    returned = None
-
-    def __init__(self, rings: Rings, heads: int, key_heads: int, arriving: tuple) -> None:
-        self.rings, self.heads, self.key_heads, self.arriving = rings, heads, key_heads, arriving
-
-    @property
-    def rows(self) -> Spans:
-        return self.rings._spans(self.rings.rank)
-
-    @property
-    def peers(self) -> Peers:
-        return Peers(self.rings.inner.group.group_name, self.heads, self.key_heads)
-
-    def back(self, out: Tensor) -> Tensor:
-        """What the layer gave of this rank's rows, ``[B, H_r, n, D]`` -> ``[B, H, S_r, D]``."""
-        out = self.rings.join(out)
-        if self.rings.inner.ranks == 1:
-            return out
-        return self.rings.inner.to_tokens(out, self.heads, key_heads=self.key_heads)
-
-
-def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards | Rings:
+def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shares:
     """How ``group`` shares ``layout`` out: heads among all its ranks, or, in a mesh of two dimensions, rows along the first one too."""
     if is_mesh(group) and group.ndim == 2:
         return Rings.of(group, layout, split)
     return Shards.of(group, layout, split)
 
 
-def _gather(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable.
-
-    Args:
-        counts: of each run the tokens that each place of the ring has, or just its tokens where it stays as it is.
-    """
-    return _Gather.apply(rings, tuple(counts), *xs) if wants_gradient(*xs) else _gathered(rings, xs, counts)
+def _gather(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+    """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable."""
+    return _Gather.apply(rings, counts, *xs) if recorded(*xs) else _gathered(rings, xs, counts)
 
 
-def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    joined, parts = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2), []
-    width = prod(joined.shape[1:])
-    own = [of[rings.rank] if len(of) > 1 else of[0] for of in counts]
-    for part, of in zip(joined.split(own), counts):
-        if len(of) > 1:
-            # To each the same.
-            sent = Exchange(rings.group, part.reshape(-1).repeat(rings.ranks), [count * width for count in of],
-                            [part.numel()] * rings.ranks)
-            part = sent.wait().view(sum(of), *joined.shape[1:])
-        parts.append(part)
+def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+    joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
+    parts = list(joined.split([of[rings.place] if len(of) > 1 else of[0] for of in counts]))
+    moved = [number for number, of in enumerate(counts) if len(of) > 1]
+    # To each the same.
+    came = _swap(rings, [[parts[number].reshape(-1)] * rings.size for number in moved], [counts[number] for number in moved], joined)
+    for number, part in zip(moved, came):
+        parts[number] = part
     return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
 
 
-class Return:
-    """What the ranks of a ring have of the gradients of one another's pieces, on its way to them.
+def _returned(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> list[Tensor]:
+    """The adjoint: what the ranks of a ring have of the gradients of one another's parts, summed over the ring, rank after rank."""
+    joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
+    parts = list(joined.split([sum(of) for of in counts]))
+    moved = [number for number, of in enumerate(counts) if len(of) > 1]
+    came = _swap(rings, [[piece.reshape(-1) for piece in parts[number].split(counts[number])] for number in moved],
+                 [(counts[number][rings.place],) * rings.size for number in moved], joined)
+    for number, part in zip(moved, came):
+        parts[number] = part.unflatten(0, (rings.size, counts[number][rings.place])).sum(0)
+    return [x.permute(1, 2, 0, 3) for x in torch.cat(parts).split([x.shape[1] for x in xs], 2)]
+
+
+def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+    """Of each run what comes from the places of the ring, ``[tokens of all, *like.shape[1:]]``.
 
     Args:
-        counts: of each run the tokens that each place of the ring has, or just its tokens where it stays as it is.
+        packets: of each run what goes to each place, flat.
+        comes: of each run how many tokens come from each.
     """
-
-    def __init__(self, rings: Rings, xs: Sequence[Tensor], counts: Sequence[tuple[int, ...]]) -> None:
-        self._ranks, self._heads = rings.ranks, [x.shape[1] for x in xs]
-        joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
-        width = prod(joined.shape[1:])
-        self._parts: list[tuple[Tensor | Exchange, tuple[int, ...]]] = []
-        for part, of in zip(joined.split([sum(of) for of in counts]), counts):
-            if len(of) == 1:
-                self._parts.append((part, part.shape))
-                continue
-            own = of[rings.rank]
-            sent = Exchange(rings.group, part.reshape(-1), [own * width] * rings.ranks, [count * width for count in of])
-            self._parts.append((sent, (own, *joined.shape[1:])))
-
-    def wait(self) -> list[Tensor]:
-        """Of each its piece's ``[B, H_r, tokens of the piece, D]``, summed over the ring, rank after rank."""
-        parts = [sent.wait().view(self._ranks, *shape).sum(0) if isinstance(sent, Exchange) else sent for sent, shape in self._parts]
-        return [x.permute(1, 2, 0, 3) for x in torch.cat(parts).split(self._heads, 2)]
+    width = prod(like.shape[1:])
+    if in_graph(like):
+        return [Collective(rings.ring, torch.cat(goes), [count * width for count in counts], [part.numel() for part in goes]).wait().view(
+            -1, *like.shape[1:]) for goes, counts in zip(packets, comes)]
+    into = [like.new_empty(sum(counts), *like.shape[1:]) for counts in comes]
+    Batch(rings.ring, rings.place, [(goes, part.split(counts)) for goes, part, counts in zip(packets, into, comes)]).wait()
+    return into
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rings: Rings, counts: tuple[tuple[int, ...], ...], *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, rings: Rings, counts: Counts, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.rings, ctx.counts = rings, counts
         return _gathered(rings, xs, counts)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *Return(ctx.rings, grads, ctx.counts).wait()
+        return None, None, *_returned(ctx.rings, grads, ctx.counts)

@@ -8,11 +8,11 @@ from parallel_cases import ON_RANKS
 from parallel_inputs import TEXT, WAN
 from ranks import on_ranks, values_of
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, exchange, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.deferred import token_rstd
-from ssta.ranks import Shards, check_ranks, told
-from ssta.ranks.exchange import Run, deal
+from ssta.ranks import Run, Shards, check_ranks, deal, exchange
+from ssta.ranks.group import told
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -61,7 +61,7 @@ def test_key_heads_are_dealt_out_with_all_their_query_heads():
 
 
 class Still:
-    """In place of ``exchange.Exchange``: what is sent arrives nowhere."""
+    """In place of ``exchange.Collective``: what is sent arrives nowhere."""
 
     sent: list = []
 
@@ -93,9 +93,9 @@ def test_norm_and_rope_write_packets(monkeypatch, rank, across_heads):
     held = shards(2, rank, layout)
     x = projections(held, 2, 4, 8, across_heads)
     Still.sent = []
-    monkeypatch.setattr(exchange, "Exchange", Still)
-    found = exchange.Arrival(held, (x,), ((2, 2),)).wait()[0]
-    expected = exchange.Arrival(held, (x.materialize(),), ((2, 2),)).wait()[0]
+    monkeypatch.setattr(exchange, "Collective", Still)
+    found = exchange.Incoming(held, (x,), ((2, 2),)).wait()[0]
+    expected = exchange.Incoming(held, (x.materialize(),), ((2, 2),)).wait()[0]
     assert torch.equal(found, expected) and found.stride() == expected.stride() and found[:, :, 15:].any()
     (send, *sizes), (expected, *same) = Still.sent
     assert torch.equal(send, expected) and sizes == same

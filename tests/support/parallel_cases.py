@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 
-from ssta import DenseRun, TokenLayout, attention, ring_layer, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
-from ssta.kernels.prologue import reorder, reorder_kernel
-from ssta.layout import checked_layout
-from ssta.op import attend as ssta_layer
+from ssta.layer import Layer
+from ssta.op import attend
 from ssta.ranks import Shards
-from ssta.ranks.exchange import Exchange
-from ssta.ranks.rings import Arrival, Return, Rings
+from ssta.ranks.exchange import Incoming
+from ssta.ranks.layer import attend_shared
+from ssta.ranks.rings import Rings
 
 
 def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=torch.float64, masked=False, **options):
@@ -75,26 +75,41 @@ def same_gradients(own, out, qkv, expected, shards):
 
 
 def sent_ahead():
-    """What was sent one by one, in the order v, k, q, is what goes together."""
+    """What was sent one by one, in the order v, k, q, is what goes together, on rings too."""
     shards, settings = Shards.of(None, TEXT), config()
     for key_heads in (4, 2 if dist.get_world_size() == 2 else 4):
         q, k, v = [local(x, shards) for x in inputs(TEXT, 4, key_heads, 2)]
         v_sent = shards.start(v)
         k_sent = shards.start(k)
         q_sent = shards.start(q, key_heads=key_heads)
-        out = ssta_layer(q_sent, k_sent, v_sent, TEXT, settings, shards=shards).out
+        assert (q_sent.shape, q_sent.heads, k_sent.heads) == ((2, shards.deal_heads(4, key_heads)[shards.rank], TEXT.length, 16), 4, key_heads)
+        out = attend_shared(q_sent, k_sent, v_sent, TEXT, settings, shards).out
         agrees(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
-        # Where Triton's kernels run: v and k are in tiles before q is waited for.
-        steps: list[str] = []
-        with ExitStack() as stack:
-            for module in (attention, reorder):
-                stack.enter_context(patch.object(module, "kernels_run", lambda x: True))
-            for owner, name in ((Exchange, "wait"), (reorder_kernel, "take"), (reorder_kernel, "gather_blocks")):
-                stack.enter_context(patch.object(owner, name, noting(getattr(owner, name), name, steps)))
-            sent = [shards.start(v), shards.start(k), shards.start(q, key_heads=key_heads)]
-            launched = ssta_layer(*sent[::-1], TEXT, settings, shards=shards, note=steps.append)
-        agrees(launched.out, out)
-        assert steps[:9] == ["wait", "take", "wait", "gather_blocks", "wait", "arrived", "gather_blocks", "attended", "take"], steps
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
+    rings = Rings.of(mesh, TEXT)
+    q, k, v = [local(x, rings.outer) for x in inputs(TEXT, 4, 2, 2)]
+    sent = [rings.start(v), rings.start(k), rings.start(q, key_heads=2)]
+    agrees(attend_shared(*sent[::-1], TEXT, settings, rings).out, ssta_attention(q, k, v, TEXT, settings, group=mesh))
+
+
+def sent_in_turn():
+    """v and k are in tiles before q is waited for."""
+    shards, steps = Shards.of(None, TEXT), []
+    qkv = [local(x, shards) for x in inputs(TEXT, batch=2)]
+
+    def noted(spec, device):
+        layer = Layer(spec, device)
+        layer.backend = replace(layer.backend, **{name: noting(getattr(layer.backend, name), name, steps) for name in ("take", "gather_one")})
+        return layer
+
+    expected = ssta_attention(*qkv, TEXT, config(), group=dist.group.WORLD)
+    sent = [shards.start(x) for x in qkv[::-1]]
+    with patch.object(Incoming, "wait", noting(Incoming.wait, "wait", steps)), patch.object(op, "prepared", noted), \
+            patch.object(op, "_known", {}):
+        out = attend_shared(*sent[::-1], TEXT, config(), shards, note=steps.append).out
+    agrees(out, expected)
+    assert steps == ["wait", "take", "wait", "gather_one", "wait", "arrived", "gather_one", "attended"] or steps == [
+        "wait", "take", "wait", "gather_one", "wait", "arrived", "gather_one", "take", "attended"], steps
 
 
 def by_hand():
@@ -176,30 +191,6 @@ def rings(layout=TEXT, split="video", ring=False, heads=4, key_heads=None, batch
     same_gradients(own, out, qkv, expected, shards)
 
 
-def rings_overlap():
-    """What a place of a ring has itself is attended to before the others' keys are waited for, and differentiated while gradients are on
-    their way; its own tiles' keys are in none of what it waits for."""
-    mesh, steps = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1)), []
-    rings = Rings.of(mesh, TEXT)
-    own = [local(x, rings.outer).requires_grad_() for x in inputs(TEXT)]
-    with ExitStack() as stack:
-        for of, name in ((Rings, "send"), (ring_layer, "attend_owned"), (Arrival, "wait"), (ring_layer, "merge_attention"),
-                         (ring_layer, "partial_gradients"), (Rings, "send_back"), (Return, "wait")):
-            stack.enter_context(patch.object(of, name, noting(getattr(of, name), name, steps)))
-        out = ssta_attention(*own, TEXT, config(), group=mesh)
-        assert steps == ["send", "attend_owned", "wait", "attend_owned", "merge_attention"], steps
-        out.sum().backward()
-    # First the text's, whose rows the ring shares out.
-    assert steps[5:] == ["wait", "partial_gradients", "send_back", "partial_gradients", "wait"], steps
-    tiles = rings.tiles(checked_layout(TEXT, TILE, "none", torch.device("cpu")), own[0])
-    held = torch.zeros(TEXT.length, dtype=torch.int64)
-    held[tiles.rest] += 1
-    mine = tiles.tiles.source[(tiles.of_slot >= 0) & (tiles.rest_of_slot < 0)]
-    held[mine] += 1
-    # Every key is there once: of a tile of one's own, or of the rest.
-    assert (held == 1).all() and not tiles.own.all() and (tiles.own.any() or rings.ranks > 2)
-
-
 def traced():
     """The layer traces into one graph without a break, forward and backward, and gives what it gives outside."""
     torch._dynamo.reset()
@@ -271,9 +262,9 @@ RINGS = {
     "rings, a rank without tokens": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1),
     "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
-CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead,
+CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "facts": facts, "traced": traced,
-         "in a mesh": in_a_mesh, **RINGS, "rings overlap": rings_overlap, "rings refuse": rings_refuse}
+         "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 
@@ -290,7 +281,9 @@ def on_gpus(rank, ranks):
 
     def attend(over=None, selection=None):
         given, loss = (qkv, weight) if over is None else (own, local(weight, shards))
-        out, selection, *_ = ssta_layer(*given, layout, settings, text_mask=text_mask, shards=over, selection=selection)
+        options = dict(text_mask=text_mask, selection=selection)
+        out, selection, *_ = attend(*given, layout, settings, **options) if over is None else attend_shared(
+            *given, layout, settings, over, **options)
         return [out.detach(), *torch.autograd.grad((out[:, :, :-77] * loss[:, :, :-77]).sum(), given)], selection
 
     expected, blocks = attend()
@@ -316,7 +309,7 @@ def on_gpus(rank, ranks):
         errors |= {f"{name} {x}": distance(got, local(want, shards)) for x, got, want in zip(("out", "dq", "dk", "dv"), found, expected)}
     with torch.no_grad():
         sent = [shards.start(x) for x in own[::-1]]
-        ahead = ssta_layer(*sent[::-1], layout, settings, text_mask=text_mask, shards=shards).out
+        ahead = attend_shared(*sent[::-1], layout, settings, shards, text_mask=text_mask).out
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD)

@@ -10,6 +10,7 @@ from ssta import TokenLayout, ssta_attention
 from ssta.kernels import Deferred, Projection
 from ssta.op import attend as ssta_layer
 from ssta.ranks import Shards, check_ranks
+from ssta.ranks.layer import attend_shared
 from ssta.ranks.rings import Rings
 
 
@@ -36,7 +37,7 @@ def errors():
     own = dict(mask_share_within_head=True)
     refused(ValueError, "sampling_type must not be", attend(q, k, v, settings=config(sampling_type=lambda a, b: a @ b.mT, **own)))
     refused(ValueError, "budget must not be", attend(q, k, v, settings=config(budget=lambda scores: scores > 0, **own)))
-    refused(TypeError, "must be tensors with a group, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
+    refused(TypeError, "query must be a tensor, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
     elsewhere = [dist.new_group([rank]) for rank in range(ranks)]
     refused(ValueError, "group must hold this process", attend(q, k, v, group=elsewhere[dist.get_rank() - 1]))
     refused(ValueError, "must be alike in batch", lambda: shards.start(q, k.double()))
@@ -44,10 +45,10 @@ def errors():
     refused(ValueError, "heads, got 3", lambda: shards.to_tokens(torch.zeros(1, 3, TEXT.length, 8), 4))
     refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
     sent = [shards.start(x) for x in (q, k, v)]
-    refused(TypeError, "must all three be sent, or none", lambda: ssta_layer(sent[0], sent[1], v, TEXT, settings, shards=shards))
+    refused(TypeError, "must all three be sent, or none", lambda: attend_shared(sent[0], sent[1], v, TEXT, settings, shards))
     other = Shards.of(None, TEXT, "all")
-    refused(ValueError, "query must have been sent by the layer's own shards", lambda: ssta_layer(*sent, TEXT, settings, shards=other))
-    ssta_layer(*sent, TEXT, settings, shards=shards)
+    refused(ValueError, "query must have been sent by the layer's own shards", lambda: attend_shared(*sent, TEXT, settings, other))
+    attend_shared(*sent, TEXT, settings, shards)
     refused(RuntimeError, "can be waited for once", sent[0].wait)
 
 

@@ -1,0 +1,116 @@
+"""A sequence as runs of tokens, and how many of them each rank holds: plain numbers, known on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..checks import require_choice
+from ..kernels.memo import remember_plain
+from ..sequence import TokenLayout, VideoGrid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SPLITS = ("video", "all", "each")
+
+
+@remember_plain
+def deal(total: int, ranks: int) -> tuple[int, ...]:
+    """How many of ``total`` each rank has, by ``torch.tensor_split``'s rule: the first ones have one more where they do not divide."""
+    return tuple([total // ranks + (rank < total % ranks) for rank in range(ranks)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of a sequence: ``shared`` out over the ranks, or whole on every one of them."""
+
+    length: int
+    shared: bool
+
+    def held(self, ranks: int) -> tuple[int, ...]:
+        """How many of its tokens each rank has."""
+        return deal(self.length, ranks) if self.shared else (self.length,) * ranks
+
+
+class Place(NamedTuple):
+    """Where a run lies: its first token in the sequence, and in this rank's; how many of its tokens each rank has."""
+
+    length: int
+    shared: bool
+    start: int
+    local: int
+    held: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """What ranks hold of a sequence; see ``Division``."""
+
+    places: tuple[Place, ...]
+    length: int
+    lengths: tuple[int, ...]
+
+
+@remember_plain
+def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> Held:
+    places, start, local = [], 0, 0
+    for run in runs:
+        held = run.held(ranks)
+        places.append(Place(run.length, run.shared, start, local, held))
+        start, local = start + run.length, local + held[rank]
+    return Held(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How much of a sequence of S tokens each rank of a group has.
+
+    Attributes:
+        group: the ranks.
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: those of this rank, S_r.
+    """
+
+    group: ProcessGroup
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    _held: Held = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_held", held_by(self.runs, self.ranks, self.rank))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self._held.places
+
+    @property
+    def length(self) -> int:
+        return self._held.length
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._held.lengths
+
+    @property
+    def local_length(self) -> int:
+        return self._held.lengths[self.rank]
+
+
+def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
+    """What ``split`` shares out of ``layout``, after their checks."""
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
+    require_choice("split", split, SPLITS)
+    return _runs(layout, split)
+
+
+@remember_plain
+def _runs(layout: TokenLayout, split: str) -> tuple[Run, ...]:
+    if split == "all":
+        return (Run(layout.length, True),)
+    return tuple([Run(segment.length, split == "each" or isinstance(segment, VideoGrid)) for segment in layout.segments])
