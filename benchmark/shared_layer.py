@@ -14,10 +14,11 @@ from stages import Stopwatch
 from torch import Tensor
 from world import Mesh, OnRanks, World, mesh_name
 
-from ssta import TokenLayout, exchange, ssta_attention
+from ssta import TokenLayout, ssta_attention
 from ssta.kernels import BlockLists
-from ssta.ranks.shards import Shards, runs_of
+from ssta.ranks import Shards, exchange
 from ssta.ranks.rings import Rings
+from ssta.ranks.runs import runs_of
 
 # What every row has, in this order.
 COLUMNS = dict(what="", shape="", attention="", ranks="", mesh="", stage="", basis="measured", **NO_TIMES, step_s="", speed_up="",
@@ -210,8 +211,8 @@ class Copies:
 
     def __call__(self) -> None:
         marks = [now()]
-        with patch.object(exchange, "Exchange", _Still):
-            exchange.Arrival(self._shards, self._xs, self._deals).wait()
+        with patch.object(exchange, "Collective", _Still):
+            exchange.Incoming(self._shards, self._xs, self._deals).wait()
         marks.append(now())
         torch.cat(self._parts, 1)
         marks.append(now())
@@ -224,7 +225,7 @@ class Copies:
 
 
 class _Still:
-    """In place of ``exchange.Exchange``: nothing moves."""
+    """In place of ``exchange.Collective``: nothing moves."""
 
     def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
         self._into = send.new_empty(sum(comes)) if into is None else into

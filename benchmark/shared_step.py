@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from world import Mesh, OnRanks, World, mesh_name
 
 from ssta.pipelines.patch.family import family_of
-from ssta.pipelines.ranks.exchange import OnItsWay
+from ssta.ranks import Sent
 
 # diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.
 RIGHT_AS_STOCK = ("WanTransformer3DModel",)
@@ -108,7 +108,7 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
     return of
 
 
-def unmasked(query: OnItsWay, key: OnItsWay, value: OnItsWay, layout: object, text_mask: Tensor | None = None) -> Tensor:
+def unmasked(query: Sent, key: Sent, value: Sent, layout: object, text_mask: Tensor | None = None) -> Tensor:
     """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
-    out = dense(*(x.sent.wait() for x in (query, key, value)))
-    return query.sent.shards.to_tokens(out, query.heads).transpose(1, 2)
+    exchange = query.shards.exchange(query, key, value, lambda step: None)
+    return exchange.back(dense(*exchange.ready())).transpose(1, 2)

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.kernels import PatternFacts, Route, choose_route
+from ssta.kernels.checks import autocast_inputs
 from ssta.kernels.notices import warn_once
 from ssta.layout import Input
 from ssta.op import LayerResult, attend
-from ssta.ranks import Sent, Shards
-from ssta.ranks.layer import attend_shared
-from ssta.ranks.rings import Rings
+from ssta.ranks import Sent
+from ssta.ranks.layer import attend_shared, exchanged
+from ssta.ranks.rings import shares_of
+from ssta.ranks.shares import Shares, Spans
 from ssta.report import heads_without_estimate, mass_summary
 from ssta.selection import Selection
 from ssta.window import window_size
 
-from ..ranks.exchange import Exchange, Given, OnItsWay
+from ..ranks.exchange_timer import ExchangeTimer
 from ..schedule.progress import is_fake
 from .backends import default_is_sdpa
 from .context import ModelContext
@@ -31,6 +33,8 @@ from .kept_selection import Holder
 from .report import LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, finished, joined
 
+# What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
+Given = Input | Sent
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
 
@@ -72,7 +76,7 @@ class SSTAProcessor:
         self.config: SSTAConfig | None = context.config
         self.holder = Holder()
         self._stopwatch = Stopwatch()
-        self._exchange = Exchange()
+        self._exchange = ExchangeTimer()
         self._last: _LastRun | None = None
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
@@ -108,7 +112,7 @@ class SSTAProcessor:
         """
         thw, ranks = self.context.thw, self.context.call.ranks
         layouts, compiling = self.context.layouts, torch.compiler.is_compiling()
-        key = thw, ranks, tokens, before, after
+        key = thw, None if ranks is None else (ranks.size, ranks.rank, ranks.tokens), tokens, before, after
         if not compiling and key in layouts:
             return layouts[key]
         if ranks is not None and ranks.tokens is not None:
@@ -153,44 +157,45 @@ class SSTAProcessor:
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
         to them while k is made, and k while q is, from their projections on where streams have functions for them."""
-        shards = self._shards(layout, heads)
-        if not isinstance(shards, Shards):
-            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms,
-                          tiles=shards is None and not self.dense)
+        shares = self._shares(layout, heads)
+        if shares is None:
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
         finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms)
-        return self._sent(shards, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
+        return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
 
     def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,
              key_heads: int) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of functions that make them, ``[B, S, H, D]``, where ``joined`` does not know how. They are called
         once, in this order, or on several ranks v's first, then k's while v is on its way, then q's while k is."""
-        shards = self._shards(layout, key_heads)
-        if isinstance(shards, Shards):
-            return self._sent(shards, key_heads, query, key, value)
-        return query(), key(), value()
+        shares = self._shares(layout, key_heads)
+        return (query(), key(), value()) if shares is None else self._sent(shares, key_heads, query, key, value)
 
-    def _sent(self, shards: Shards, key_heads: int, query: Callable[[], Input], key: Callable[[], Input],
-              value: Callable[[], Input]) -> tuple[OnItsWay, OnItsWay, OnItsWay]:
+    def _sent(self, shares: Shares, key_heads: int, query: Callable[[], Input], key: Callable[[], Input], value: Callable[[], Input]
+              ) -> tuple[Sent, Sent, Sent]:
+        """q, k and v, made one after the other, each packed while the one before it is on its way."""
         sent = []
         for make in (value, key, query):
             x = make()
             if not torch.compiler.is_compiling():
                 # q's start is the last, and the one that counts.
                 self._stopwatch.start(x.device)
-            sent.append(self._exchange.send(shards, x, key_heads))
+            self._exchange.begin(x.device)
+            if isinstance(x, Tensor):
+                # Attention would do it, but later.
+                x, = autocast_inputs(x=x)
+                x = x.transpose(1, 2)
+            sent.append(shares.start(x, key_heads=key_heads))
             del x
         value_sent, key_sent, query_sent = sent
         return query_sent, key_sent, value_sent
 
-    def _shards(self, layout: TokenLayout, key_heads: int) -> Shards | Rings | None:
+    def _shares(self, layout: TokenLayout, key_heads: int) -> Shares | None:
         """How the ranks share ``layout`` and ``key_heads`` out; None on one rank."""
         ranks = self.context.call.ranks
         if ranks is None:
             return None
-        split = "video" if ranks.tokens is None else "all"
-        if ranks.mesh is not None and key_heads < ranks.size:
-            return Rings.of(ranks.mesh, layout, split)
-        return Shards.of(ranks.group, layout, split)
+        rings = ranks.mesh is not None and key_heads < ranks.size
+        return shares_of(ranks.mesh if rings else ranks.group, layout, "video" if ranks.tokens is None else "all")
 
     def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
@@ -209,28 +214,20 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        timed = not torch.compiler.is_compiling()
-        if timed and not isinstance(query, OnItsWay):
-            self._stopwatch.start(query.device)
-        shards = self._shards(layout, key.heads if isinstance(key, OnItsWay) else key.shape[2 if isinstance(key, Tensor) else 1])
-        q: Any
-        k: Any
-        v: Any
-        if isinstance(shards, Shards):
-            # Before anything that ranks might disagree about.
-            ours = self._exchange.sent(shards, query, key, value)
-            shape, (q, k, v) = ours[0].shape, [x.sent for x in ours]
-            part = shards.rank, shards.ranks, shape[1], ours[0].heads
-        else:
-            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-            shape, part = tuple(q.shape), None
-            if shards is not None:
-                own = shards.deal_heads(q.shape[1], k.shape[1])[shards.inner.rank]
-                shape, part = (*shape[:1], own, layout.length, shape[3]), (shards.outer.rank, shards.outer.ranks, own, q.shape[1])
-                self._exchange.begin(q.device)
-        dense = self.dense
+        dense, part = self.dense, None
+        if not isinstance(query, Sent):
+            shares = self._shares(layout, key.shape[2 if isinstance(key, Tensor) else 1])
+            if shares is not None:
+                # Before anything that ranks might disagree about.
+                query, key, value = self._sent(shares, key.shape[2 if isinstance(key, Tensor) else 1], *(
+                    partial(_given, x) for x in (query, key, value)))
+            elif not torch.compiler.is_compiling():
+                self._stopwatch.start(query.device)
+        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
+        if isinstance(q, Sent):
+            part = q.shards.rank, q.shards.ranks, q.shape[1], q.heads
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        result, backend = attended(q, k, v, layout, text_mask, shards, shape)
+        result, backend = attended(q, k, v, layout, text_mask)
         return self._noted(result, backend, layout, dense, part)
 
     def attend_by(self, attended: Callable[[Selection | None], LayerResult], query: Input, layout: TokenLayout) -> Tensor:
@@ -267,51 +264,44 @@ class SSTAProcessor:
                           self.context.forward if timed else None)
         return out.transpose(1, 2)
 
-    def _attend_sparsely(
-        self, q: Input | Sent, k: Input | Sent, v: Input | Sent, layout: TokenLayout, text_mask: Tensor | None,
-        shards: Shards | Rings | None, shape: tuple[int, ...],
-    ) -> tuple[LayerResult | Tensor, str | None]:
-        """The result, and diffusers' backend where that attended. q, k and v have heads before tokens; ``shape`` is what q has here."""
+    def _attend_sparsely(self, q: Given, k: Given, v: Given, layout: TokenLayout, text_mask: Tensor | None
+                         ) -> tuple[LayerResult | Tensor, str | None]:
+        """The result, and diffusers' backend where that attended. q, k and v have heads before tokens."""
         config = self.config
         assert config is not None
 
         def attended(selection: Selection | None) -> LayerResult:
             options: dict[str, Any] = dict(text_mask=text_mask, impl=self.context.impl, selection=selection)
-            if shards is None:
-                return attend(q, k, v, layout, config, **options)
-            return attend_shared(q, k, v, layout, config, shares=shards, note=self._exchange.note, **options)
+            if isinstance(q, Sent):
+                return attend_shared(q, k, v, layout, config, q.shards, note=self._exchange.note, **options)
+            return attend(q, k, v, layout, config, **options)
 
-        return self._selecting(attended, shape), None
+        return self._selecting(attended, tuple(q.shape)), None
 
-    def _attend_densely(
-        self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, shards: Shards | Rings | None,
-        shape: tuple[int, ...],
-    ) -> tuple[LayerResult | Tensor, str | None]:
+    def _attend_densely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None
+                        ) -> tuple[LayerResult | Tensor, str | None]:
         """The same, exactly; diffusers' backend gives the output alone."""
-        if shards is None:
+        if not isinstance(q, Sent):
             return self._densely(q, k, v, layout, text_mask)
-        if not isinstance(shards, Shards):
-            return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, shares=shards, note=self._exchange.note), None
-        exchanged = shards.exchange(q, k, v, self._exchange.note)
-        q, k, v = exchanged.ready()
-        result, name = self._densely(q, k, v, layout, text_mask)
+        exchange = exchanged(q, k, v, layout, None, q.shards, text_mask=text_mask, impl=self.context.impl, note=self._exchange.note)
+        result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.rows)
         self._exchange.note("attended")
         if isinstance(result, Tensor):
-            return exchanged.to_tokens(result), name
-        return result._replace(out=exchanged.to_tokens(result.out)), name
+            return exchange.back(result), name
+        return result._replace(out=exchange.back(result.out)), name
 
     def _densely(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None, rows: Spans | None = None,
     ) -> tuple[LayerResult | Tensor, str | None]:
         """With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for
         it; without one through whichever is faster.
         """
-        if text_mask is None and not self._blocks_are_faster(q):
+        if text_mask is None and rows is None and not self._blocks_are_faster(q):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             query, key, value = (x.transpose(1, 2) for x in (q, k, v))
             return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
-        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
+        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, rows=rows), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see
@@ -353,6 +343,10 @@ class SSTAProcessor:
         heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
         run = self._last
         return None if run is None or run.exact_mass is None or is_fake(run.exact_mass) else run.exact_mass.cpu()
+
+
+def _given(x: Given) -> Any:
+    return x
 
 
 def share_of(counts: Tensor, tiles: int) -> float:

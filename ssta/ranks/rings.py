@@ -121,7 +121,7 @@ class Rings:
 
     def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
         """As ``Shards.agreed``, between all ranks of the mesh."""
-        settle(self.groups, call, self.runs, lambda: {"sequence": self.runs, **check()})
+        settle(self.groups, None if call is None else (self.runs, call), self.runs, lambda: {"sequence": self.runs, **check()})
 
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """As ``Shards.start``, between the ranks that exchange heads."""

@@ -101,7 +101,7 @@ class Shards(Division):
 
     def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
         """That this rank's call is right and all ranks make it with the same facts; see ``group.settle``."""
-        settle(self.groups, call, self.runs, lambda: {"sequence": self.runs, **check()})
+        settle(self.groups, None if call is None else (self.runs, call), self.runs, lambda: {"sequence": self.runs, **check()})
 
     def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
         """q, k and v to heads, and the way back.
@@ -163,7 +163,7 @@ class Shards(Division):
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
         order. What is deferred is finished on its way into what is sent."""
-        call = "start", self.runs, key_heads, *[(type(x), x.shape, x.dtype, x.device, recorded(x)) if isinstance(x, (Tensor, Deferred))
+        call = "start", key_heads, *[(type(x), x.shape, x.dtype, x.device, recorded(x)) if isinstance(x, (Tensor, Deferred))
                                                else None for x in xs]
         self.agreed(call, lambda: self._facts(xs, key_heads))
         return self._send(*xs, key_heads=key_heads)
