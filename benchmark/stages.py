@@ -13,27 +13,24 @@ from unittest.mock import patch
 from measure import NO_TIMES, elapsed_ms, now, quartiles
 from rows import STAGES
 
-from ssta import attention, ring_layer, selection
-from ssta.layout import TileLayout
-from ssta.ranks import Exchanged, Sent, Shards
+from ssta.layer import Layer
 from ssta.ranks.rings import Rings
+from ssta.ranks.shards import Shards
+from ssta.ranks.shares import Exchange, Sent
 
-# Of STAGES the functions that each consists of, with the module or class in which the layer looks it up. What runs inside another
-# stage's function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are
-# scored are made while tiling. The exchanges are those between ranks, and what goes back is taken out of the tiles on the way; on rings
-# "attend" has the wait for others' keys and the merge in it.
+# Of STAGES the functions that each consists of, with the class in which the layer looks it up. What runs inside another stage's function
+# counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are scored are made while
+# tiling. The exchanges are those between ranks.
 FUNCTIONS = {
-    "tile": ((TileLayout, TileLayout.tile_qkv), (ring_layer, ring_layer.tile_own)),
-    "estimate": ((attention, attention.estimate_tiles),),
-    "score": ((selection, selection.descriptors), (selection, selection.tile_scores)),
-    "select": ((attention, attention.select_tiles), (ring_layer, ring_layer.select_tiles)),
-    "attend": ((attention, attention.attend_owned), (ring_layer, ring_layer.attend_in_turn),
-               (ring_layer, ring_layer.attend_owned)),
-    "combine": ((attention, attention.compensate), (ring_layer, ring_layer.compensate)),
-    "untile": ((TileLayout, TileLayout.untile),),
-    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Rings, Rings.pieces), (Rings, Rings.sum),
-                    (Rings, Rings.send), (Shards, Shards.start), (Sent, Sent.wait)),
-    "exchange out": ((Exchanged, Exchanged.from_tiles), (Exchanged, Exchanged.to_tokens), (Rings, Rings.join))}
+    "tile": ((Layer, Layer.gather),),
+    "estimate": ((Layer, Layer.estimate),),
+    "score": ((Layer, Layer.score),),
+    "select": ((Layer, Layer.select),),
+    "attend": ((Layer, Layer.attend),),
+    "combine": ((Layer, Layer.combine),),
+    "untile": ((Layer, Layer.take),),
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Sent, Sent.wait)),
+    "exchange out": ((Exchange, Exchange.back),)}
 
 
 class Stopwatch:
@@ -81,8 +78,6 @@ def timed_stages(marks: list) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        # A layer that follows a plan does the same steps without these functions.
-        stack.enter_context(patch.object(attention, "kind_of", lambda *_: None))
         for stage, functions in FUNCTIONS.items():
             for owner, function in functions:
                 stack.enter_context(patch.object(owner, function.__name__, timed(stage, function)))

@@ -133,7 +133,8 @@ class Layer:
         tiled = self.gather(q, k, v)
         del q, k, v
         means = self.means(tiled)
-        estimates = self.estimate(tiled, None if selection is None else selection.useful)
+        # What the video tiles are worth that will not be computed; None where they are dropped.
+        estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
             selection = self.select(tiled, estimates, text_mask, keep_scores)
         q, k, v = tiled.q, tiled.k, tiled.v
@@ -174,13 +175,16 @@ class Layer:
         of = (tiled.q, tiled.q_means, self.tiles), (tiled.k, tiled.k_means, self.kv_tiles), (tiled.v, None, self.kv_tiles)
         return tuple([tile_means(x, tiles) if known is None else known.to(x.dtype) for x, known, tiles in of])
 
-    def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates | None:
-        """What the video tiles are worth that will not be computed; None where they are dropped."""
-        if not self.estimates:
-            return None
+    def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates:
+        """What the video tiles are worth that will not be computed; of layers that do not drop them."""
         tiles, config = self.tiles, self.spec.config
         return self.backend.estimate(tiled.q, tiled.k, tiled.v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
                                      self.spec.scale, config.compensation_parts, useful)
+
+    def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
+        """How much each video tile wants each of the keys'; of layers that choose."""
+        assert self.rule is not None, "the layer attends to fixed tiles"
+        return self.rule.scores(Facts(tiled, estimates, self))
 
     def select(self, tiled: Tiled, estimates: BlockEstimates | None, text_mask: TextMask | Tensor | None, keep_scores: bool) -> Selection:
         """The tiles that each tile attends to."""
@@ -188,7 +192,7 @@ class Layer:
         useful = None if estimates is None else estimates.useful
         if self.rule is None:
             return self.fixed.selection(self.backend, active, lengths, useful)
-        scores = self.rule.scores(Facts(tiled, estimates, self))
+        scores = self.score(tiled, estimates)
         return self.fixed.chosen(self.backend, scores, self.rule.budget(scores), active, lengths, useful, keep_scores)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:

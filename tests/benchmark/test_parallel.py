@@ -42,7 +42,8 @@ def test_two_ranks_end_to_end(measured):
                           for mesh in ("1 x 1", "1 x 2", "2 x 1"))
         inside = ["tile", "score", "select", "attend"]
         assert [row["stage"] for row in one] == [*inside, "untile", "total"]
-        assert [row["stage"] for row in two] == [row["stage"] for row in ring] == ["exchange in", *inside, "exchange out", "total"]
+        assert [row["stage"] for row in two] == [row["stage"] for row in ring] == [
+            "exchange in", *inside, "untile", "exchange out", "total"]
         assert max(float(two[-1]["difference"]), float(ring[-1]["difference"]), float(two[-1]["error"])) < 1e-5
         assert float(two[-1]["imbalance"]) >= 1
         assert float(two[-1]["speed_up"]) == pytest.approx(float(one[-1]["median_ms"]) / float(two[-1]["median_ms"]))
@@ -199,8 +200,9 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     import shared_layer
     from shapes import SHARED, LayerShape
 
-    from ssta import SSTAConfig, TokenLayout, exchange
-    from ssta.ranks.shards import Shards, runs_of
+    from ssta import SSTAConfig, TokenLayout
+    from ssta.ranks import Shards, exchange
+    from ssta.ranks.runs import runs_of
 
     sent = []
 
@@ -209,14 +211,14 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
             super().__init__(group, send, comes, goes, into)
             sent.append(send.element_size() * (sum(goes) - goes[1]))
 
-    monkeypatch.setattr(exchange, "Exchange", Counted)
+    monkeypatch.setattr(exchange, "Collective", Counted)
     shape = LayerShape("tiny", (2, 3, 4), 5, 5, 4, 8, SSTAConfig())
     layout = TokenLayout.video_text(shape.thw, shape.text)
     layer = types.SimpleNamespace(shape=shape, layout=layout, qkv=[torch.zeros(1, shape.tokens, 4, 8)] * 3)
     for ranks in (2, 4):
         shards, deal = Shards(object(), runs_of(layout, "video"), ranks, 1), (4 // ranks,) * ranks
         sent.clear()
-        exchange.Arrival(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3).wait()
+        exchange.Incoming(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3).wait()
         exchange.send_tokens(shards, (torch.zeros(1, 4 // ranks, shape.tokens, 8),), (deal,), gather=True)
         assert sent == list(shared_layer.sent_bytes(layer, ranks).values())
         copies = shared_layer.Copies(layer, ranks)

@@ -107,14 +107,16 @@ def packed(rank, ranks):
 
     for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
         model, call = tiny(name)
-        model, call = model.float(), cast(call, torch.float32)
-        with patch.object(streams, "kernels_run", lambda x: True), patch.object(norm_rope_kernel, "materialize", noted):
-            want = alone(model, call)
+        model, call = model.half(), cast(call, torch.float16)
+        # The kernel takes angles in float32, which wan keeps in the model.
+        model.rope.float()
+        with patch.object(streams, "kernels_run", lambda x: True), patch.object(norm_rope_kernel, "materialize", noted), torch.no_grad():
+            with apply_ssta(model, SPARSE, schedule=Schedule(), impl="triton"):
+                want = forward(model, call)
             assert 5 not in written
-            apply_ssta(model, SPARSE, schedule=Schedule())
+            apply_ssta(model, SPARSE, schedule=Schedule(), impl="triton")
             model.enable_parallelism(config=parallel(ranks))
-            with torch.no_grad():
-                close(name, forward(model, call), want)
+            assert distance(forward(model, call), want) < 1e-2
         assert written.count(5) == sum(packets), (name, written)
         written.clear()
 
