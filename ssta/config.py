@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -208,10 +209,18 @@ class SSTAConfig:
 
     @property
     def plain(self) -> tuple[tuple[str, object], ...]:
-        """(field, value) of what is not the default, in plain values; functions by their number in this process, see ``function_of``."""
+        """(field, value) of what is not the default, in plain values that ``from_plain`` reads; functions by their number in this process."""
         found = [(of.name, getattr(self, of.name)) for of in fields(self) if of.init and of.name != "variants"]
-        return tuple([(name, ("function", _number_of(value), _PROCESS) if callable(value) else value) for name, value in found
-                      if value is not None and value != getattr(type(self), name)])
+        return tuple([(name, _plain(value)) for name, value in found if value is not None and value != getattr(type(self), name)])
+
+    @classmethod
+    def from_plain(cls, plain: tuple[tuple[str, object], ...]) -> SSTAConfig:
+        """What ``plain`` was taken of.
+
+        Raises:
+            ValueError: it names a function of another process.
+        """
+        return cls(**{name: _from_plain(value) for name, value in plain})
 
     def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:
         """The settings for a canvas of ``thw`` latent tokens, without variants; a config that has none returns itself.
@@ -251,14 +260,18 @@ def _number_of(function: Callable) -> int:
     return len(_FUNCTIONS) - 1
 
 
-def function_of(value: object) -> object:
-    """What ``SSTAConfig.plain`` stands for in the place of a function; other values are themselves.
+def _plain(value: object) -> object:
+    # A compiler takes floats for variables, but not their text.
+    if isinstance(value, (float, torch.SymFloat)):
+        return "float", value.hex()
+    return ("function", _number_of(value), _PROCESS) if callable(value) else value
 
-    Raises:
-        ValueError: a function of another process.
-    """
-    if not isinstance(value, tuple) or value[:1] != ("function",):
+
+def _from_plain(value: Any) -> Any:
+    if not isinstance(value, tuple) or value[0] not in ("float", "function"):
         return value
+    if value[0] == "float":
+        return float.fromhex(value[1])
     if value[2] != _PROCESS:
         raise ValueError(f"sampling_type and budget must be named ones in a program that another process runs, got function number {value[1]}")
     return _FUNCTIONS[value[1]]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .config import SSTAConfig, function_of
+from .config import SSTAConfig
 from .kernels.memo import remember_plain
 from .sequence import TokenLayout
 
@@ -62,8 +62,8 @@ class LayerSpec(NamedTuple):
     def text(self) -> str:
         """The spec as text, which ``from_text`` reads, in another process too unless the config holds functions."""
         peers = None if self.peers is None else tuple(self.peers)
-        return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale, str(self.dtype), self.heads, self.kv_heads,
-                     self.head_dim, self.impl, self.deterministic, self.recorded, self.rows, peers, self.means))
+        return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale.hex(), str(self.dtype), self.heads,
+                     self.kv_heads, self.head_dim, self.impl, self.deterministic, self.recorded, self.rows, peers, self.means))
 
     @classmethod
     def from_text(cls, text: str) -> LayerSpec:
@@ -78,7 +78,6 @@ class LayerSpec(NamedTuple):
 @remember_plain
 def _from_text(text: str) -> LayerSpec:
     layout, kv_layout, config, scale, dtype, *rest, rows, peers, means = ast.literal_eval(text)
-    fields = {name: function_of(value) if name in ("sampling_type", "budget") else value for name, value in config}
-    return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig(**fields), scale,
+    return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig.from_plain(config), float.fromhex(scale),
                      getattr(torch, dtype.removeprefix("torch.")), *rest, rows=rows, peers=None if peers is None else Peers(*peers),
                      means=means)

@@ -27,14 +27,14 @@ def wan(sharpness: float) -> torch.nn.Module:
 
 def test_the_exact_mass_is_that_of_the_layer(monkeypatch):
     model, call = wan(1 / 6), TINY["wan"].call()
-    masses, layer = [], processor.ssta_layer
+    masses, layer = [], processor.attend
 
     def noted(*args, **options):
         result = layer(*args, **options)
         masses.append(result.exact_mass)
         return result
 
-    monkeypatch.setattr(processor, "ssta_layer", noted)
+    monkeypatch.setattr(processor, "attend", noted)
     with apply_ssta(model, replace(SPARSE, compensation="linear"), schedule=Schedule(dense_layers=(0,))) as handle:
         run(model, call)
         dense, sparse = handle.report()

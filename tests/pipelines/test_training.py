@@ -238,7 +238,7 @@ def test_bad_ramps(options, error, message):
 def test_checkpointing_recomputes_with_the_same_selection(name, config, monkeypatch):
     """The same gradients as without it; and each selection is made once."""
     model, call = TINY[name].build(), TINY[name].call(prompts=(3, 6))
-    layer, given = processor.ssta_layer, []
+    layer, given = processor.attend, []
 
     def noted(*args, **options):
         result = layer(*args, **options)
@@ -247,7 +247,7 @@ def test_checkpointing_recomputes_with_the_same_selection(name, config, monkeypa
 
     with apply_ssta(model, config, schedule=Schedule(dense_layers=(1,))) as handle:
         plain = gradients(model, call)
-        monkeypatch.setattr(processor, "ssta_layer", noted)
+        monkeypatch.setattr(processor, "attend", noted)
         model.enable_gradient_checkpointing(frozen_checkpoint)
         again = gradients(model, call)
         assert plain.keys() == again.keys() and all(torch.equal(again[key], grad) for key, grad in plain.items())
@@ -287,7 +287,7 @@ def test_what_comes_between_forward_and_backward_changes_nothing():
 def test_a_selection_that_would_come_out_otherwise_is_kept(monkeypatch):
     """As from kernels that give other bits the second time: chosen anew, the gradients would be those of other tiles."""
     model, call = TINY["wan"].build(), TINY["wan"].call()
-    layer, calls = processor.ssta_layer, []
+    layer, calls = processor.attend, []
 
     def fickle(query, key, value, layout, config, **options):
         calls.append(0)
@@ -297,7 +297,7 @@ def test_a_selection_that_would_come_out_otherwise_is_kept(monkeypatch):
 
     with apply_ssta(model, TILES, schedule=Schedule()):
         plain = gradients(model, call)
-        monkeypatch.setattr(processor, "ssta_layer", fickle)
+        monkeypatch.setattr(processor, "attend", fickle)
         same = {}
         for function in (None, frozen_checkpoint):
             model.enable_gradient_checkpointing(*([function] if function else []))
