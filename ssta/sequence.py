@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import index
 
 from .checks import require_int, require_triple
 from .kernels.memo import remember_plain
@@ -89,7 +90,8 @@ class TokenLayout:
     @property
     def plain(self) -> tuple[tuple[int, ...], ...]:
         """The segments as plain numbers: (t, h, w) of a video grid, (length,) of a dense run."""
-        return tuple([segment.thw if isinstance(segment, VideoGrid) else (segment.length,) for segment in self.segments])
+        # Of a compiler's symbols their numbers.
+        return tuple([tuple(map(index, segment.thw if isinstance(segment, VideoGrid) else (segment.length,))) for segment in self.segments])
 
     @classmethod
     def from_plain(cls, plain: tuple[tuple[int, ...], ...]) -> TokenLayout:

@@ -159,8 +159,9 @@ class SSTAProcessor:
         to them while k is made, and k while q is, from their projections on where streams have functions for them."""
         shares = self._shares(layout, heads)
         if shares is None:
-            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, tiles=not self.dense)
-        finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms)
+            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl,
+                          tiles=not self.dense)
+        finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
         return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
 
     def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssta.kernels import Deferred, Projection, RMSNorm
-from ssta.kernels.operators import kernels_run, watched
+from ssta.kernels import Deferred, Projection, RMSNorm, choose_backend
+from ssta.kernels.operators import watched
 from ssta.kernels.prologue.deferred import token_rstd
 
 from .rope import apply_rope
@@ -52,7 +52,8 @@ class _Made(NamedTuple):
 
 
 def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
-           norms: Norms = TORCH_NORMS, tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Deferred, Deferred, Deferred]:
+           norms: Norms = TORCH_NORMS, impl: str = "auto",
+           tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Deferred, Deferred, Deferred]:
     """q, k and v ``[B, S, H, D]``, each of its streams one after the other.
 
     One kernel makes each of them where nothing needs a gradient and the modules are of the classes ``norms``, unchanged: it computes as
@@ -65,10 +66,11 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
         heads: H.
         across_heads: whether the norms take all heads of a token at once.
         norms: classes of RMSNorm that the kernel may stand in for; another norm is left to its module.
+        impl: which kernels may run, as ``ssta_attention`` takes it.
         tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
     made = _made(queries, keys, values)
-    if not all(_by_kernel(stream, heads, across_heads, norms) for streams in made for stream in streams):
+    if not all(_by_kernel(stream, heads, across_heads, norms, impl) for streams in made for stream in streams):
         q, k, v = (_by_modules(streams, heads, across_heads) for streams in made)
         return q, k, v
     deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)) for streams in made)
@@ -79,10 +81,11 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
     return q, k, v
 
 
-def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS) -> Tensor | Deferred:
+def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS, impl: str = "auto"
+             ) -> Tensor | Deferred:
     """One of q, k and v by itself, as ``joined`` makes them all: ``[B, S, H, D]``, or deferred where the kernel runs."""
     made, = _made(streams)
-    if not all(_by_kernel(stream, heads, across_heads, norms) for stream in made):
+    if not all(_by_kernel(stream, heads, across_heads, norms, impl) for stream in made):
         return _by_modules(made, heads, across_heads)
     return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in made))
 
@@ -142,10 +145,12 @@ def _normed_and_rotated(stream: _Made, heads: int, across_heads: bool) -> Tensor
     return apply_rope(x, *(of[..., ::step] for of in stream.angles))
 
 
-def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> bool:
+def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms, impl: str) -> bool:
     """Whether the kernel runs here, does what the stream's modules do, and nobody wants a gradient."""
     x, norm, angles = stream
-    if torch.compiler.is_compiling() or not kernels_run(x) or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return False
+    if choose_backend(impl, x.device, x.dtype, x.shape[-1] // heads).by_torch("gather"):
         return False
     tensors = [x, *(angles or ())]
     if norm is not None:

@@ -19,7 +19,7 @@ from ssta.pipelines import Schedule, apply_ssta
 # The compensation is what models get by default that were not trained with SSTA. In halves it has every step that there is.
 LINEAR = SSTAConfig(tile_thw=(2, 4, 4), sparse_type="block_attn", density=0.4, compensation="linear")
 HALVES = replace(LINEAR, compensation_parts=2)
-OPERATORS = {"ssta.block_sparse_attention.default", "ssta.layout_tensors.default"}
+OPERATORS = {"ssta.layer.default"}
 
 
 @pytest.fixture

@@ -31,9 +31,8 @@ NAMES = ["HunyuanVideo", "text", "Mochi", "Wan", "LTX-Video", "RoPE alone", "not
 
 @pytest.fixture
 def by_kernel(monkeypatch):
-    """Triton's kernel also on a CPU, where its interpreter takes over; the list holds what each launch was given."""
+    """What each launch of the kernel was given."""
     launches = []
-    monkeypatch.setattr(streams, "kernels_run", lambda x: x.dtype != torch.float64)
 
     def launch(*args):
         launches.append(args)
@@ -44,10 +43,10 @@ def by_kernel(monkeypatch):
     return launches
 
 
-def materialized(*queries, heads, across_heads=False):
-    """q of these streams; k and v have nothing that a kernel would do."""
+def materialized(*queries, heads, across_heads=False, impl="triton"):
+    """q of these streams, by Triton's kernel also on a CPU, where its interpreter takes over; k and v have nothing that a kernel would do."""
     plain = [Stream(queries[0].projected)]
-    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS)[0]
+    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS, impl=impl)[0]
 
 
 def norm_of(kind, channels, dtype):
@@ -80,22 +79,20 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-# The interpreter does not round to bfloat16 as a GPU does.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_does_what_the_modules_do(by_kernel, monkeypatch, case, dtype):
+# Triton's row takes float16 in the interpreter, which does not round to bfloat16 as a GPU does.
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_the_kernel_does_what_the_modules_do(by_kernel, case, dtype):
     parts = stream_of(case, 37, dtype), stream_of((case[0], case[1], None), 5, dtype)
     for some in (parts, parts[:1]):
         found = materialized(*some, heads=HEADS, across_heads=case[1])
-        with monkeypatch.context() as modules:
-            modules.setattr(streams, "kernels_run", lambda x: False)
-            same(found, materialized(*some, heads=HEADS, across_heads=case[1]))
+        same(found, materialized(*some, heads=HEADS, across_heads=case[1], impl="torch"))
     assert len(by_kernel) == (2 if case[0] is None and case[2] is None else 3) and found.stride() == torch.empty_like(found).stride()
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_one_of_them_by_itself_is_the_same(by_kernel, case):
     parts = stream_of(case, 37, torch.float16), stream_of((case[0], case[1], None), 5, torch.float16)
-    options = dict(heads=HEADS, across_heads=case[1], norms=NORMS)
+    options = dict(heads=HEADS, across_heads=case[1], norms=NORMS, impl="triton")
     assert torch.equal(streams.finished(parts, **options).materialize().transpose(1, 2), streams.joined(parts, parts, parts, **options)[0])
 
 
@@ -122,7 +119,7 @@ def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
     parts = stream_of(case, video, dtype, heads, dim), stream_of((case[0], case[1], None), text, dtype, heads, dim)
     layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
     options = dict(heads=heads, across_heads=case[1])
-    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, norms=NORMS, tiles=True)
+    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, norms=NORMS, impl="triton", tiles=True)
     assert isinstance(q, Deferred) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
     found = q.gather_blocks(layout.source, layout.offsets, layout.num_video_tiles)
     assert found[0].stride()[1:] == (dim, dim * heads, 1), "in the projections' memory order"
@@ -150,14 +147,12 @@ def test_tiles_come_from_the_same_kernel_on_a_gpu(case, padding):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 @pytest.mark.parametrize("heads, dim", [(16, 128), (32, 64), (5, 80)])
-def test_the_kernel_does_what_the_modules_do_on_a_gpu(monkeypatch, case, heads, dim):
+def test_the_kernel_does_what_the_modules_do_on_a_gpu(case, heads, dim):
     for dtype in (torch.bfloat16, torch.float16):
         parts = stream_of(case, 3001, dtype, heads, dim), stream_of((case[0], case[1], None), 77, dtype, heads, dim)
         found, again = (materialized(*parts, heads=heads, across_heads=case[1]) for _ in range(2))
         assert torch.equal(found, again)
-        with monkeypatch.context() as modules:
-            modules.setattr(streams, "kernels_run", lambda x: False)
-            same(found, materialized(*parts, heads=heads, across_heads=case[1]))
+        same(found, materialized(*parts, heads=heads, across_heads=case[1], impl="torch"))
 
 
 def test_deferred_qkv_fits_the_layout():
@@ -189,7 +184,7 @@ def with_forward(norm):
 @pytest.mark.parametrize("change", [with_hook, with_forward, lambda norm: norm.register_forward_pre_hook(lambda module, args: None),
                                     lambda norm: norm.double(), lambda norm: norm.requires_grad_()])
 def test_a_changed_norm_is_called(by_kernel, change):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float32)
+    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
     change(norm)
     out = materialized(Stream(x, norm, angles), heads=HEADS)
     expected = streams.apply_rope(norm(x.unflatten(2, (HEADS, -1))), *(of[..., ::2] for of in angles))
@@ -200,7 +195,7 @@ def test_a_changed_norm_is_called(by_kernel, change):
 
 
 def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float32)
+    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
     for other in (Doubled(DIM, eps=1e-5), nn.LayerNorm(DIM), RMSNorm(DIM, 1e-5, False), RMSNorm(DIM, 1e-5, bias=True), nn.RMSNorm(DIM)):
         materialized(Stream(x, other.to(DEVICE).requires_grad_(False), angles), heads=HEADS)
     materialized(Stream(x.requires_grad_(), norm, angles), heads=HEADS).sum().backward()
@@ -218,25 +213,28 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 
 
 def test_a_norm_that_the_family_does_not_name_is_called(by_kernel):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float32)
+    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
     plain = [Stream(x)]
-    found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS)[0]
+    found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS, impl="triton")[0]
     assert not by_kernel
     same(materialized(Stream(x, norm, angles), heads=HEADS), found)
     assert len(by_kernel) == 1
 
 
 @pytest.mark.parametrize("name", ["hunyuan_video_15", "hunyuan_video", "wan", "wan_vace", "skyreels_v2", "ltx", "mochi", "motif_video"])
-def test_models_give_the_same_either_way(by_kernel, monkeypatch, name):
+def test_models_give_the_same_either_way(by_kernel, name):
     tiny = TINY[name]
-    model, call = tiny.build().to(DEVICE), {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-                                            for name, value in tiny.call().items()}
-    # The first layer densely, so that both ways to the kernel are taken.
-    apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2), schedule=Schedule(dense_layers=(0,)),
-               impl="torch")
-    with torch.no_grad():
-        found = model(**call)[0]
+    model = tiny.build().to(DEVICE)
+    # All parameters: what is kept in float32 is left to the modules. And no buffers: the angles stay in float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    call = {name: value.to(DEVICE, torch.float16 if value.is_floating_point() else value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in tiny.call().items()}
+    found = {}
+    for impl in ("triton", "torch"):
+        # The first layer densely, so that both ways to the kernel are taken.
+        with torch.no_grad(), apply_ssta(model, SSTAConfig(tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), topk=2),
+                                         schedule=Schedule(dense_layers=(0,)), impl=impl):
+            found[impl] = model(**call)[0]
         assert {len(args) for args in by_kernel} == {2, 3}
-        monkeypatch.setattr(streams, "kernels_run", lambda x: False)
-        expected = model(**call)[0]
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (found["triton"] - found["torch"]).abs().max() <= 2e-2 * found["torch"].abs().max()
