@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import spread
 from flashinfer_cases import paged, small_inputs, small_plan
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from interface_oracle import assert_exact, dense
@@ -72,12 +73,14 @@ LIMITS = {
     "causal and soft cap": dict(causal=True, logits_soft_cap=3.0, sm_scale=0.5),
 }
 
+# R, C, M, N
+SIZES = [(1, 1, 5, 12), (4, 4, 18, 24), (16, 1, 40, 20), (3, 16, 8, 64), (16, 16, 32, 48)]
+
 
 @everywhere
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("R, C, M, N", [(1, 1, 5, 12), (4, 4, 18, 24), (16, 1, 40, 20), (3, 16, 8, 64), (16, 16, 32, 48)])
-def test_block_sparse_against_float64(device, dtype, backend, limits, heads, R, C, M, N):
+@pytest.mark.parametrize("limits, sizes, heads", spread(LIMITS, SIZES, [(2, 2), (4, 1)]))
+def test_block_sparse_against_float64(device, dtype, backend, limits, sizes, heads):
+    R, C, M, N = sizes
     indptr, indices = random_bsr(-(-M // R), N // C, device)
     q = torch.randn(M, heads[0], 32, device=device, dtype=dtype)
     k, v = torch.randn(2, N, heads[1], 32, device=device, dtype=dtype).unbind()
@@ -110,7 +113,7 @@ def test_a_causal_order_needs_one_stage(monkeypatch):
     for dtype in (torch.float16, torch.bfloat16):
         for limits in ("causal", "causal and soft cap"):
             for heads in ((2, 2), (4, 1)):
-                test_block_sparse_against_float64("cuda", dtype, "auto", limits, heads, 16, 1, 40, 20)
+                test_block_sparse_against_float64("cuda", dtype, "auto", limits, (16, 1, 40, 20), heads)
 
 
 @everywhere

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
 from ssta.kernels.interfaces import create_sparse_mask, flex_block_attn_func
@@ -13,11 +14,11 @@ def tokens_of(mask, q_block, kv_block):
 
 
 @pytest.mark.parametrize("device, dtype", EVERYWHERE)
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("q_block, kv_block", [(16, 64), (48, 64), (64, 64), (128, 64), (32, 192), (384, 384)])
-@pytest.mark.parametrize("form", ["2-D", "4-D", "4-D shared", "4-D per key head", "3-D"])
-def test_against_float64(device, dtype, heads, q_block, kv_block, form):
-    query_heads, kv_heads = heads
+@pytest.mark.parametrize("form, blocks, heads", spread(
+    ["2-D", "4-D", "4-D shared", "4-D per key head", "3-D"], [(16, 64), (48, 64), (64, 64), (128, 64), (32, 192), (384, 384)],
+    [(1, 1), (4, 2)]))
+def test_against_float64(device, dtype, form, blocks, heads):
+    (q_block, kv_block), (query_heads, kv_heads) = blocks, heads
     nq, nk = max(384 // q_block, 2), max(384 // kv_block, 2)
     shape = {"2-D": (), "4-D": (2, query_heads), "4-D shared": (1, 1), "4-D per key head": (2, kv_heads), "3-D": (query_heads,)}[form]
     mask = torch.rand(*shape, nq, nk, device=device) < 0.5

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
 from ssta.kernels.interfaces import SparseArgs, block_sparse_attn
@@ -38,10 +39,8 @@ def as_dense(attend):
 
 
 @pytest.mark.parametrize("device, dtype", EVERYWHERE)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
-@pytest.mark.parametrize("pack", [None, True, False], ids=["auto", "packed", "apart"])
-def test_against_float64(device, dtype, heads, sizes, pack):
+@pytest.mark.parametrize("sizes, heads, pack", spread(SIZES, [(2, 2), (4, 2), (8, 1)], [None, True, False]))
+def test_against_float64(device, dtype, sizes, heads, pack):
     q_block, k_block, q_len, kv_len = sizes
     q, k, v = inputs(q_len, kv_len, *heads, device, dtype)
     nq, nk = -(-q_len // q_block), -(-kv_len // k_block)
