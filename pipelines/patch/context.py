@@ -51,9 +51,10 @@ class ModelContext:
     Canvas and step belong to a forward, and a forward runs in one thread, so each thread has its own: one model may be called from several
     threads at once. (Not a context variable, because torch.compile reads a ``threading.local`` and guards it, and breaks its graph at the
     other.) They stay until the thread's next forward begins, because gradient checkpointing recomputes attention after the forward has
-    returned. On a GPU autograd does that in a thread of its own, which takes those of the last forward that began anywhere. So with
-    checkpointing, a forward's backward must come before another forward of another canvas or step: on a GPU in any thread, on a CPU
-    in the same one. ``training.frozen_checkpoint`` has no such rule: it gives each recomputation the state of its forward.
+    returned, on a GPU in a thread of autograd's. diffusers' default checkpointing is told each recomputation's own state
+    (``recomputation``), and ``training.frozen_checkpoint`` keeps it. With any other function for checkpointing, a thread without a forward
+    takes the state of the last one that began anywhere, so that a forward's backward must come before another forward of another canvas or
+    step.
     """
 
     def __init__(self, model: nn.Module, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..ranks.token_order import channels_side_by_side, first_blocks
 from .context import ModelContext
 from .family import Family, Site
 from .processor import SSTAProcessor
+from .recomputation import forget_recomputations, resume_recomputations
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"
@@ -123,6 +125,7 @@ def install(
             module.processor = replacement
         hooks = installation.hooks
         hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
+        hooks.append(model.register_forward_pre_hook(partial(resume_recomputations, context)))
         hooks.append(model.register_forward_hook(context.finish))
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
@@ -155,6 +158,7 @@ def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> No
         module.processor = original
     for hook in installation.hooks:
         hook.remove()
+    forget_recomputations(model)
     # Without blocks that were deleted since.
     modules = dict(model.named_modules()) if installation.added else {}
     for name in installation.added:

@@ -107,7 +107,7 @@ def test_a_copy_of_a_patched_model_lives_on_its_own():
     handle = apply_ssta(model, SPARSE)
     sparse, other = run(model), run(model, **inputs((2, 5, 5)))
     twin = copy.deepcopy(model)
-    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks) == 1
+    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks) == 2
     # Each keeps its own canvas, whichever ran last.
     assert torch.equal(run(twin, **inputs((2, 5, 5))), other)
     assert torch.equal(run(model), sparse)

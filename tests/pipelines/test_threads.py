@@ -116,6 +116,32 @@ def test_checkpointing_recomputes_with_the_canvas_and_step_of_its_forward(elsewh
             assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpointing_recomputes_each_of_two_forwards_with_its_own(elsewhere):
+    """Whichever came last: of another canvas with as many tokens, or of another step."""
+    model = TINY["wan"].build(layers=2).train()
+    calls = [TINY["wan"].call(CANVASES[0]) | {"timestep": torch.tensor([900.0])}, *(TINY["wan"].call(thw) for thw in CANVASES[::-1])]
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = sum(model(**call)[0].square().sum() for call in calls)
+        if elsewhere:
+            thread = threading.Thread(target=loss.backward)
+            thread.start(), thread.join()
+        else:
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
+        plain = gradients()
+        model.enable_gradient_checkpointing()
+        default = model._gradient_checkpointing_func
+        for ours, expected in zip(gradients(), plain, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    # Nothing stays behind.
+    assert model._gradient_checkpointing_func is default
+
+
 def test_checkpointing_in_two_threads_whose_backwards_run_there():
     """On a CPU the backward runs in its caller's thread, which knows its own forward."""
     model = TINY["wan"].build(layers=2).train()
