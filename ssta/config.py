@@ -18,9 +18,9 @@ from .scoring import RULES
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
 COMPENSATIONS = ("none", "linear")
 PAD_TYPES = ("none", "zero", "repeat")
-# Each is a mean of its own for every tile.
+# A tile has a mean for each cell.
 MOST_CELLS = 4096
-# Of the budget, where neither topk nor density is given.
+# Tiles of the budget where neither topk nor density is given.
 TOPK = 64
 
 
@@ -77,7 +77,7 @@ class SSTAConfig:
     compensation: str = "none"
     compensation_parts: int = 1
     variants: tuple[tuple[int, Mapping[str, object]], ...] = ()
-    # What for_canvas gives up to so many frames, and beyond them all.
+    # The variants' configurations with their max_frames, and the one for more frames than any variant has.
     _resolved: tuple[tuple[int, SSTAConfig], ...] = field(init=False, repr=False, compare=False)
     _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
     # Every call of a layer looks itself up by it.

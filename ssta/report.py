@@ -215,8 +215,8 @@ def explain(
 
 
 def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
-    """Of shares ``[B, H, N]`` that were computed exactly, as a ``LayerResult`` has them: (how many of the B x H heads have no estimate, how
-    many there are). Synchronises the device."""
+    """(How many of the B x H heads have no estimate, B x H), from ``LayerResult.exact_mass``, ``[B, H, N]``, which is NaN for such heads.
+    Synchronises the device."""
     without = exact_mass.isnan().any(2)
     return int(without.sum()), without.numel()
 

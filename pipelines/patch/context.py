@@ -72,7 +72,7 @@ class ModelContext:
         self.parallel = Parallelism(model, family)
         # Whether all ranks are asked, once a generation, if they do the same.
         self.check_ranks = False
-        # What `SSTAProcessor.around` gave: a forward asks for the same in every layer.
+        # Layouts that `SSTAProcessor.around` made: a forward asks for the same one in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
         self._progress = progress
         self._count = _StepCount()

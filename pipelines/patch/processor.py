@@ -40,7 +40,7 @@ _LAYOUTS_KEPT = 16
 
 
 class _LastRun(NamedTuple):
-    """What an attention leaves for the report."""
+    """A layer's last attention, for the report."""
 
     dense: bool
     backend: str | None  # of diffusers, where that attended
@@ -340,7 +340,7 @@ class SSTAProcessor:
 
     @property
     def exact_mass(self) -> Tensor | None:
-        """Of what ran last, on the CPU: the share of the softmax mass that was computed exactly, ``[B, heads, tiles]``, of this rank's
+        """The share of the softmax mass that was computed exactly in what ran last, on the CPU: ``[B, heads, tiles]``, of this rank's
         heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
         run = self._last
         return None if run is None or run.exact_mass is None or is_fake(run.exact_mass) else run.exact_mass.cpu()

@@ -142,3 +142,11 @@ def test_its_registry_entry_is_of_this_version():
     assert f'version = "{ssta.__version__}"' in text and "[tool.comfy]" in text and "dependencies = []" in text
     # ComfyUI's manager installs what this file names, from PyPI.
     assert not (PACK / "requirements.txt").exists()
+
+
+def test_without_the_library_the_pack_says_where_it_comes_from(monkeypatch):
+    spec = importlib.util.spec_from_file_location("pack_without_library", PACK / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="`python -m pip install .` in a checkout of SSTA"):
+        spec.loader.exec_module(module)

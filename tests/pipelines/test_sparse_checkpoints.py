@@ -209,6 +209,11 @@ def test_weights_that_do_not_fit_say_what_was_found(method):
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             applied(method, model, wrong)
+    with pytest.raises(ValueError, match=f"weights' {first} must have values, got a tensor on the meta device"):
+        applied(method, model, {name: x.to("meta") for name, x in weights.items()})
+    for made, layout in ((weights[first].to_sparse(), "sparse_coo"), (weights[first].to_mkldnn(), "_mkldnn")):
+        with pytest.raises(TypeError, match=f"weights' {first} must be a dense, strided tensor, got torch.{layout}"):
+            applied(method, model, weights | {first: made})
     assert not any(hasattr(block.attn1, module) for block in model.blocks) and not any("ssta" in name for name in vars(model))
 
 

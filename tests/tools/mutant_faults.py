@@ -94,6 +94,18 @@ FAULTS = (
     Fault("portable: dK of the tail without the covariances", "kernels/portable/tail_backward.py",
           "        new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)\n", "",
           ("tests/kernels/test_tail_backward.py",)),
+    Fault("torch: the mixture without damping", "kernels/eager/tail.py",
+          " * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()", "", ("tests/kernels/test_tail.py",)),
+    Fault("torch: the merged share of the tail grows by 0.5 %", "kernels/eager/tail.py",
+          "    merged = exact[..., None] * _where_some(exact, out.to(tail.dtype)) + of_tail[..., None] * tail\n",
+          "    merged = exact[..., None] * _where_some(exact, out.to(tail.dtype)) + 1.005 * of_tail[..., None] * tail\n",
+          ("tests/kernels/test_tail.py",)),
+    Fault("torch: h is the whole variance", "kernels/eager/tail.py",
+          "    half_variance = 0.5 * scale**2 *", "    half_variance = scale**2 *", ("tests/kernels/test_tail.py",)),
+    Fault("torch: dK of the tail without the covariances", "kernels/eager/tail.py",
+          "blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)\n",
+          "blocks.deviations(v.to(wide), v_mean, order, sound), 0 * dcovariance.mT)\n",
+          ("tests/kernels/test_tail_backward.py::test_plain_torch_has_the_gradients_of_the_formulas",)),
 
     # Tiles
     Fault("tokens come back from a neighbour's slot on grids of odd width", "ssta/layout.py",

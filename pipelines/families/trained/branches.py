@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
+from ssta.kernels.checks import require_strided
 from ssta.kernels.routing import require_impl
 
 from ...patch.apply import SSTAHandle, install_all, transformers_of
@@ -140,6 +141,9 @@ def _layer(module: Any, parameters: list[tuple[str, Tensor | None]], branch: Bra
         if tuple(x.shape) != shape or not x.is_floating_point():
             raise ValueError(f"weights' {name} must be a floating-point tensor of shape {shape} for this model, got {x.dtype} of shape "
                              f"{tuple(x.shape)}")
+        require_strided(f"weights' {name}", x)
+        if x.is_meta:
+            raise ValueError(f"weights' {name} must have values, got a tensor on the meta device, as init_empty_weights makes them")
         # Quantised weights say nothing of what is computed in; norms are not quantised.
         dtype = like.dtype if like.dtype in _COMPUTED else module.norm_q.weight.dtype
         own = x.detach().to(like.device, dtype, copy=True).contiguous()
