@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..sequence import TokenLayout
 from ..spec import Peers
-from .exchange import Deals, Incoming, ToTokens, packet_slots, send_packets, send_tokens
+from .exchange import Incoming, ToTokens, packet_slots, send_packets, send_tokens
 from .group import resolve_group, settle
 from .runs import Division, deal, runs_of
 from .shares import Exchange, Sent, sent_apart

@@ -14,7 +14,6 @@ from parallel_mistakes import errors, errors_of_one, facts, rings_refuse
 from ssta import DenseRun, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.layer import Layer
-from ssta.op import attend
 from ssta.ranks import Shards
 from ssta.ranks.exchange import Incoming
 from ssta.ranks.layer import attend_shared

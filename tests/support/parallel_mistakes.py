@@ -8,7 +8,6 @@ from parallel_inputs import MIXED, TEXT, WAN, config, inputs, local, mask, refus
 
 from ssta import TokenLayout, ssta_attention
 from ssta.kernels import Deferred, Projection
-from ssta.op import attend as ssta_layer
 from ssta.ranks import Shards, check_ranks
 from ssta.ranks.layer import attend_shared
 from ssta.ranks.rings import Rings
