@@ -82,8 +82,8 @@ class Row:
 
     Args:
         name: as ``impl`` names it.
-        functions: by name of a field of ``Backend``, "module:function" below ssta.kernels, imported when first chosen; "name=module:function"
-            after it is an argument that the function is given.
+        functions: by name of a field of ``Backend``, "module:function" below ssta.kernels, imported when first chosen;
+            "name=module:function" after it is an argument that the function is given.
         cannot: why none of them can run, or None.
     """
 
@@ -149,10 +149,11 @@ class Backend:
             ``[1, 1, N]`` for all alike; of equal scores the first is better, NaN counts as -inf. active ``[B, T]`` or ``[B, 1, T]``, not 0
             where a block is active: one that is not attends only to itself, and no other to it; needs T = T'. beyond: k_per_row counts
             blocks that are not forced, instead of the best whether forced or not.
-        valid_lengths: ``(valid, runs, before, lengths, least) -> int32 [B, 1, T]``: what of each block is left where in its run only so many
-            tokens count as are valid, the first ones. valid: bool ``[B, L]`` of all runs, one after another; runs: int32 ``[2, T]``, where
-            each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the block,
-            far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at least.
+        valid_lengths: ``(valid, runs, before, lengths, least) -> int32 [B, 1, T]``: what of each block is left where in its run only so
+            many tokens count as are valid, the first ones. valid: bool ``[B, L]`` of all runs, one after another; runs: int32 ``[2, T]``,
+            where each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the
+            block, far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at
+            least.
         estimate, combine, combine_backward: see ``eager.tail``.
     """
 

@@ -1,7 +1,8 @@
 """What is remembered: a bounded dict, and two decorators of pure functions.
 
-The rule: what is kept can be found again, so every memory is bounded and drops one entry where another comes. Nothing keeps a process group,
-a model or a tensor of a caller's. Tensors that a torch.compile trace or a CUDA graph's capture makes belong to the graph and are not kept.
+The rule: what is kept can be found again, so every memory is bounded and drops one entry where another comes. Nothing keeps a process
+group, a model or a tensor of a caller's. Tensors that a torch.compile trace or a CUDA graph's capture makes belong to the graph and are not
+kept.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def ssta_attention(
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype; with ``return_blocks`` also BlockLists. Differentiable in query, key and value, once, and not under
-        torch.func or in forward mode; the selection is a constant.
+        ``[B, H, S, D]`` in query's dtype; with ``return_blocks`` also BlockLists. Differentiable in query, key and value, once, and not
+        under torch.func or in forward mode; the selection is a constant.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.

@@ -40,8 +40,8 @@ class SSTAConfig:
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
         sampling_type: "similarity", "importance", "error" (the estimated softmax mass of a tile times how far its estimate is off, for each
-            of its tokens, see ``ssta.kernels.eager.tail``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from float32
-            ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
+            of its tokens, see ``ssta.kernels.eager.tail``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from
+            float32 ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
             floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given. None = "error" with a
             compensation, else "similarity".
         pad_type: "none" computes on real tokens only; "zero" and "repeat" pad partial tiles as published checkpoints did.
@@ -251,13 +251,16 @@ _FUNCTIONS: list[Callable] = []
 _PROCESS = uuid4().hex
 
 
-@torch.compiler.assume_constant_result
 def _number_of(function: Callable) -> int:
     for number, known in enumerate(_FUNCTIONS):
         if known is function:
             return number
     _FUNCTIONS.append(function)
     return len(_FUNCTIONS) - 1
+
+
+# What torch.compiler.assume_constant_result does, without the whole compiler, which that loads.
+_number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plain(value: object) -> object:
@@ -273,5 +276,6 @@ def _from_plain(value: Any) -> Any:
     if value[0] == "float":
         return float.fromhex(value[1])
     if value[2] != _PROCESS:
-        raise ValueError(f"sampling_type and budget must be named ones in a program that another process runs, got function number {value[1]}")
+        raise ValueError("sampling_type and budget must be named ones in a program that another process runs, got function number "
+                         f"{value[1]}")
     return _FUNCTIONS[value[1]]

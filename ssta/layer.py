@@ -113,8 +113,9 @@ class Layer:
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim, config.compensation_parts)
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
-        self.rule = rule_of(config, self) if config.selected_by != "sta" and self.tiles.num_video_tiles and self.kv_tiles.num_video_tiles else None
-        self.estimates = config.compensation != "none" and self.tiles.num_video_tiles > 0 and self.kv_tiles.num_video_tiles > 0
+        choices = self.tiles.num_video_tiles > 0 and self.kv_tiles.num_video_tiles > 0
+        self.rule = rule_of(config, self) if config.selected_by != "sta" and choices else None
+        self.estimates = config.compensation != "none" and choices
         self.moves = self.tiles.moves or self.kv_tiles.moves
         self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
         self._routes: dict[tuple, Route] = Kept(64)
@@ -211,8 +212,8 @@ class Layer:
         out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
-        share, *kept = self.backend.combine(out, lse, q, k, v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile, blocks.counts,
-                                            blocks.indices, estimates, spec.scale, spec.recorded)
+        share, *kept = self.backend.combine(out, lse, q, k, v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
+                                            blocks.counts, blocks.indices, estimates, spec.scale, spec.recorded)
         share = self.backend.exact_mass(share, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, share, Tail(*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q)
 

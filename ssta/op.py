@@ -66,7 +66,8 @@ def attend(
         selection: attend to what an earlier call with the same layouts, config and text_mask selected, instead of selecting anew.
         rows: the only queries to be computed, as ``LayerSpec`` has them; out is then of these.
         peers: the ranks that have the other heads.
-        returned: gives for the queries' tiles the int64 slots that out consists of, in its order; None = the sequence's. Without a gradient.
+        returned: gives for the queries' tiles the int64 slots that out consists of, in its order; None = the sequence's. Without a
+            gradient.
         means: give the means of the video tiles too; differentiable.
     """
     if isinstance(query, Tensor) and query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
@@ -114,8 +115,8 @@ def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, opti
 
 
 class _Recorded(torch.autograd.Function):
-    """A layer's run with a gradient, for tensors that nobody watches: the operators without the dispatcher, which takes longer than all else
-    before a launch."""
+    """A layer's run with a gradient, for tensors that nobody watches: the operators without the dispatcher, which takes longer than all
+    else before a launch."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layer: Layer, text_mask: Tensor | TextMask | None,
@@ -149,8 +150,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Tensor | None, device: torch.device | str) -> list[Tensor]:
-    """Uninitialised tensors such as the operator ``layer`` returns, on ``device``: out, counts, indices, lengths, useful, exact mass, offsets
-    of the queries' and of the keys' tiles, the tiles' means, and the tape.
+    """Uninitialised tensors such as the operator ``layer`` returns, on ``device``: out, counts, indices, lengths, useful, exact mass,
+    offsets of the queries' and of the keys' tiles, the tiles' means, and the tape.
 
     Args:
         given: the counts of a selection to attend to.
@@ -159,7 +160,8 @@ def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Te
     cut, kv_cut = (cut_of(tokens, config.tile_thw, config.pad_type) for tokens in (spec.layout, spec.kv_layout))
     wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     video, kv_video, parts = cut.num_video_tiles, kv_cut.num_video_tiles, config.compensation_parts
-    chooses, estimates = config.selected_by != "sta" and video > 0 and kv_video > 0, config.compensation != "none" and video > 0 and kv_video > 0
+    choices = video > 0 and kv_video > 0
+    chooses, estimates = config.selected_by != "sta" and choices, config.compensation != "none" and choices
     masked = text_mask is not None and bool(kv_cut.dense)
     whole = masked and config.pad_type != "none"
 

@@ -29,8 +29,8 @@ class Selection:
         scores: float32 ``[B, H, N, K]``, of key tiles (columns) for query tiles; H = 1 where heads share. None where nothing is chosen
             ("sta", or no video), or where scores were not to be kept.
         budget: what each query tile got; None where scores are.
-        kept: bool ``[B, H, N, K]``: the tiles that the budget kept, whether or not the window has them too, which with a density it does not;
-            None where scores are.
+        kept: bool ``[B, H, N, K]``: the tiles that the budget kept, whether or not the window has them too, which with a density it does
+            not; None where scores are.
         useful: bool ``[B, H]``, the heads whose unselected tiles are estimated, which calls that attend to this selection again need not
             find out; None = all, or none where nothing is estimated.
     """
@@ -127,8 +127,8 @@ def fixed_tiles(tiles: TileLayout, kv_tiles: TileLayout, kernel_thw: tuple[int, 
 
 
 def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend: Backend) -> tuple[Tensor | None, Tensor | None]:
-    """(active, lengths) of a mask over ``tiles``' dense runs, as ``Backend.select`` and ``BlockLists`` take them: with padding a tile counts
-    whole or not at all, without it the invalid tokens of a tile are neither attended to nor computed.
+    """(active, lengths) of a mask over ``tiles``' dense runs, as ``Backend.select`` and ``BlockLists`` take them: with padding a tile
+    counts whole or not at all, without it the invalid tokens of a tile are neither attended to nor computed.
 
     Args:
         text_mask: checked; None = every token is valid.

@@ -77,8 +77,8 @@ class TextMask:
         return self._view("whole", lambda: TextMask(self.in_sequence, runs))
 
     def left(self, layout: TileLayout, backend: Backend) -> Tensor:
-        """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are. With padding
-        a run without valid tokens counts as one with one, as published."""
+        """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are. With
+        padding a run without valid tokens counts as one with one, as published."""
         places = tile_places(layout)
         return self._view(layout, lambda: backend.valid_lengths(self.valid, places.ends, places.starts, layout.lengths,
                                                                 int(layout.padding != "none")))

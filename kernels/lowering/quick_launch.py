@@ -204,7 +204,8 @@ class Launches:
             others: contiguous tensors of one dtype each, of which the sizes alone make a difference; at least one where an x is None.
             options: numbers.
         """
-        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in xs], *[(x.shape, x.get_device()) for x in others], options)
+        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in xs],
+               *[(x.shape, x.get_device()) for x in others], options)
         settled = self.kinds.get(key)
         if settled is None:
             settled = self.kinds[key] = self.settle(xs, others, *options)

@@ -91,10 +91,3 @@ class Deferred:
     @property
     def _first(self) -> Tensor:
         return self.projections[0].x
-
-
-def token_rstd(x: Tensor, eps: float) -> Tensor:
-    """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``, by Triton's kernel."""
-    from .norm_rope_kernel import token_rstd
-
-    return token_rstd(x, eps)

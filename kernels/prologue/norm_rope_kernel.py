@@ -168,7 +168,7 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
 
 
 def token_rstd(x: Tensor, eps: float) -> Tensor:
-    """``kernels.prologue.deferred.token_rstd``."""
+    """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     rstd = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)

@@ -15,14 +15,21 @@ class RMSNorm:
         weight: ``[D]``, or ``[H, D]`` where heads differ.
         eps: added to the mean.
         casts_before_weight: x is rounded to its dtype before the weight too.
-        rstd: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, from ``token_rstd``, where its heads share one mean. None: the
-            mean is over a head.
+        rstd: float32 ``[B, S]``: 1 / sqrt(mean + eps) of every token, where its heads share one mean, as ``across_heads`` makes it.
+            None: the mean is over a head.
     """
 
     weight: Tensor
     eps: float
     casts_before_weight: bool = False
     rstd: Tensor | None = None
+
+    @classmethod
+    def across_heads(cls, x: Tensor, weight: Tensor, eps: float, casts_before_weight: bool = False) -> RMSNorm:
+        """For x ``[B, H, S, D]``, with one mean over all heads of a token."""
+        from .norm_rope_kernel import token_rstd
+
+        return cls(weight, eps, casts_before_weight, token_rstd(x, eps))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
 
 
 def _settle_gather(xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> Settled:
-    (q, k, v), (source, offsets) = xs, others
+    (q, k, _), (source, offsets) = xs, others
     outs = [new_tokens(x, len(source)) for x in xs]
     means = [x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
     batch, heads, _, dim = q.shape

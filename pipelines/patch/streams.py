@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ssta.kernels import Deferred, Projection, RMSNorm, choose_backend
 from ssta.kernels.operators import watched
-from ssta.kernels.prologue.deferred import token_rstd
 
 from .rope import apply_rope
 
@@ -118,8 +117,8 @@ def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> 
     norm: Any = stream.norm
     x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
-        weight, rstd = (norm.weight.view(heads, -1), token_rstd(x, norm.eps)) if across_heads else (norm.weight, None)
-        norm = RMSNorm(weight, norm.eps, norms[type(norm)], rstd)
+        casts = norms[type(norm)]
+        norm = RMSNorm.across_heads(x, norm.weight.view(heads, -1), norm.eps, casts) if across_heads else RMSNorm(norm.weight, norm.eps, casts)
     angles = None
     if stream.angles is not None:
         cos, sin = (of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)

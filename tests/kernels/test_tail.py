@@ -122,7 +122,8 @@ def test_what_is_not_finite_stays_where_it_is(parts):
     case.k[0, 0, 45, 3], case.v[0, 1, 90, 2], case.q[0, 0, 60, 1] = torch.nan, torch.inf, torch.nan
     results, _, estimates = check(case, case.lists(eye))
     bad = estimates.log_count.isneginf().unflatten(-1, (4, parts)).all(-1)
-    assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]] and (case.scores(estimates)[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
+    assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]]
+    assert (case.scores(estimates)[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
     rows = results[0].isnan().any(-1).nonzero().tolist()
     # Rows of text attend to all that is listed.
     assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)

@@ -34,8 +34,9 @@ def selected_tiles(q, k, parts, kv_parts, config):
     # From the last one backwards, grids of the same size are the same.
     shift = len(kv_grids) - len(grids)
     same = {i: shift + i for i, grid in enumerate(grids) if shift + i >= 0 and kv_grids[shift + i] == grid}
-    window = [[config.selected_by != "block_attn" and a.grid in same and oracle.in_window(replace(a, grid=same[a.grid]), b, config.kernel_thw)
-               for b in kv_tiles[:m]] for a in tiles[:n]]
+    windows = {} if config.selected_by == "block_attn" else same
+    window = [[a.grid in windows and oracle.in_window(replace(a, grid=windows[a.grid]), b, config.kernel_thw) for b in kv_tiles[:m]]
+              for a in tiles[:n]]
     mask, clear = torch.ones(*q.shape[:2], len(tiles), len(kv_tiles), dtype=torch.bool), True
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
@@ -123,7 +124,8 @@ def test_the_same_sequence_said_twice_is_one():
 
 @pytest.mark.slow
 def test_in_one_graph_and_by_kernels():
-    layout, kv_layout, config = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5]), SSTAConfig(tile_thw=(1, 2, 3), density=0.4)
+    layout, kv_layout = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5])
+    config = SSTAConfig(tile_thw=(1, 2, 3), density=0.4)
     q, k, v = (torch.randn(1, 2, of.length, 16, dtype=torch.float16).requires_grad_() for of in (layout, kv_layout, kv_layout))
 
     def call(q, k, v, impl="torch"):

@@ -108,9 +108,10 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
 
 
-def estimate(dim: int, dtype: torch.dtype, parts: int) -> None:
+def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> None:
     """What stands in for blocks that no list names, and its gradients."""
-    from ssta.kernels import BlockLists, tail, tail_op
+    from ssta.kernels import BlockLists, tail
+    from ssta.kernels.backend import Where, choose
     from ssta.kernels.portable import tail as portable
 
     # All heads at once: one by one they would be compiled again, with other alignments.
@@ -119,21 +120,21 @@ def estimate(dim: int, dtype: torch.dtype, parts: int) -> None:
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     offsets = torch.arange(0, 512, 128, dtype=torch.int32)
     shape = offsets, 3, 128
-    found = tail_op.estimate_blocks(q, k, v, *shape, scale=1.0, parts=parts, kernels=True)
-    found.scores()
-    result, lse, _ = tail_op.add_tail(out.requires_grad_(), torch.zeros(1, 2, 384), q, k, v, *shape, blocks, found, scale=1.0, owned=False,
-                                      kernels=True)
-    torch.autograd.grad((result, lse), out, (torch.zeros_like(result), torch.zeros_like(lse)))
+    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim, parts))
+    found = steps.estimate(q, k, v, *shape, 1.0, parts)
+    steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
+    lse = torch.zeros(1, 2, 384)
+    _, tail_lse, bias, mixture = steps.combine(out, lse, q, k, v, *shape, blocks.counts, blocks.indices, found, 1.0, True)
+    steps.combine_backward(q, lse, out, lse, out, lse, tail_lse, q, k, v, offsets, bias, mixture, found.log_count, found.order,
+                           found.k_mean, found.v_mean, 128, 1.0)
 
 
 def estimate_on_hopper(dim: int) -> None:
     """The same where tensors seem to be on a Hopper GPU."""
-    from ssta.kernels import tail_op
-
     multiply = torch.bmm
-    with (patch.object(tail_op, "capability", lambda _: (9, 0)), patch.object(torch.Tensor, "is_cuda", True),
+    with (patch.object(torch.Tensor, "is_cuda", True),
           patch.object(torch, "bmm", lambda a, b, out_dtype=None: multiply(a.float(), b.float()).to(out_dtype or a.dtype))):
-        estimate(dim, torch.bfloat16, 1)
+        estimate(dim, torch.bfloat16, 1, hopper=True)
 
 
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
