@@ -118,7 +118,8 @@ def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> 
     x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
         casts = norms[type(norm)]
-        norm = RMSNorm.across_heads(x, norm.weight.view(heads, -1), norm.eps, casts) if across_heads else RMSNorm(norm.weight, norm.eps, casts)
+        weight, eps = norm.weight, norm.eps
+        norm = RMSNorm.across_heads(x, weight.view(heads, -1), eps, casts) if across_heads else RMSNorm(weight, eps, casts)
     angles = None
     if stream.angles is not None:
         cos, sin = (of.transpose(-3, -2).expand(-1 if of.dim() == 4 else 1, -1, -1, -1) for of in stream.angles)

@@ -10,7 +10,7 @@ from ranks import on_ranks, values_of
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
-from ssta.kernels.prologue.deferred import token_rstd
+from ssta.kernels.prologue.norm_rope_kernel import token_rstd
 from ssta.ranks import Run, Shards, check_ranks, deal, exchange
 from ssta.ranks.group import told
 

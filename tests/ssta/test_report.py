@@ -199,7 +199,7 @@ def test_bad_input(change, error, message):
 @pytest.mark.parametrize("shape", [(0, 2, 32, HEAD_DIM), (1, 0, 32, HEAD_DIM), (1, 2, 32, 0)])
 def test_nothing_cannot_be_explained(shape):
     q, k = torch.zeros(shape), torch.zeros(shape[0], 2, *shape[2:])
-    with pytest.raises(ValueError, match=r"query must have (values to explain|at least one head), got shape \(|head_dim must be at least 1"):
+    with pytest.raises(ValueError, match=r"query must have (values to explain|at least one head), got|head_dim must be at least 1"):
         explain(q, k, GRID, **ALONE)
 
 
