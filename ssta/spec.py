@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,7 +78,8 @@ class LayerSpec(NamedTuple):
 
 @remember_plain
 def _from_text(text: str) -> LayerSpec:
-    layout, kv_layout, config, scale, dtype, *rest, rows, peers, means = ast.literal_eval(text)
-    return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig.from_plain(config), float.fromhex(scale),
-                     getattr(torch, dtype.removeprefix("torch.")), *rest, rows=rows, peers=None if peers is None else Peers(*peers),
-                     means=means)
+    plain: Any = LayerSpec(*ast.literal_eval(text))
+    return plain._replace(
+        layout=TokenLayout.from_plain(plain.layout), kv_layout=TokenLayout.from_plain(plain.kv_layout),
+        config=SSTAConfig.from_plain(plain.config), scale=float.fromhex(plain.scale),
+        dtype=getattr(torch, plain.dtype.removeprefix("torch.")), peers=None if plain.peers is None else Peers(*plain.peers))

@@ -23,7 +23,7 @@ def test_layer_end_to_end(bench, tmp_path):
     with (tmp_path / "mine.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
-              "linear": ["tile", "estimate", "select", "attend", "combine", "untile", "total"]}
+              "linear": ["tile", "estimate", "score", "select", "attend", "combine", "untile", "total"]}
     expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "parts") for stage in stages["linear"]),
                 *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
     assert [(row["padding"], row["compensation"], row["stage"]) for row in rows] == expected
