@@ -89,7 +89,7 @@ _routes: dict[tuple, Route] = Kept(1024)
 def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, impl: str) -> tuple | None:
     """All that checks and routing look at, for plain tensors that nobody watches, outside of autocast; else None."""
     # Whatever is asked of a tensor costs a tenth of a microsecond, and there are fifty checks.
-    if torch.compiler.is_compiling() or not (type(q) is type(k) is type(v) is Tensor and type(blocks) is BlockLists and type(impl) is str):
+    if not (type(q) is type(k) is type(v) is Tensor and type(blocks) is BlockLists and type(impl) is str):
         return None
     if watched(q, k, v) or torch.is_autocast_enabled(q.device.type):
         return None
@@ -142,8 +142,8 @@ def _attend(
     route = None if key is None else _routes.get(key)
     if route is None:
         name = require_impl(impl)
-        # A compiled graph asks the GPU when it runs, in the operator.
-        if not torch.compiler.is_compiling():
+        # Who watches sees an operator, which asks the GPU when it runs.
+        if not watched(q, k, v):
             route = route_of(name, q, k, blocks, causal)
             name = route.name
             if route.slow_fallback:
@@ -152,8 +152,8 @@ def _attend(
             from .reference import reference_attention
 
             return reference_attention(q, k, v, blocks, scale, causal)
-        if route is None or key is None and watched(q, k, v):
-            return _operate(name, route, q, k, v, blocks, scale, causal, deterministic, needs_grad)
+        if route is None:
+            return _operate(name, q, k, v, blocks, scale, causal, deterministic, needs_grad)
         if key is not None:
             _routes[key] = route
     if needs_grad:
@@ -162,19 +162,18 @@ def _attend(
     return run_forward(route, q, k, v, blocks, scale, causal)
 
 
-def _operate(name: str, route: Route | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
-             deterministic: bool, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the operator, for all who watch; ``route`` is None while torch.compile traces."""
+def _operate(name: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool,
+             needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator, for all who watch."""
     refuse_forward_mode(q=q, k=k, v=v)
-    transposes = needs_grad and (_may_transpose(name, q, k, blocks, causal) if route is None else route.needs_transpose)
     # The transpose is an input of the operator, so that lists used by many layers are transposed once.
-    flipped = transposed(blocks, k.shape[2]) if transposes else None
+    flipped = transposed(blocks, k.shape[2]) if needs_grad and _may_transpose(name, q, k, blocks, causal) else None
     return attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
                               float(scale), causal, deterministic, name)
 
 
 def _may_transpose(name: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> bool:
-    """``Route.needs_transpose`` where torch.compile traces and no Route is made: whatever kernels a GPU has, but for compacted keys."""
+    """``Route.needs_transpose`` where no Route is made: whatever kernels a GPU has, but for compacted keys."""
     if name == "torch" or name == "auto" and q.device.type == "cpu":
         return False
     facts = PatternFacts.of(blocks)

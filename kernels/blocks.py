@@ -13,6 +13,7 @@ from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
 from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
 from .checks import require_int, require_mask
+from .memo import traced
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
@@ -156,7 +157,7 @@ class BlockLists:
         """Starts and sizes of an axis' blocks. Where no one writes to the fields, they are computed once: five small launches each time
         would be a third of a layer's host time."""
         kept = self._bounds
-        if kept is None or torch.compiler.is_compiling():
+        if kept is None:
             return block_bounds(offsets, lengths, blocks, tokens, longest, self.device)
         # Axes that share their offsets and lengths share these.
         key = (offsets is self.q_offsets and lengths is self.q_lengths, blocks, tokens, longest)
@@ -304,7 +305,7 @@ class BlockLists:
     def transpose(self) -> BlockLists:
         """Which query blocks attend to each key block. Computed once; the backward pass of dK and dV iterates over it."""
         # A compiled graph keeps nothing between calls, and cannot enter the lock of a cached property.
-        return self._flip() if torch.compiler.is_compiling() else self._flipped
+        return self._flip() if traced() else self._flipped
 
     @cached_property
     def _flipped(self) -> BlockLists:

@@ -112,7 +112,7 @@ def remember_plain(make: Callable) -> Callable:
 
     @wraps(make)
     def remembered(*key):
-        if torch.compiler.is_compiling():
+        if traced():
             return make(*key)
         typed = (key, *map(type, key))
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels.checks import require_int
+from .kernels.memo import traced
 
 # Beyond it no index of a token fits into 32 bits.
 LARGEST = 2**31 - 1
@@ -72,7 +73,7 @@ def require_function(name: str, function: Callable, *arguments: str) -> Callable
     Raises:
         TypeError: it cannot.
     """
-    if torch.compiler.is_compiling():
+    if traced():
         return function
     try:
         parameters = signature(function)

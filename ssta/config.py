@@ -209,7 +209,7 @@ class SSTAConfig:
 
     @property
     def plain(self) -> tuple[tuple[str, object], ...]:
-        """(field, value) of what is not the default, in plain values that ``from_plain`` reads; functions by their number in this process."""
+        """(field, value) of what is not the default, in plain values that ``from_plain`` reads; functions by their number here."""
         found = [(of.name, getattr(self, of.name)) for of in fields(self) if of.init and of.name != "variants"]
         return tuple([(name, _plain(value)) for name, value in found if value is not None and value != getattr(type(self), name)])
 

@@ -64,7 +64,8 @@ class LayerSpec(NamedTuple):
         """The spec as text, which ``from_text`` reads, in another process too unless the config holds functions."""
         peers = None if self.peers is None else tuple(self.peers)
         return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale.hex(), str(self.dtype), index(self.heads),
-                     index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.rows, peers, self.means))
+                     index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.rows, peers,
+                     self.means))
 
     @classmethod
     def from_text(cls, text: str) -> LayerSpec:

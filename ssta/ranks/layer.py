@@ -59,8 +59,8 @@ def attend_shared(
         note: called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     note = note or _silent
-    exchange = exchanged(query, key, value, layout, config, shares, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
-                         note=note)
+    exchange = exchanged(query, key, value, layout, config, shares, text_mask=text_mask, scale=scale, deterministic=deterministic,
+                         impl=impl, note=note)
     del query, key, value
     canvas = layout.longest_video
     shared_pattern = isinstance(config, SSTAConfig) and (config if canvas is None else config.for_canvas(canvas)).mask_share_within_head
