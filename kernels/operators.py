@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,9 @@ def watched(*tensors: Tensor) -> bool:
     return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
 
 
-def on_device(x: Tensor) -> AbstractContextManager:
-    """A context in which x's GPU is the current one, on which Triton launches, and in which autocast rounds nothing."""
+def on_device(x: Any) -> AbstractContextManager:
+    """A context in which x's GPU is the current one, on which Triton launches, and in which autocast rounds nothing. x: a tensor, or what
+    will be one."""
     device = x.device
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):

@@ -48,8 +48,8 @@ def reference_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
                        flipped: BlockLists | None, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by autograd, which differentiates the definition once more."""
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        outputs = reference_attention(*inputs, blocks, scale, causal)
+        inputs = q, k, v = q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+        outputs = reference_attention(q, k, v, blocks, scale, causal)
         wanted = [(of, grad) for of, grad in zip(outputs, (dout, dlse)) if grad is not None]
         dq, dk, dv = torch.autograd.grad([of for of, _ in wanted], inputs, [grad for _, grad in wanted])
     return dq, dk, dv

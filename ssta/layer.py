@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import BlockLists, Route, choose_backend
+from .kernels import BlockLists, Deferred, Route, choose_backend
 from .kernels.memo import Kept, remember
 from .layout import Input, checked_layout
 from .rows import all_rows, some_rows
@@ -79,8 +79,8 @@ class Tape(NamedTuple):
         """What was flattened."""
         own, tail = flat[:len(cls._fields) - 1], flat[len(cls._fields) - 1:]
         if tail[0] is None:
-            return cls(*own, None)  # type: ignore[arg-type]
-        return cls(*own, Tail(*tail[:-1], own[0] if tail[-1] is None else tail[-1]))  # type: ignore[arg-type]
+            return cls._make([*own, None])
+        return cls._make([*own, Tail._make([*tail[:-1], own[0] if tail[-1] is None else tail[-1]])])
 
 
 class Ran(NamedTuple):
@@ -156,8 +156,10 @@ class Layer:
 
     def gather(self, q: Input, k: Input, v: Input) -> Tiled:
         """Tokens into tiles."""
+        if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
+            q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
         if not self.moves:
-            return Tiled(*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None)
+            return Tiled._make([*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None])
         if hasattr(q, "wait"):
             return self._gather_arriving(q, k, v)
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
@@ -215,7 +217,7 @@ class Layer:
         share, *kept = self.backend.combine(out, lse, q, k, v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
                                             blocks.counts, blocks.indices, estimates, spec.scale, spec.recorded)
         share = self.backend.exact_mass(share, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
-        return out, lse, share, Tail(*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q)
+        return out, lse, share, Tail._make([*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q])
 
     def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
         """Back to the order of the sequence."""
@@ -258,6 +260,7 @@ class Layer:
     def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
         q, k, v, out, lse, merged, merged_lse, tail = tape
+        assert tail is not None, "of a layer that estimates"
         tail_lse, bias, mixture, log_count, order, k_mean, v_mean, q_all = tail
         exact, exact_lse = self.rows.spread(self.backend, out, lse)
         dexact, dexact_lse, *rest = self.backend.combine_backward(

@@ -75,7 +75,7 @@ def attend(
     recorded = torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in (query, key, value)])
     options = layout, kv_layout, config, scale, deterministic, impl, rows, peers, means
     seen = [x for x in (query, key, value, text_mask) if isinstance(x, Tensor)]
-    if seen and watched(*seen):
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and watched(*seen):
         spec = checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded)
         refuse_forward_mode(query=query, key=key, value=value)
         return _operate(spec, query, key, value, text_mask, selection)
@@ -101,8 +101,9 @@ def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, opti
             and type(scale) in (float, type(None)) and type(kv_layout) in (TokenLayout, type(None))
             and type(query) is type(key) is type(value)):
         return None
+    mask: tuple | None = None
     if text_mask is None:
-        mask = None
+        pass
     elif type(text_mask) is TextMask:
         mask = text_mask.tokens, text_mask.valid.shape, text_mask.valid.device
     elif type(text_mask) is Tensor:
@@ -190,8 +191,9 @@ def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Te
         return found
     moves = cut.moves or kv_cut.moves
     plain = estimates and choose_backend(spec.impl, query.device, spec.dtype, dim, parts).by_torch("estimate")
-    units, mean = (batch, kv_heads, kv_video * parts), dict(dtype=wide if plain else spec.dtype)
-    number = dict(dtype=wide, here=estimates)
+    units = batch, kv_heads, kv_video * parts
+    mean: dict[str, Any] = dict(dtype=wide if plain else spec.dtype)
+    number: dict[str, Any] = dict(dtype=wide, here=estimates)
     return [*found, tokens(slots, here=moves), tokens(kv_cut.num_slots, kv_heads, moves), tokens(kv_cut.num_slots, kv_heads, moves),
             tokens(slots), new(batch, heads, slots, dtype=wide), tokens(cut.num_slots, here=estimates),
             new(batch, heads, cut.num_slots, **number), new(batch, heads, cut.num_slots, **number),

@@ -94,11 +94,7 @@ class Rule(NamedTuple):
 def rule_of(config: SSTAConfig, layer: Layer) -> Rule:
     """What ``config``, without variants, stands for in ``layer``."""
     scored_by = config.scored_by
-    if callable(scored_by):
-        def scores(facts: Facts) -> Tensor:
-            return facts.backend.score_by(scored_by, *facts.means)
-    else:
-        scores = RULES[scored_by]
+    scores = RULES[scored_by] if isinstance(scored_by, str) else lambda facts: facts.backend.score_by(scored_by, *facts.means)
     return Rule(scores, budget_of(config, layer))
 
 

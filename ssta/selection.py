@@ -65,7 +65,8 @@ class FixedTiles:
         """Nothing is chosen. The rest as in ``chosen``."""
         if active is None:
             return Selection(self._valid(self.lists, self.lists.counts, self.lists.indices, lengths), useful=useful)
-        return Selection(self._valid(self.blocks, *backend.select(self.forced, None, 0, active, False), lengths), useful=useful)
+        counts, indices = backend.select(self.forced, None, 0, active, False)
+        return Selection(self._valid(self.blocks, counts, indices, lengths), useful=useful)
 
     def chosen(self, backend: Backend, scores: Tensor, budget: Budget, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None,
                keep_scores: bool) -> Selection:

@@ -99,6 +99,7 @@ def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_m
         # The checks of a layer see to it that all three are.
         (q_out, q_means), (k_out, k_means) = q.gather_blocks(*q_move), k.gather_blocks(*kv_move)  # type: ignore[union-attr]
         return q_out, k_out, v.gather_blocks(*kv_move[:2], 0)[0], q_means, k_means  # type: ignore[union-attr]
+    assert isinstance(k, Tensor) and isinstance(v, Tensor)
     if q_move is kv_move:
         q_out, k_out, v_out, q_means, k_means = _gather((_rows(q), _rows(k), _rows(v)), q_move[:2], q_move[2])
         return q_out, k_out, v_out, q_means, k_means

@@ -217,4 +217,4 @@ def _settle_select(xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all:
 
 
 _launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))
-_prepare, _multiply, _select = map(Launches, (_settle_prepare, _settle_multiply, _settle_select))
+_prepare, _multiply, _select = Launches(_settle_prepare), Launches(_settle_multiply), Launches(_settle_select)

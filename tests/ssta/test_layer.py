@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
+from ssta.kernels import Deferred, Projection
 from ssta.layer import Layer, prepared
 from ssta.op import attend
 from ssta.spec import LayerSpec, Peers
@@ -323,6 +324,16 @@ def test_a_report_shows_the_selection_that_the_layer_made(name):
     if name == "estimate":
         assert not torch.equal(explain(q, k, LAYOUT, config_of(name), value=v.nan_to_num(0)).blocks.to_mask(),
                                explain(q, k, LAYOUT, config_of(name), value=v).blocks.to_mask())
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, TokenLayout((DenseRun(7), DenseRun(5)))])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_deferred_projections_are_taken_by_layers_in_plain_torch(layout, impl):
+    """And by those that move nothing, whatever kernels they have."""
+    tensors = inputs(layout=layout)
+    deferred = [Deferred((Projection(x),)) for x in tensors]
+    config = config_of("topk")
+    assert torch.equal(attend(*deferred, layout, config, impl=impl).out, attend(*tensors, layout, config, impl=impl).out)
 
 
 # CUDA graphs
