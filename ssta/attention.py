@@ -73,7 +73,8 @@ def ssta_3d_attention(
         return TokenLayout.video_text(thw, text_len), config
 
     if group is not None:
-        return attend_in_group(query, key, value, made, group, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
+        options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
+        return attend_in_group(query, key, value, made, group, **options).out
     layout, config = made()
     check_lengths(query, layout)
     return attend(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out

@@ -32,6 +32,10 @@ class _StepCount:
     generation: Generation | None = None
     index: int = -1
 
+    def begins(self, step: Step) -> bool:
+        """Whether a forward of ``step`` belongs to the first step of its generation, which may take several."""
+        return step.generation is not self.generation or self.seen == 1 and step.position == self.index
+
     def add(self, dense: bool, generation: Generation | None, index: int) -> None:
         if generation is not None:
             if generation is not self.generation:
@@ -70,7 +74,7 @@ class ModelContext:
         self.method: str | None = None
         self.stopwatch = Stopwatch()
         self.parallel = Parallelism(model, family)
-        # Whether all ranks are asked, once a generation, if they do the same.
+        # Whether all ranks are asked, in each generation's first step, if they do the same.
         self.check_ranks = False
         # Layouts that `SSTAProcessor.around` made: a forward asks for the same one in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
@@ -188,7 +192,7 @@ class ModelContext:
             return True
         timestep = arguments.get("timestep")
         step = self._progress.step(timestep)
-        if self.check_ranks and state.ranks is not None and (step is None or step.generation is not self._count.generation):
+        if self.check_ranks and state.ranks is not None and (step is None or self._count.begins(step)):
             at = "unknown" if step is None else f"{step.position} of {step.total}"
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
         if step is not None:

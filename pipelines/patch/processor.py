@@ -265,7 +265,7 @@ class SSTAProcessor:
                           self.context.forward if timed else None)
         return out.transpose(1, 2)
 
-    def _attend_sparsely(self, q: Given, k: Given, v: Given, layout: TokenLayout, text_mask: Tensor | None
+    def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None
                          ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended. q, k and v have heads before tokens."""
         config = self.config

@@ -21,7 +21,7 @@ from ssta.ranks import check_ranks
 
 from ..patch.call import Ranks
 from ..patch.family import Family, family_of
-from .split import OwnMemory, Plan, Split, hooks_of
+from .split import LeftOut, OwnMemory, Plan, Split, hooks_of
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
@@ -128,9 +128,10 @@ class Parallelism:
         self._config: Any = None
         self._group: Any = None
         self._rank, self._size, self._mesh = 0, 1, None
-        # Processors beside the sites' whose setting was changed, and what it was; split hooks whose shares get memory of their own.
+        # Processors beside the sites' whose setting was changed, and what it was; split hooks whose shares get memory of their own, and
+        # how they find arguments.
         self._changed: list[tuple[Any, Any]] = []
-        self._splitting: list[Any] = []
+        self._splitting: list[tuple[Any, Any]] = []
         # Whether the model has the family's plan for SSTA's sake, and what it had itself.
         self._gave_plan, self._own_plan = False, None
         # Of the layers.
@@ -179,21 +180,24 @@ class Parallelism:
                              "enable_parallelism")
         split = _split(self._family)
         tokens = None if split.tokens is None else split.tokens(arguments)
-        self._check_length(math.prod(thw) if tokens is None else tokens, thw)
+        self._check_length(model, math.prod(thw) if tokens is None else tokens, thw)
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
                              "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
         return Ranks(self._group, self._rank, self._size, tokens, self._mesh)
 
-    def _check_length(self, tokens: int, thw: tuple[int, int, int]) -> None:
+    def _check_length(self, model: nn.Module, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config
         if context.ulysses_anything or context.ring_anything:
             if tokens < self._size:
                 raise ValueError(f"hidden_states must have at least a token for each of {self._size} ranks, got {tokens}")
         elif tokens % self._size:
+            # diffusers takes any length along one dimension of its mesh only, and the heads may be too few for the one that exchanges them.
+            heads = min([getattr(site.module, "heads", self._size) for site in self._family.sites(model)], default=self._size)
+            way = "ulysses" if heads >= self._size else "ring"
             raise ValueError(f"hidden_states must have tokens that {self._size} ranks divide, got {tokens} with a canvas of "
-                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig(ulysses_degree={self._size}, "
-                             "ulysses_anything=True)")
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig({way}_degree={self._size}, "
+                             f"{way}_anything=True)")
 
     @torch.compiler.disable
     def _settle(self, model: nn.Module, config: Any) -> None:
@@ -215,8 +219,9 @@ class Parallelism:
         for module in model.modules():
             for _, hook in hooks_of(module):
                 if isinstance(hook, ContextParallelSplitHook) and "_prepare_cp_input" not in vars(hook):
-                    self._splitting.append(hook)
+                    self._splitting.append((hook, hook.module_forward_metadata))
                     vars(hook)["_prepare_cp_input"] = OwnMemory(hook)
+                    hook.module_forward_metadata = LeftOut(hook.module_forward_metadata)
         for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
             if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
@@ -234,8 +239,9 @@ class Parallelism:
     def _restore(self) -> None:
         for processor, config in self._changed:
             processor._parallel_config = config
-        for hook in self._splitting:
+        for hook, metadata in self._splitting:
             vars(hook).pop("_prepare_cp_input", None)
+            hook.module_forward_metadata = metadata
         self._changed, self._splitting = [], []
 
     def undo(self, model: nn.Module, originals: list[Any], stays_split: bool) -> None:
@@ -248,7 +254,7 @@ class Parallelism:
                 vars(model)["_cp_plan"] = self._own_plan
         config, split = getattr(model, "_parallel_config", None), self._family.split
         shared = config is not None and config.context_parallel_config is not None
-        if shared and not stays_split and split is not None and not split.stock:
+        if shared and not stays_split and split is not None and not stock_shares(model, None):
             make_whole(model)
             config = None
         for processor in originals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,3 +114,17 @@ class OwnMemory:
     def __call__(self, x: Tensor, cp_input: ContextParallelInput) -> Tensor:
         share = self._share(x, cp_input)
         return share if share is x else share.clone(memory_format=torch.contiguous_format)
+
+
+class LeftOut:
+    """In the place of what tells a split hook its module's arguments: one that the caller left out is None, which is split into nothing."""
+
+    def __init__(self, metadata: Any) -> None:
+        self._metadata = metadata
+        self._names = list(inspect.signature(metadata._cls.forward).parameters)[1:]
+
+    def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:
+        if name in self._names and name not in (kwargs or {}) and self._names.index(name) >= len(args):
+            return None, False, None
+        found: tuple[Any, bool, int | None] = self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)
+        return found

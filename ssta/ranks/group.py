@@ -115,7 +115,7 @@ class Agreement:
         self._sequences: set[Hashable] = set()
 
     def settle(self, groups: Sequence[ProcessGroup], call: Hashable, sequence: Hashable, check: Callable[[], dict[str, object]]) -> None:
-        """As the function ``settle``."""
+        """As the function ``settle``, which see."""
         if call in self._calls:
             return
         error: TypeError | ValueError | None = None
@@ -140,9 +140,9 @@ class Agreement:
 
 
 def settle(groups: Sequence[ProcessGroup], call: Hashable, sequence: Hashable, check: Callable[[], dict[str, object]]) -> None:
-    """Sees to it that a call was checked, and that all ranks make it with the same facts. The first time facts come up, every rank says
-    what its check came to, which waits for all of them: a rank that raised alone would leave the others waiting for good. Afterwards, in a
-    graph and in its capture, each rank looks for itself, and so does a rank whose check fails for a sequence that was agreed on before.
+    """Sees to it that a call was checked, and that all ranks make it with the same facts. The first time that facts come up, every rank
+    says what its check came to, which waits for all of them: a rank that raised alone would leave the others waiting for good. Afterwards,
+    in a graph and in its capture, each rank looks for itself, and so does a rank whose check fails for a sequence that was agreed on before.
 
     Args:
         groups: the ranks: one group, or those of a mesh's dimensions, the last dimension first.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def attend_in_group(
-    query: Tensor, key: Tensor, value: Tensor, made: Callable[[], tuple[TokenLayout, SSTAConfig]], group: ProcessGroup | DeviceMesh, *,
+    query: Any, key: Any, value: Any, made: Callable[[], tuple[TokenLayout, SSTAConfig]], group: ProcessGroup | DeviceMesh, *,
     split: str = "video", **options: Any,
 ) -> LayerResult:
     """``ssta_attention`` of the ranks of ``group``, to which it says what is wrong with a layout or a configuration of one rank's.
@@ -59,13 +59,13 @@ def attend_shared(
         note: called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     note = note or _silent
-    exchange = exchanged(query, key, value, layout, config, shares, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                         impl=impl, note=note)
+    options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
+    exchange = exchanged(query, key, value, layout, config, shares, note=note, **options)
     del query, key, value
-    canvas = layout.longest_video
-    shared_pattern = isinstance(config, SSTAConfig) and (config if canvas is None else config.for_canvas(canvas)).mask_share_within_head
-    result = attend(*exchange.take(), layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
-                    selection=selection, rows=exchange.rows, peers=exchange.peers if shared_pattern else None, returned=exchange.returned)
+    shared_pattern = (config if layout.longest_video is None else config.for_canvas(layout.longest_video)).mask_share_within_head
+    options |= dict(selection=selection, rows=exchange.rows, peers=exchange.peers if shared_pattern else None, returned=exchange.returned)
+    # Held here by nobody, what arrived is gone once the layer has read it.
+    result = attend(*exchange.take(), layout=layout, config=config, **options)
     note("attended")
     return result._replace(out=exchange.back(result.out))
 

@@ -1,4 +1,4 @@
-"""What stands around a layer on ranks: Shares, how they share a sequence out; Sent, what is on its way; Exchange, a layer's q, k and v."""
+"""What stands around a layer on ranks: Shares, how they share a sequence; Sent, what is on its way; Exchange, q, k and v of one layer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shares(Protocol):
         """This rank's ``[B, H, S_r, D]``, on their way."""
 
     def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
-        """q, k and v for a layer of one process, and the way back. ``note`` is called with "arrived" once what comes is waited for."""
+        """q, k and v for a layer of one process, and the way back; calls ``note`` with "arrived" once what comes is being waited for."""
 
 
 class Sent:

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from parallel_inputs import MIXED, TEXT, WAN, config, inputs, local, mask, refused
+from parallel_inputs import MIXED, TEXT, TILE, WAN, config, inputs, local, mask, refused
 
-from ssta import TokenLayout, ssta_attention
+from ssta import TokenLayout, ssta_3d_attention, ssta_attention
 from ssta.kernels import Deferred, Projection
 from ssta.ranks import Shards, check_ranks
 from ssta.ranks.layer import attend_shared
@@ -78,6 +78,49 @@ def errors_of_one():
     assert torch.equal(attend(*own)(), local(ssta_attention(*inputs(layout), layout, config()), shards))
     # They have compared: now each looks for itself, and no collective is needed.
     refused(ValueError, f"query must have rank {rank} of {ranks}'s share", attend(*[x[:, :, :-1] for x in own]))
+
+
+def errors_before_anything_is_agreed():
+    """What a layout or a configuration is made of is looked at with all the others too, in a group's first call."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    last, own = rank == ranks - 1, [local(x, Shards.of(None, TEXT)) for x in inputs(TEXT)]
+
+    def attend(thw=(5, 9, 7), group=None, **options):
+        return lambda: ssta_3d_attention(*own, thw, group=group, **{"tile_thw": TILE, "topk": 3, "text_len": 37, **options})
+
+    for name, good, bad, text in (("topk", 3, 0, "topk must be"), ("text_len", 37, -1, "text_len must be"),
+                                  ("tile_thw", TILE, (10**5,) * 3, "tile_thw must"), ("thw", (5, 9, 7), (0, 9, 7), "thw[0] must be")):
+        group = dist.new_group()
+        options = {"pad_type": "zero"} if name == "tile_thw" else {}
+        refused(ValueError, f"on rank {ranks - 1}: {text}", attend(group=group, **options, **{name: bad if last else good}))
+        attend(group=group)()
+    group = dist.new_group()
+    refused(ValueError, f"on rank {ranks - 1}: split must be one of", lambda: ssta_attention(
+        *own, TEXT, config(), group=group, split="nope" if last else "video"))
+    group = dist.new_group()
+    refused(TypeError, f"on rank {ranks - 1}: layout must be a TokenLayout", lambda: ssta_attention(
+        *own, (2, 4, 4) if last else TEXT, config(), group=group))
+
+
+def every_fact():
+    """Each new combination of what ranks must have in common is compared, on a sequence that they have agreed on too. (A rank that repeats
+    an agreed call while another brings a new one does not compare: its scale is new here.)"""
+    rank, shards = dist.get_rank(), Shards.of(None, TEXT)
+    own = [local(x, shards) for x in inputs(TEXT)]
+    attend = partial(ssta_attention, *own, TEXT, config(), group=dist.group.WORLD)
+    attend()
+    for name, values in (("scale", (0.25, 0.5)), ("deterministic", (True, False)), ("impl", ("torch", "reference"))):
+        refused(ValueError, f"{name} must be the same on all ranks", partial(attend, **{"scale": 0.75, name: values[rank > 0]}))
+    leaves = [x.clone().requires_grad_(rank == 1) for x in own]
+    refused(ValueError, "gradients must be the same on all ranks, got False on rank 0 and True on rank 1", lambda: ssta_attention(
+        *leaves, TEXT, config(), group=dist.group.WORLD, scale=0.75))
+    # What was sent before attention is compared with the rest of the call.
+    sent = [shards.start(x) for x in own]
+    refused(ValueError, "config must be the same on all ranks", lambda: attend_shared(*sent, TEXT, config(topk=4 + rank), shards))
+    turned = TokenLayout.video_text((9, 5, 7) if rank else (5, 9, 7), 37)
+    refused(ValueError, "layout must be the same on all ranks", lambda: ssta_attention(
+        *own, turned, config(), group=dist.group.WORLD, scale=0.75))
+    attend()
 
 
 def facts():

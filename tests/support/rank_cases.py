@@ -5,9 +5,28 @@ from __future__ import annotations
 from functools import partial
 
 from rank_compare import compared, one_rank_fails, unequal_comparisons, whole_where_stock_cannot_share
-from rank_families import beyond_the_heads, four, gradients, parallel_first_and_odd, sharded, sparse_dense_and_removed, uneven_heads
+from rank_families import (
+    beyond_the_heads,
+    four,
+    gradients,
+    parallel_first_and_odd,
+    sharded,
+    sparse_dense_and_removed,
+    uneven_heads,
+    whole_after_rings,
+)
 from rank_harness import run_all
-from rank_mistakes import caches_that_look, mistakes, more_ranks_than_heads, ranks_that_differ, shared_patterns
+from rank_mistakes import (
+    another_negative_prompt,
+    caches_that_look,
+    mistakes,
+    more_ranks_than_heads,
+    odd_beyond_the_heads,
+    ranks_that_differ,
+    settings_that_differ,
+    shared_patterns,
+    without_rope,
+)
 from rank_settings import cached, compiled, copied, example, masks, order, packed, pipelines, reported, settings
 from tiny_models import TINY
 
@@ -20,7 +39,8 @@ TWO = {
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
     **{case.__name__: case for case in (settings, masks, copied, order, packed, pipelines, cached, compiled, reported, example, mistakes,
-                                        caches_that_look, shared_patterns, ranks_that_differ,
+                                        caches_that_look, shared_patterns, ranks_that_differ, settings_that_differ,
+                                        another_negative_prompt, without_rope,
                                         compared, whole_where_stock_cannot_share, one_rank_fails, unequal_comparisons)},
 }
 FOUR = {
@@ -30,6 +50,7 @@ FOUR = {
     **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
        for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
     "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
-    "uneven heads": uneven_heads, "more ranks than heads": more_ranks_than_heads,
+    "uneven heads": uneven_heads, "whole after rings": whole_after_rings,
+    "odd beyond the heads": odd_beyond_the_heads, "more ranks than heads": more_ranks_than_heads,
 }
 CASES = {2: TWO, 4: FOUR}

@@ -144,3 +144,18 @@ def uneven_heads(rank, ranks):
     with torch.no_grad():
         close("wan", forward(model, call), want)
     assert handle.report()[0].own_heads == (2, 2, 1, 1)[rank]
+
+
+def whole_after_rings(rank, ranks):
+    """Models whose stock processors would be right on the ranks, but for their rings or their heads, are whole after remove."""
+    for name, ring, heads, anything in (("wan", 2, 4, False), ("wan", 1, 6, True), ("wan", 1, 4, False), ("skyreels_v2", 2, 2, False)):
+        model, call = tiny(name, heads=heads)
+        with torch.no_grad():
+            stock = forward(model, call)
+            handle = apply_ssta(model, SPARSE, schedule=Schedule())
+            model.enable_parallelism(config=parallel(ranks, ring, anything))
+            forward(model, call)
+            handle.remove()
+            assert (model._parallel_config is None) == (ring > 1 or heads == 6)
+            again = forward(model, call)
+        assert torch.equal(again, stock) if model._parallel_config is None else distance(again, stock) < 1e-4

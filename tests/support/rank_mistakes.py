@@ -7,7 +7,7 @@ from functools import partial
 
 import diffusers
 import torch
-from rank_harness import ODD, SPARSE, forward, parallel, refused, tiny
+from rank_harness import ODD, SPARSE, alone, close, forward, parallel, refused, tiny
 from tiny_pipelines import PIPELINES
 
 from ssta.pipelines import Schedule, apply_ssta
@@ -91,6 +91,30 @@ def ranks_that_differ(rank, ranks):
         handle.remove()
 
 
+def settings_that_differ(rank, ranks):
+    """Another configuration, or another kind of step, on one rank is an error on all of them in the first step, without any check_ranks."""
+    for settings, schedule in (({"topk": 2 + rank}, Schedule()), ({"mask_share_within_head": bool(rank)}, Schedule()),
+                               ({}, Schedule(dense_above=0.0 if rank else None))):
+        # A canvas that no case has had: what ranks know of already they do not compare.
+        model, call = tiny("wan", (4, 6, 10))
+        with apply_ssta(model, replace(SPARSE, **settings), schedule=schedule), torch.no_grad():
+            model.enable_parallelism(config=parallel(ranks))
+            refused(ValueError, "config must be the same on all ranks", lambda model=model, call=call: forward(model, call))
+
+
+def another_negative_prompt(rank, ranks):
+    """check_ranks looks at all forwards of a generation's first step: guidance takes two."""
+    pipe = PIPELINES["wan"].build()
+    call = {**PIPELINES["wan"].call, "guidance_scale": 5.0}
+    handle = apply_ssta(pipe, SPARSE, schedule=Schedule(), check_ranks=True)
+    pipe.transformer.enable_parallelism(config=parallel(ranks))
+    negative = {"negative_prompt": "red" if rank else "blue"} if "prompt" in call else {
+        "negative_prompt_embeds": call["negative_prompt_embeds"] + rank}
+    refused(ValueError, "encoder_hidden_states must be the same on all ranks", partial(
+        pipe, **{**call, **negative}, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="latent"))
+    handle.remove()
+
+
 def more_ranks_than_heads(rank, ranks):
     for name, ring in (("wan", 1), ("hunyuan_video_15", 1), ("ltx2", 1), ("ltx2", 2), ("minimax_h3", 1)):
         model, call = tiny(name)
@@ -98,3 +122,26 @@ def more_ranks_than_heads(rank, ranks):
         with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
             model.enable_parallelism(config=parallel(ranks, ring))
             refused(ValueError, message, lambda model=model, call=call: forward(model, call))
+
+
+def odd_beyond_the_heads(rank, ranks):
+    """The way out that the error names is one that diffusers and SSTA take."""
+    model, call = tiny("wan", ODD)
+    want = alone(model, call)
+    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=parallel(ranks, 2))
+        refused(ValueError, r"ContextParallelConfig\(ring_degree=4, ring_anything=True\)", lambda: forward(model, call))
+    model, call = tiny("wan", ODD)
+    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ring_degree=ranks, ring_anything=True))
+        close("wan", forward(model, call), want)
+
+
+def without_rope(rank, ranks):
+    """An argument that the plan splits and the caller leaves out is none."""
+    model, call = tiny("cogvideox_2b")
+    call.pop("image_rotary_emb", None)
+    want = alone(model, call)
+    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
+        model.enable_parallelism(config=parallel(ranks))
+        close("cogvideox_2b", forward(model, call), want)
