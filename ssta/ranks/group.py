@@ -142,7 +142,7 @@ class Agreement:
 def settle(groups: Sequence[ProcessGroup], call: Hashable, sequence: Hashable, check: Callable[[], dict[str, object]]) -> None:
     """Sees to it that a call was checked, and that all ranks make it with the same facts. The first time that facts come up, every rank
     says what its check came to, which waits for all of them: a rank that raised alone would leave the others waiting for good. Afterwards,
-    in a graph and in its capture, each rank looks for itself, and so does a rank whose check fails for a sequence that was agreed on before.
+    in a graph and in its capture, each rank looks for itself; so does one whose check fails for a sequence that was agreed on before.
 
     Args:
         groups: the ranks: one group, or those of a mesh's dimensions, the last dimension first.

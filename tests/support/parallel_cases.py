@@ -281,8 +281,8 @@ RINGS = {
     "rings, a rank without tokens, estimates": partial(rings, TokenLayout.video_text((1, 1, 1)), heads=2, batch=1, compensation="linear"),
 }
 CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
-         "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact, "freed": freed,
-         "errors before anything is agreed": errors_before_anything_is_agreed, "facts": facts, "traced": traced,
+         "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
+         "errors before anything is agreed": errors_before_anything_is_agreed, "facts": facts, "freed": freed, "traced": traced,
          "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
