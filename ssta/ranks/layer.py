@@ -65,7 +65,7 @@ def attend_shared(
     shared_pattern = (config if layout.longest_video is None else config.for_canvas(layout.longest_video)).mask_share_within_head
     options |= dict(selection=selection, rows=exchange.rows, peers=exchange.peers if shared_pattern else None, returned=exchange.returned)
     # Held here by nobody, what arrived is gone once the layer has read it.
-    result = attend(*exchange.take(), layout=layout, config=config, **options)
+    result = attend(*exchange.take(), layout=layout, config=config, **options)  # type: ignore[misc]
     note("attended")
     return result._replace(out=exchange.back(result.out))
 
