@@ -78,9 +78,10 @@ def test_a_copy_asks_for_its_own_ranks(name):
     with apply_ssta(model, SPARSE):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             context = twin._ssta_installation.context
-            held = [hook.args[0].__self__ for module in twin.modules()
+            held = [hook.args[0] for module in twin.modules()
                     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()) if isinstance(hook, partial)]
-            assert all(found is context for found in held) and bool(held) == (name != "wan")
+            assert all(getattr(found, "__self__", found) is context for found in held)
+            assert any(hasattr(found, "__self__") for found in held) == (name != "wan")
             run(twin, TINY[name].call())
 
 
