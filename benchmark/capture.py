@@ -118,7 +118,8 @@ def half_variances(q: Tensor, k: Tensor, v: Tensor, canvas: tuple[int, int, int]
     layout = tile_layout(TokenLayout.video_text(canvas), tuple(min(pair) for pair in zip(TILE, canvas)), "none", torch.device("cpu"))
     q, k, v = (layout.tile(x[:1].float().cpu()) for x in (q, k, v))
     backend = choose_backend("auto", q.device, q.dtype, q.shape[3])
-    estimates = backend.estimate(q, k, v, layout.offsets, layout.num_video_tiles, layout.longest_video_tile, q.shape[3] ** -0.5, 1)
+    blocks = layout.offsets, layout.num_video_tiles, layout.longest_video_tile
+    estimates = backend.estimate(q, k, v, blocks, blocks, q.shape[3] ** -0.5, 1)
     return (estimates.mass * estimates.half_variance).sum(-1).mean(-1)[0].float().cpu()
 
 

@@ -31,7 +31,7 @@ from .device import capability
 from .eager import moves, ranking
 from .operators import TRITON, watched
 from .routing import TRITON_CAPABILITY, PatternFacts, Route, choose_route, interpreting, require_impl
-from .tail import known_share, why_not_hopper_merge, why_not_hopper_statistics
+from .tail import why_not_hopper_merge, why_not_hopper_statistics
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
@@ -94,7 +94,8 @@ class Row:
 
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
-    Row("hopper", dict(combine="portable.tail:combine merge=hopper.tail_merge:hopper_tail_merge"), _hopper_merge_cannot),
+    Row("hopper", dict(combine="portable.tail:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS"),
+        _hopper_merge_cannot),
     Row("hopper", dict(estimate="portable.tail:estimate key_statistics=hopper.tail_statistics:hopper_key_statistics"),
         _hopper_statistics_cannot),
     Row("triton", dict(
@@ -186,10 +187,6 @@ class Backend:
     def best(self, scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
         """Which blocks the step "select" takes for their scores, bool of their shape; see ``eager.ranking.topk_blocks``."""
         return ranking.topk_blocks(scores, k_per_row, apart)
-
-    def exact_mass(self, share: Tensor, counts: Tensor, useful: Tensor, blocks: int) -> Tensor:
-        """``share`` of "combine" with NaN where nothing is estimated though something is left out; see ``tail.known_share``."""
-        return known_share(share, counts, useful, blocks)
 
     def by_torch(self, step: str) -> bool:
         """Whether plain torch runs a step."""

@@ -22,9 +22,16 @@ ITERATIONS = 10
 WAITING_ROOM = 0.42
 
 
+# Those of an axis' blocks that the tail is about, which come first: (offsets, int32 [T + 1]: block i owns the places from offsets[i] up to
+# offsets[i + 1]; how many of the T, at least one: N of the queries' blocks, whose rows get an estimate, or K of the keys', which may be
+# estimated; an upper bound on their tokens).
+Blocks = tuple[Tensor, int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class BlockEstimates:
-    """What is known of N blocks before any is selected; constants to autograd. U = parts * N units, of block u // parts.
+    """What is known of K key blocks before any is selected, and of what N query blocks see in them; constants to autograd. U = parts * K
+    units, of block u // parts.
 
     Plain torch has float32 or float64 where Triton's kernels have bfloat16 or the dtype that they multiply.
 
@@ -64,14 +71,6 @@ def sampled_queries(longest: int) -> int:
 def useful_heads(error: Tensor) -> Tensor:
     """bool ``[B, H]``: the heads whose blocks can be estimated. ``error``: ``[B, H, N]``, the sum of mass x h over units."""
     return error.mean(-1) <= USELESS
-
-
-def known_share(share: Tensor, counts: Tensor, useful: Tensor, blocks: int) -> Tensor:
-    """``share``, ``[B, H, N]``, the part of the softmax that was computed exactly, with NaN where it is not known: where a query block that
-    does not list all ``blocks`` key blocks is of a head that is not ``useful``."""
-    counts = counts[..., :share.shape[2]]
-    counts = counts if counts.shape[1] == 1 else per_query_head(counts, share.shape[1])
-    return share.masked_fill((counts < blocks) & ~useful[..., None], torch.nan)
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:

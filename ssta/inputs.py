@@ -47,8 +47,6 @@ def checked_spec(
             break
     if kv_layout != layout and config.pad_type != "none":
         raise ValueError(f"pad_type must be 'none' where keys have a kv_layout of their own, got {config.pad_type!r}")
-    if kv_layout != layout and config.compensation != "none":
-        raise ValueError(f"compensation must be 'none' where keys have a kv_layout of their own, got {config.compensation!r}")
     return LayerSpec(layout, kv_layout, config, resolve_scale(scale, query.shape[3]), query.dtype, query.shape[1], key.shape[1],
                      query.shape[3], require_impl(impl), deterministic, recorded, rows, peers, means)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .kernels import BlockLists, Deferred, Route, choose_backend
 from .kernels.memo import Kept, remember
 from .layout import Input, checked_layout
+from .mass import ExactMass
 from .rows import all_rows, some_rows
 from .scoring import Facts, rule_of, tile_means
 from .selection import Selection, fixed_tiles, text_lengths
@@ -89,7 +90,7 @@ class Ran(NamedTuple):
     out: Tensor
     selection: Selection
     route: Route
-    exact_mass: Tensor | None
+    mass: ExactMass | None
     means: tuple[Tensor, ...]
     tape: Tape | None
 
@@ -116,6 +117,9 @@ class Layer:
         choices = self.tiles.num_video_tiles > 0 and self.kv_tiles.num_video_tiles > 0
         self.rule = rule_of(config, self) if config.selected_by != "sta" and choices else None
         self.estimates = config.compensation != "none" and choices
+        # As the steps "estimate" and "combine" take them.
+        self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
+                                         for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
         self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
         self._routes: dict[tuple, Route] = Kept(64)
@@ -144,13 +148,13 @@ class Layer:
         rows = self.rows.take(self.backend, q)
         out, lse, route = self.attend(rows, k, v, selection.blocks)
         tape = Tape(rows, k, v, out, lse, None, None, None) if self.spec.recorded else None
-        exact_mass = None
+        mass = None
         if estimates is not None:
-            out, lse, exact_mass, tail = self.combine(out, lse, q, k, v, selection.blocks, estimates)
+            out, lse, mass, tail = self.combine(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, tail=tail)
         del rows, q, k, v
-        return Ran(self.take(out, returned), selection, route, exact_mass, means, tape)
+        return Ran(self.take(out, returned), selection, route, mass, means, tape)
 
     # The steps
 
@@ -180,9 +184,8 @@ class Layer:
 
     def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates:
         """What the video tiles are worth that will not be computed; of layers that do not drop them."""
-        tiles, config = self.tiles, self.spec.config
-        return self.backend.estimate(tiled.q, tiled.k, tiled.v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
-                                     self.spec.scale, config.compensation_parts, useful)
+        return self.backend.estimate(tiled.q, tiled.k, tiled.v, self.q_blocks, self.kv_blocks, self.spec.scale,
+                                     self.spec.config.compensation_parts, useful)
 
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
@@ -208,16 +211,16 @@ class Layer:
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
 
     def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
-                ) -> tuple[Tensor, Tensor, Tensor, Tail]:
+                ) -> tuple[Tensor, Tensor, ExactMass, Tail]:
         """(out, lse, exact mass, what the backward needs) of attention with what the lists leave out estimated."""
-        spec, tiles = self.spec, self.tiles
+        spec = self.spec
         out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
-        share, *kept = self.backend.combine(out, lse, q, k, v, tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile,
-                                            blocks.counts, blocks.indices, estimates, spec.scale, spec.recorded)
-        share = self.backend.exact_mass(share, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
-        return out, lse, share, Tail._make([*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q])
+        shares, *kept = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts, blocks.indices, estimates,
+                                             spec.scale, spec.recorded)
+        mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
+        return out, lse, mass, Tail._make([*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q])
 
     def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
         """Back to the order of the sequence."""
@@ -264,8 +267,8 @@ class Layer:
         tail_lse, bias, mixture, log_count, order, k_mean, v_mean, q_all = tail
         exact, exact_lse = self.rows.spread(self.backend, out, lse)
         dexact, dexact_lse, *rest = self.backend.combine_backward(
-            dout, None, exact, exact_lse, merged, merged_lse, tail_lse, q_all, k, v, self.tiles.offsets, bias, mixture, log_count, order,
-            k_mean, v_mean, self.tiles.longest_video_tile, self.spec.scale)
+            dout, None, exact, exact_lse, merged, merged_lse, tail_lse, q_all, k, v, self.q_blocks, self.kv_blocks, bias, mixture,
+            log_count, order, k_mean, v_mean, self.spec.scale)
         dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
         return dexact, dexact_lse, *rest
 

@@ -23,6 +23,7 @@ from .kernels.memo import Kept, captured
 from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
 from .layer import Layer, Ran, Tail, Tape, prepared
 from .layout import Input, TileLayout
+from .mass import ExactMass
 from .selection import Selection
 from .sequence import TokenLayout
 from .spec import LayerSpec, Peers
@@ -36,8 +37,7 @@ class LayerResult(NamedTuple):
         out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
         selection: what was attended to, over the layout's tiles in tiled order.
         route: which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself.
-        exact_mass: with a compensation the share of the softmax that was computed exactly, the rest being estimated: float32
-            ``[B, H, N]`` (float64 for float64 inputs), the mean of each video tile's rows; NaN for heads without an estimate.
+        mass: of which ``exact_mass`` is made.
         means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
             wanted; else none.
     """
@@ -45,8 +45,14 @@ class LayerResult(NamedTuple):
     out: Tensor
     selection: Selection
     route: Route | None
-    exact_mass: Tensor | None = None
+    mass: ExactMass | None = None
     means: tuple[Tensor, ...] = ()
+
+    @property
+    def exact_mass(self) -> Tensor | None:
+        """With a compensation the share of the softmax that was computed exactly, the rest being estimated: float32 ``[B, H, N]`` (float64
+        for float64 inputs), the mean of each video tile's rows; NaN for heads without an estimate. Worked out when asked for."""
+        return None if self.mass is None else self.mass.tensor()
 
 
 # Layers by all that is known of a call's arguments beside their values: the same again are neither checked nor described anew.
@@ -88,10 +94,10 @@ def attend(
     with on_device(query), torch.no_grad():
         if not recorded:
             ran = layer.run(query, key, value, text_mask, selection, returned=None if returned is None else returned(layer.tiles))
-            return LayerResult(ran.out, ran.selection, ran.route, ran.exact_mass, ran.means)
+            return LayerResult(ran.out, ran.selection, ran.route, ran.mass, ran.means)
     kept: list[Ran] = []
     out, *found = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
-    return LayerResult(out, kept[0].selection, kept[0].route, kept[0].exact_mass, tuple(found))
+    return LayerResult(out, kept[0].selection, kept[0].route, kept[0].mass, tuple(found))
 
 
 def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple) -> tuple | None:
@@ -227,7 +233,8 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
     blocks, fixed = ran.selection.blocks, layer.fixed
     offsets = [x.clone() if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets)]
     means = ran.means or (None,) * 3
-    found = [ran.out, blocks.counts, blocks.indices, blocks.kv_lengths, ran.selection.useful, ran.exact_mass, *offsets, *means]
+    exact_mass = None if ran.mass is None else ran.mass.tensor()
+    found = [ran.out, blocks.counts, blocks.indices, blocks.kv_lengths, ran.selection.useful, exact_mass, *offsets, *means]
     expected = _outputs(of, query, text_mask, counts, "meta")
     inputs = [x for x in (query, key, value, counts, indices, lengths, useful, fixed.lists.counts, fixed.lists.indices) if x is not None]
     return _kept_to([*found, *(() if ran.tape is None else ran.tape.flat)], expected, inputs)
@@ -316,8 +323,10 @@ def _operate(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, text_ma
     out, counts, indices, lengths, useful, exact_mass, q_offsets, kv_offsets, *rest = _layer(query, key, value, valid, *given, spec.text)
     config = spec.config
     cut, kv_cut = (cut_of(tokens, config.tile_thw, config.pad_type) for tokens in (spec.layout, spec.kv_layout))
+    estimated = _present(exact_mass) is not None
     blocks = BlockLists(
         counts, indices, cut.tile_length or q_offsets, kv_cut.tile_length or kv_offsets,
         _present(lengths) if spec.layout == spec.kv_layout else None, _present(lengths), num_kv_blocks=kv_cut.num_tiles,
         max_q_length=cut.max_tile_length, max_kv_length=kv_cut.max_tile_length)
-    return LayerResult(out, Selection(blocks, useful=_present(useful)), None, _present(exact_mass), tuple(rest[:3] if spec.means else ()))
+    return LayerResult(out, Selection(blocks, useful=_present(useful)), None, ExactMass(exact_mass) if estimated else None,
+                       tuple(rest[:3] if spec.means else ()))

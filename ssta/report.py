@@ -192,7 +192,7 @@ def explain(
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
     kept, error = _against_dense(query, key, value if value is None else given, output, layout, mask, text, scale)
-    masses = None if output is None else ran.exact_mass
+    masses = None if output is None or ran.mass is None else ran.mass.tensor()
     exact_mass = None if masses is None else mass_summary(masses)
     without = None if masses is None else heads_without_estimate(masses)
     route = ran.route

@@ -29,22 +29,20 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..tail import CAP, ITERATIONS, BlockEstimates, per_query_head, sampled_queries, useful_heads
+from ..tail import CAP, ITERATIONS, BlockEstimates, Blocks, per_query_head, sampled_queries, useful_heads
 from .steps import compute_dtype
 
 LN2 = log(2.0)
 
 
-def estimate(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int,
+def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
              useful: Tensor | None = None) -> BlockEstimates:
-    """What selection and estimate need to know of the first ``num_blocks`` blocks.
+    """What selection and estimate need to know of blocks.
 
     Args:
         q: ``[B, H, P, D]`` in the order of blocks.
-        k, v: ``[B, Hkv, P, D]``, q's dtype and device.
-        offsets: int32 ``[T + 1]``: block i owns the places from ``offsets[i]`` up to ``offsets[i + 1]``.
-        num_blocks: N of the T blocks, at least one: those that may be estimated, and whose rows estimate.
-        longest: an upper bound on their tokens.
+        k, v: ``[B, Hkv, P', D]``, q's dtype and device.
+        q_blocks, kv_blocks: the N query blocks whose rows estimate, and the K key blocks that may be estimated.
         scale: factor on the scores.
         parts: 1 or 2 units of a block.
         useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again.
@@ -52,18 +50,18 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, 
     Returns:
         The estimates in float32, or float64 where q is.
     """
-    blocks, heads = _Blocks(offsets, num_blocks, longest, q.shape[2]), q.shape[1]
+    rows, blocks, heads = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2]), q.shape[1]
     k, v = (x.to(compute_dtype(q)) for x in (k, v))
     finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
     order = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else None
     members, counts = blocks.members(parts)
     log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    sound = members & ~log_count.isneginf().unflatten(2, (num_blocks, parts))[..., None]
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
     k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
     k_spread = blocks.deviations(k, k_mean, order, sound)
     variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], heads).flatten(2, 3)
-    sampled, counted = blocks.sample()
-    queries = blocks.cut(q.to(k.dtype)).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
+    sampled, counted = rows.sample()
+    queries = rows.cut(q.to(k.dtype)).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
     # A query that is not finite is no part of what its block has in common.
     trusted = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
     queries, number = queries.masked_fill(~trusted, 0), counted.sum(1).clamp(min=1)[:, None]
@@ -76,56 +74,57 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, 
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
-    """``BlockEstimates.scores`` of the fields of these names."""
+    """``[B, H, N, K]``: mass x h of each key block over its tokens, of the fields of ``BlockEstimates`` of these names; -inf where nothing
+    is estimated of a block."""
     found = (mass * half_variance).unflatten(-1, (-1, parts)).sum(-1)
     # Of a block of one token one half is empty, which is nothing bad.
     tokens = per_query_head(log_count.exp().unflatten(-1, (-1, parts)).sum(-1), found.shape[1])[:, :, None]
     return (found / tokens).masked_fill(tokens == 0, -torch.inf)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, counts: Tensor,
-            indices: Tensor, estimates: BlockEstimates, scale: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
+            estimates: BlockEstimates, scale: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention with the blocks that lists leave out estimated, from attention to those that they name; written over out and lse.
 
     Args:
         out: ``[B, H, P, D]``, attention to the listed blocks, any strides.
         lse: ``[B, H, P]``, float32 or float64, its log-sum-exp.
-        q, k, v, offsets, num_blocks, longest, scale: as for ``estimate``, which gave ``estimates``.
-        counts, indices: those of ``BlockLists``, whose first ``num_blocks`` query blocks and key blocks are those of ``offsets``.
+        q, k, v, q_blocks, kv_blocks, scale: as for ``estimate``, which gave ``estimates``.
+        counts, indices: those of ``BlockLists``, whose first query and key blocks are these.
         keep: whether a backward is to come.
 
     Returns:
-        share: ``[B, H, N]`` in lse's dtype: the share of the softmax that was computed exactly, mean of a query block's rows; 1 where
-            nothing is left out, or what is left out is not estimated.
+        shares: ``[B, H, N, T]`` in lse's dtype, of which a query block's T, however many, sum to the share of the softmax that was computed
+            exactly, mean of the block's rows; to 1 where nothing is left out, or what is left out is not estimated.
         tail_lse: ``[B, H, P]`` in lse's dtype, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other
-            blocks. Their out and lse keep their bits.
+            blocks. Their out and lse keep their bits. Of no heads unless ``keep``, and so are bias and mixture.
         bias: ``[B, H, N, U]`` in lse's dtype: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated.
-            Of no heads unless ``keep``, and so is the mixture.
         mixture: ``[B, H, N, U]``, P of the formulas; float32 or float64.
     """
-    blocks, heads = _Blocks(offsets, num_blocks, longest, q.shape[2]), q.shape[1]
+    rows, blocks, heads = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2]), q.shape[1]
     queries, half_variance = q.to(compute_dtype(q)), estimates.half_variance
-    known = blocks.listed(counts, indices, heads).repeat_interleave(estimates.parts, -1) | ~estimates.useful[..., None, None]
+    known = _listed(counts, indices, rows.number, blocks.number, heads).repeat_interleave(estimates.parts, -1)
+    known = known | ~estimates.useful[..., None, None]
     bias = _bias(estimates.log_count, half_variance).masked_fill(known, -torch.inf)
     left = estimates.mass.masked_fill(known, 0)
     mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
-    weights, tail_lse = _weights(queries, estimates.k_mean, bias, blocks, scale)
+    weights, tail_lse = _weights(queries, estimates.k_mean, bias, rows, scale)
     matrix = _matrices(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, mixture, blocks)
-    tail = weights @ per_query_head(estimates.v_mean, heads) + scale * blocks.join(blocks.cut(queries) @ matrix)
+    tail = weights @ per_query_head(estimates.v_mean, heads) + scale * rows.join(rows.cut(queries) @ matrix)
     exact, of_tail, total = _shares(lse, tail_lse)
     estimated = ~tail_lse.isneginf()
     merged = exact[..., None] * _where_some(exact, out.to(tail.dtype)) + of_tail[..., None] * tail
     out.copy_(torch.where(estimated[..., None], merged.to(out.dtype), out))
     lse.copy_(torch.where(estimated, total, lse))
-    share = blocks.cut(exact[..., None]).sum((3, 4)) / blocks.lengths.clamp(min=1)
+    shares = rows.cut(exact[..., None]).sum(3) / rows.lengths.clamp(min=1)[:, None]
     kept = slice(None) if keep else slice(0)
-    return share, tail_lse, bias[:, kept] / LN2, mixture[:, kept]
+    return shares, tail_lse[:, kept], bias[:, kept] / LN2, mixture[:, kept]
 
 
 def combine_backward(
     dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, mixture: Tensor, log_count: Tensor, order: Tensor | None,
-    k_mean: Tensor, v_mean: Tensor, longest: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the exact part's out and lse, and for q, k and v, shaped and typed like these.
 
@@ -142,11 +141,12 @@ def combine_backward(
         dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
         exact, exact_lse: out and lse of the exact part; out, lse: merged.
         tail_lse, bias, mixture: what ``combine`` returned with ``keep``.
-        q, k, v, offsets, longest, scale: the arguments of ``combine``.
+        q, k, v, q_blocks, kv_blocks, scale: the arguments of ``combine``.
         log_count, order, k_mean, v_mean: those of the estimates.
     """
-    heads, kv_heads, (number, units) = q.shape[1], k.shape[1], bias.shape[2:]
-    blocks, parts, wide = _Blocks(offsets, number, longest, q.shape[2]), units // number, compute_dtype(q)
+    heads, kv_heads, wide = q.shape[1], k.shape[1], compute_dtype(q)
+    rows, blocks = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2])
+    members, counts = blocks.members(bias.shape[3] // blocks.number)
     queries, do = q.to(wide), dout.to(wide)
     estimated = ~tail_lse.isneginf()
     of_exact, of_tail, _ = _shares(exact_lse, tail_lse)
@@ -157,9 +157,9 @@ def combine_backward(
     dexact_lse = torch.where(estimated, of_exact * (own - delta), dz)
 
     matrix = _matrices(k, v, k_mean, v_mean, log_count, order, mixture, blocks)
-    weights, _ = _weights(queries, k_mean, bias * LN2, blocks, scale)
+    weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)
     weights = weights * of_tail[..., None]
-    through_matrix = blocks.join(blocks.cut(do) @ matrix.mT)
+    through_matrix = rows.join(rows.cut(do) @ matrix.mT)
     # What a row attends to exactly may hold NaN, and 0 times that is NaN.
     c = (scale * (through_matrix * queries).sum(-1) - delta).masked_fill(~estimated, 0)
     dlogits = weights * (do @ per_query_head(v_mean, heads).mT + c[..., None])
@@ -169,13 +169,12 @@ def combine_backward(
         return x.unflatten(1, (kv_heads, -1)).sum(2)
 
     dk_mean, dv_mean = of_kv_heads(scale * dlogits.mT @ queries), of_kv_heads(weights.mT @ do)
-    dmatrix = scale * blocks.cut(queries).mT @ blocks.cut(of_tail[..., None] * do)
-    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, (number, parts))
-    members, counts = blocks.members(parts)
-    sound = members & ~log_count.isneginf().unflatten(2, (number, parts))[..., None]
+    dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_tail[..., None] * do)
+    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, counts.shape)
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
 
     def of_tokens(x: Tensor, dmean: Tensor, spread: Tensor, dmatrix: Tensor) -> Tensor:
-        found = dmean.unflatten(2, (number, parts))[..., None, :] + spread @ dmatrix
+        found = dmean.unflatten(2, counts.shape)[..., None, :] + spread @ dmatrix
         return blocks.scattered((found / counts.clamp(min=1)[..., None, None]).masked_fill(~sound[..., None], 0).sum(3), order).to(x.dtype)
 
     dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)
@@ -183,10 +182,11 @@ def combine_backward(
     return dexact, dexact_lse, dq.to(q.dtype), dk, dv
 
 
-class _Blocks:
-    """The tokens of the first N blocks, block by block: ``[..., P, *]`` <-> ``[..., N, L, *]``, the end of short blocks unused."""
+class _Cut:
+    """An axis' tokens, block by block: ``[..., P, *]`` <-> ``[..., N, L, *]``, the end of short blocks unused."""
 
-    def __init__(self, offsets: Tensor, number: int, longest: int, tokens: int) -> None:
+    def __init__(self, blocks: Blocks, tokens: int) -> None:
+        offsets, number, longest = blocks
         self.number, self.longest = number, longest
         self.starts, self.lengths = offsets[:number].long(), offsets[:number + 1].diff().long()
         self.place = torch.arange(longest, device=offsets.device)
@@ -258,13 +258,15 @@ class _Blocks:
         places = (upper + 2 * (~self.valid).long()).argsort(dim=-1, stable=True)
         return self.join((places + self.starts[:, None])[..., None])[..., 0].int()
 
-    def listed(self, counts: Tensor, indices: Tensor, heads: int) -> Tensor:
-        """bool ``[B or 1, H or 1, N, N]``: which of the N blocks each of them lists; ids that are none of theirs name nothing."""
-        counts, indices = counts[:, :, :self.number, None], indices[:, :, :self.number].long()
-        named = (torch.arange(indices.shape[3], device=indices.device) < counts) & (indices >= 0) & (indices < self.number)
-        mask = torch.zeros(*indices.shape[:3], self.number + 1, dtype=torch.bool, device=indices.device)
-        mask = mask.scatter(3, indices.where(named, self.number), True)[..., :self.number]
-        return mask if mask.shape[1] == 1 else per_query_head(mask, heads)
+
+def _listed(counts: Tensor, indices: Tensor, rows: int, number: int, heads: int) -> Tensor:
+    """bool ``[B or 1, H or 1, N, K]``: which of ``number`` key blocks each of the first ``rows`` query blocks lists; other ids name
+    nothing."""
+    counts, indices = counts[:, :, :rows, None], indices[:, :, :rows].long()
+    named = (torch.arange(indices.shape[3], device=indices.device) < counts) & (indices >= 0) & (indices < number)
+    mask = torch.zeros(*indices.shape[:3], number + 1, dtype=torch.bool, device=indices.device)
+    mask = mask.scatter(3, indices.where(named, number), True)[..., :number]
+    return mask if mask.shape[1] == 1 else per_query_head(mask, heads)
 
 
 def _bias(log_count: Tensor, half_variance: Tensor) -> Tensor:
@@ -272,7 +274,7 @@ def _bias(log_count: Tensor, half_variance: Tensor) -> Tensor:
     return per_query_head(log_count, half_variance.shape[1])[:, :, None] + half_variance.clamp(max=CAP)
 
 
-def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
+def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float) -> tuple[Tensor, Tensor]:
     """(w ``[B, H, P, U]``, z_T ``[B, H, P]``); 0 and -inf in rows that estimate nothing."""
     logits = scale * q @ per_query_head(k_mean, q.shape[1]).to(q.dtype).mT + bias.index_select(2, blocks.of_token)
     nothing = logits.isneginf().all(-1, keepdim=True) | ~blocks.inside[:, None]
@@ -281,7 +283,7 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Blocks, scale: fl
 
 
 def _matrices(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, mixture: Tensor,
-              blocks: _Blocks) -> Tensor:
+              blocks: _Cut) -> Tensor:
     """M, ``[B, H, N, D, D]``."""
     members, counts = blocks.members(mixture.shape[3] // blocks.number)
     sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]

@@ -11,13 +11,12 @@ two and three warpgroups took 1.32, 1.7 (three, of tiles of 192 tokens; two 2.25
 maxima and with biases added in registers, 279 instructions for 64 units in place of 198, 1.24, 2.2 and 2.4.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..lowering.inputs import loadable, loaded
+from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
@@ -333,28 +332,19 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     ], [1], [40])
 
 
-def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
-                      matrix: Tensor, tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
-    """``combine`` of the portable kernels, of bfloat16, head_dim 64 or 128. Where TMA cannot follow q or out in memory, copies take their
-    place."""
-    if not loadable(out):
-        copy = loaded(out)
-        hopper_tail_merge(copy, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, offsets, longest, scale, share)
-        out.copy_(copy)
-        return
-    q = loaded(q)
+def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
+                      matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+    """``merge`` of the portable kernels, of bfloat16, head_dim 64 or 128, for ROWS rows a program. TMA must be able to follow q and out,
+    see ``loaded``."""
     batch, heads, tokens, dim = q.shape
     blocks, units = bias.shape[2:]
-    parts = -(-longest // ROWS)
-    shares = torch.empty(batch, heads, blocks, parts, dtype=torch.float32, device=q.device)
+    parts = shares.shape[3]
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
     fixed = constants(dim)
-    key = (q.get_device(), q.dtype, fit(numbers), *fixed.values())
-    _launch(key, (batch * heads * blocks * parts, 1, 1),
-            (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
-             tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
-            (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
-    torch.sum(shares, -1, out=share)
+    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *fixed.values()), (batch * heads * blocks * parts, 1, 1),
+                (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
+                 tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
+                (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
 
 
 def constants(dim: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..device import multiprocessors
-from ..lowering.inputs import loaded
+from ..lowering.plans import Plan
 from ..lowering.primitives import LN2
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
@@ -181,20 +181,18 @@ def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_m
     ], [4, 1], [240, 24])
 
 
-def hopper_key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, moments: Tensor,
-                          covariances: Tensor, slab: int) -> None:
-    """Writes k_mean, v_mean, log_count and ``moments`` as ``key_statistics`` of the portable kernels, and what their ``covariances`` gives;
-    of bfloat16, head_dim 128, a block one unit. Where TMA cannot follow k or v in memory, copies take their place."""
-    k, v = loaded(k), loaded(v)
+def hopper_key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+                          moments: Tensor, covariances: Tensor, slab: int) -> None:
+    """Writes k_mean, v_mean, log_count and ``moments`` as ``key_statistics`` of the portable kernels, and what their ``covariances`` does;
+    of bfloat16, head_dim 128, a block one unit. TMA must be able to follow k and v, see ``loaded``."""
     batch, heads, blocks, dim = k_mean.shape
     items = batch * heads * blocks
-    programs = min(items, multiprocessors(k.device))
+    programs = min(items, multiprocessors(plan.device))
     numbers = (heads, blocks, items, programs, moments.shape[3])
     fixed = constants(dim, slab)
-    key = (k.get_device(), fit(numbers), *fixed.values())
-    _launch(key, (programs, 1, 1),
-            (tma_tiles(k, STEP), tma_tiles(v, STEP), tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
-            (offsets, k_mean, v_mean, log_count, moments), numbers, fixed, OPTIONS)
+    plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (programs, 1, 1),
+                (tma_tiles(k, STEP), tma_tiles(v, STEP), tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
+                (offsets, k_mean, v_mean, log_count, moments), numbers, fixed, OPTIONS)
 
 
 def constants(dim: int, slab: int) -> dict[str, int]:

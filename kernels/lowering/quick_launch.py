@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from ..memo import Kept
 
@@ -58,10 +59,9 @@ class QuickLaunch:
     """
 
     def __init__(self, kernel) -> None:
-        from triton import knobs
         from triton.runtime import driver
 
-        self.driver, self.knobs = driver, knobs.runtime
+        self.driver = driver
         self.kernel = kernel
         # Of what goes from here Triton still keeps what it compiled; only the way to it is found anew.
         self.compiled: dict[tuple, tuple[Any, _Direct | None]] = Kept(KEYS_KEPT)
@@ -73,21 +73,18 @@ class QuickLaunch:
 
         Args:
             key: tells apart all that the kernel is compiled for: the device, the dtypes, which tensors are None, the layouts of the
-                descriptors, the constants, and which numbers do not ``fit``. That pointers are multiples of 16 bytes is seen to here.
+                descriptors, the constants, and which numbers do not ``fit``. Which pointers are multiples of 16 bytes is seen to here.
             grid: number of programs along three axes.
             descriptors, tensors, numbers, constants: the kernel's parameters, in this order.
             options: num_warps and the like.
         """
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        found = self.compiled.get(key) if together % 16 == 0 else None
+        key = _with_alignment(key, pointers)
+        found = self.compiled.get(key)
         if found is None:
-            return self._first(key, together % 16 == 0, grid, descriptors, tensors, numbers, constants, options)
+            return self._first(key, grid, descriptors, tensors, numbers, constants, options)
         compiled, direct = found
-        enter, leave = self.knobs.launch_enter_hook, self.knobs.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if hooked():
             compiled[grid](*_made(descriptors), *pointers, *numbers, *constants.values())
             return
         # The same without gathering what a hook would be told, which takes as long as all else.
@@ -104,7 +101,7 @@ class QuickLaunch:
                 arguments.append(None)
                 continue
             x, kind, make = tiles
-            known = _descriptors.get((x.data_ptr(), kind))
+            known = descriptors_known.get((x.data_ptr(), kind))
             arguments += direct.describe(place, x, kind, make) if known is None else known
             place += 1
         arguments += pointers
@@ -115,16 +112,20 @@ class QuickLaunch:
         else:
             direct.launch(*grid, direct.stream(direct.device()), *direct.settled, arguments)
 
+    def direct(self, key: tuple, pointers: Sequence[int]) -> _Direct | None:
+        """The launcher of what was compiled for a key and pointers such as these; None where there is none that is called directly."""
+        return self.compiled.get(_with_alignment(key, pointers), (None, None))[1]
+
     def settle(self, key: tuple, grid: tuple[int, int, int], numbers: Sequence[int | float], constants: dict, options: dict) -> Launch:
         """This launch with all settled but the tensors, of a kernel that takes no descriptors."""
         return Launch(self, (key, grid, numbers, constants, options))
 
-    def _first(self, key: tuple, aligned: bool, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
+    def _first(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """A plain launch, after which the key is known."""
         compiled = self.kernel[grid](*_made(descriptors), *tensors, *numbers, **constants, **FUSED | options)
         # Triton's interpreter gives back nothing, and compiles nothing.
-        if self.known and aligned and compiled is not None:
+        if self.known and compiled is not None:
             self.compiled[key] = compiled, _Direct.of(compiled, sum([tiles is not None for tiles in descriptors]))
 
 
@@ -134,10 +135,10 @@ class Launch:
     As there, what the key stands for must hold for the tensors, and hooks and other versions of Triton have their way.
     """
 
-    __slots__ = ("quick", "settled", "knobs", "found")
+    __slots__ = ("quick", "settled", "found")
 
     def __init__(self, quick: QuickLaunch, settled: tuple) -> None:
-        self.quick, self.settled, self.knobs = quick, settled, quick.knobs
+        self.quick, self.settled = quick, settled
         # The launcher, the grid, and what follows the tensors.
         self.found: tuple[_Direct, tuple, tuple] | None = None
 
@@ -146,11 +147,7 @@ class Launch:
         if self.found is None:
             return self._whole(tensors)
         pointers = [x.data_ptr() for x in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        enter, leave = self.knobs.launch_enter_hook, self.knobs.launch_exit_hook
-        if together % 16 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if not aligned(pointers) or hooked():
             return self._whole(tensors)
         direct, grid, rest = self.found
         if direct.flat:
@@ -161,7 +158,7 @@ class Launch:
     def _whole(self, tensors: Sequence[Tensor]) -> None:
         key, grid, numbers, constants, options = self.settled
         self.quick(key, grid, (), tensors, numbers, constants, options)
-        _, direct = self.quick.compiled.get(key, (None, None))
+        direct = self.quick.direct(key, ())
         if direct is not None:
             self.found = direct, grid, (*numbers, *constants.values())
 
@@ -218,7 +215,7 @@ def _made(descriptors: Sequence[Tiles | None]) -> list:
 
 # Encoded descriptors by address and kind. A descriptor holds no memory and does not depend on the contents, so it also serves any later
 # tensor of that kind at the same address.
-_descriptors: dict[tuple[int, Hashable], list] = Kept(DESCRIPTORS_KEPT)
+descriptors_known: dict[tuple[int, Hashable], list] = Kept(DESCRIPTORS_KEPT)
 
 
 class _Direct(NamedTuple):
@@ -259,7 +256,7 @@ class _Direct(NamedTuple):
 
     def describe(self, place: int, x: Tensor, kind: Hashable, make: Callable[[Tensor], Any]) -> list:
         """The kernel's arguments for a descriptor, found by its kind from now on."""
-        found = _descriptors[x.data_ptr(), kind] = list(self.encode(make(x), self.metas[place]))
+        found = descriptors_known[x.data_ptr(), kind] = list(self.encode(make(x), self.metas[place]))
         return found
 
 
@@ -270,6 +267,30 @@ def _encoder() -> Callable:
     encode = driver.make_tensordesc_arg
     # From Triton 3.8 on it takes what the kernel is launched with, too, and needs nothing of it.
     return encode if len(signature(encode).parameters) == 2 else lambda descriptor, meta: encode(descriptor, meta, None)
+
+
+def aligned(pointers: Sequence[int]) -> bool:
+    """Whether all are multiples of 16 bytes, which Triton looks at when it compiles."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return together % 16 == 0
+
+
+def _with_alignment(key: tuple, pointers: Sequence[int]) -> tuple:
+    return key if aligned(pointers) else (*key, tuple([pointer % 16 == 0 for pointer in pointers]))
+
+
+def hooked() -> bool:
+    """Whether something listens to launches: Triton then launches, so that it is called."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def current_stream() -> int:
+    """Of the current device."""
+    active = triton.runtime.driver.active
+    return active.get_current_stream(active.get_current_device())
 
 
 def fit(numbers: Sequence[int]) -> tuple[bool, ...] | bool:

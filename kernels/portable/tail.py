@@ -1,17 +1,19 @@
 """The tail by Triton's kernels: blocks' statistics, the merge of their estimate with the exact part, and its gradients.
 
 Arguments and results are those of ``eager/tail.py``, on a GPU or in Triton's interpreter; out's last stride must be 1, and each lse is
-float32 and contiguous. The same inputs give the same bits.
+float32 and contiguous. The same inputs give the same bits. Each step is planned once for a kind of tensors, see ``lowering/plans.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..tail import CAP, ITERATIONS, BlockEstimates, by_kv_head, covariances_wait, sampled_queries, useful_heads
+from ..lowering.inputs import loadable, loaded, strided
+from ..lowering.plans import Plan, Plans
+from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, by_kv_head, covariances_wait, sampled_queries
 from . import tail_order, tail_rows, tail_statistics
 from .tail_backward import triton_tail_backward
 
@@ -23,97 +25,153 @@ ESTIMATE_ROOM, MERGE_ROOM, BACKWARD_ROOM = 1.0, 0.84, 0.4
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 
 
-def estimate(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, scale: float, parts: int,
+def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
              useful: Tensor | None = None, *, key_statistics: Callable[..., None] | None = None) -> BlockEstimates:
     """``estimate`` of ``eager/tail.py``. ``key_statistics``: ``hopper_key_statistics``, where ``why_not_hopper_statistics`` is None; it
     computes covariances with the rest, and does so where there is room for them to wait."""
-    new = log_count, half_variance, mass, order, k_mean, v_mean, error = _new_estimates(q, k, v, num_blocks, parts)
-    covariances = None
-    if key_statistics is not None and covariances_wait(q, k, num_blocks):
-        covariances = tail_statistics.new_covariances(k_mean)
-    halves = order if parts > 1 else None
-    if not q.numel():
-        for x in (*new, *([] if covariances is None else [covariances])):
-            x.zero_()
-        return BlockEstimates(parts, log_count, half_variance, mass, halves, k_mean, v_mean,
-                              useful_heads(error) if useful is None else useful, covariances)
-    units, sample = num_blocks * parts, sampled_queries(longest)
-    with torch.cuda.device_of(q):
-        if halves is not None:
-            tail_order.principal_order(k, offsets, num_blocks, ITERATIONS, halves)
-        # Of symmetric matrices half is kept.
-        matrices = -(-(units + num_blocks * (q.shape[1] // k.shape[1])) * tail_statistics.packed_size(k.shape[3]) // k.shape[3]**2)
-        # The kernel that compares queries with units reads numbers of four bytes faster.
-        wide = torch.empty(half_variance.shape, dtype=torch.float32, device=q.device)
-        for own, shared in _head_groups(q, k.shape[1], matrices, ESTIMATE_ROOM):
-            if covariances is not None and key_statistics is not None:
-                keys = tail_statistics.new_moments(k_mean[shared])
-                key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], keys, covariances[shared],
-                               tail_statistics.SLAB)
+    waiting = key_statistics is not None and covariances_wait(q, k, kv_blocks[1])
+    q, k, v = strided(q), *[(loaded if waiting else strided)(x) for x in (k, v)]
+    found = _estimates((q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, useful is None,
+                       key_statistics if waiting else None, ESTIMATE_ROOM)
+    log_count, half_variance, mass, k_mean, v_mean, *rest = found
+    order = rest.pop(0) if parts > 1 else None
+    covariances = rest.pop(0) if waiting else None
+    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, rest[0] if useful is None else useful, covariances)
+
+
+def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
+                    scale: float, parts: int, judge: bool, statistics: Callable[..., None] | None, room: float) -> None:
+    """The plan of ``estimate``. statistics: the kernel that computes covariances, too. judge: whether which heads are useful is asked."""
+    q, k, v = xs
+    q_offsets, kv_offsets = offsets
+    (blocks, longest), (kv_blocks, _) = q_sizes, kv_sizes
+    (batch, heads, _, dim), (kv_heads, tokens) = q.shape, k.shape[1:3]
+    units, sample, entries = kv_blocks * parts, sampled_queries(longest), tail_statistics.packed_size(dim)
+    log_count = plan.result(batch, kv_heads, units, dtype=torch.float32)
+    half_variance, mass = (plan.result(batch, heads, blocks, units, dtype=torch.bfloat16) for _ in range(2))
+    k_mean, v_mean = (plan.result(batch, kv_heads, units, dim, dtype=q.dtype) for _ in range(2))
+    order = plan.result(batch, kv_heads, tokens, dtype=torch.int32) if parts > 1 else None
+    covariances = None if statistics is None else plan.result(batch, kv_heads, units, dim * dim, dtype=torch.bfloat16)
+    useful = plan.result(batch, heads, dtype=torch.bool) if judge else None
+    if not q.numel() or not k.numel():
+        for x in plan.results:
+            plan.call(_fill_with_ones if x is useful else Tensor.zero_, x)
+        return
+    if order is not None:
+        with plan.memory_again():
+            tail_order.principal_order(plan, k, kv_offsets, kv_blocks, ITERATIONS, order)
+    # Of symmetric matrices half is kept.
+    matrices = -(-(units + blocks * (heads // kv_heads)) * entries // dim**2)
+    # The kernel that compares queries with units reads numbers of four bytes faster.
+    wide = plan.working(*half_variance.shape, dtype=torch.float32)
+    error = plan.working(batch, heads, blocks, dtype=torch.float32)
+    for own, shared in _head_groups(q, kv_heads, matrices, room):
+        with plan.memory_again():
+            keys = plan.working(*k_mean[shared].shape[:3], entries, dtype=torch.bfloat16)
+            queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
+            means = k_mean[shared], v_mean[shared], log_count[shared]
+            if statistics is not None and covariances is not None:
+                statistics(plan, k[shared], v[shared], kv_offsets, *means, keys, covariances[shared], tail_statistics.SLAB)
             else:
-                keys = tail_statistics.key_statistics(k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared],
-                                                      None if halves is None else halves[shared], parts)
-            wide[own] = _half_variance(tail_statistics.query_moments(q[own], offsets, num_blocks, sample, 0.5 * scale**2), keys)
-            del keys
-        tail_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
-    return BlockEstimates(parts, log_count, half_variance, mass, halves, k_mean, v_mean,
-                          useful_heads(error) if useful is None else useful, covariances)
+                tail_statistics.key_statistics(plan, k[shared], v[shared], kv_offsets, *means, None if order is None else order[shared],
+                                               parts, keys)
+            tail_statistics.query_moments(plan, q[own], q_offsets, blocks, sample, 0.5 * scale**2, queries)
+            plan.call(_wide_product, by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
+    tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, q_offsets, scale, sample, CAP, mass, half_variance, error)
+    if useful is not None:
+        tail_rows.useful_heads(plan, error, USELESS, useful)
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
     """``scores`` of ``eager/tail.py``, in float32."""
-    found = torch.empty(*mass.shape[:3], mass.shape[2], dtype=torch.float32, device=mass.device)
+    return _scores((mass, half_variance, log_count), (), parts)[0]
+
+
+def _write_scores(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], parts: int) -> None:
+    found = plan.result(*xs[0].shape[:3], xs[0].shape[3] // parts, dtype=torch.float32)
     if found.numel():
-        with torch.cuda.device_of(mass):
-            tail_rows.scores(mass, half_variance, log_count, found)
-    return found
+        mass, half_variance, log_count = xs
+        tail_rows.scores(plan, mass, half_variance, log_count, parts, found)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_blocks: int, longest: int, counts: Tensor,
-            indices: Tensor, estimates: BlockEstimates, scale: float, keep: bool, *,
-            merge: Callable[..., None] = tail_rows.combine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``:
-    ``hopper_tail_merge``, where ``why_not_hopper_merge`` is None, or the portable kernel."""
-    heads, kv_heads, parts = q.shape[1], k.shape[1], estimates.parts
-    share = torch.empty(q.shape[0], heads, num_blocks, dtype=torch.float32, device=q.device)
-    tail_lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    kept_bias, kept_mixture = _new_pairs(q, heads if keep else 0, num_blocks, parts)
+def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
+            estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
+            merge_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
+    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_merge`` is None, or the portable kernel."""
+    portable = merge_rows is None
+    if not portable and not loadable(out):
+        copy = loaded(out)
+        results = combine(copy, lse, q, k, v, q_blocks, kv_blocks, counts, indices, estimates, scale, keep, merge=merge,
+                          merge_rows=merge_rows)
+        out.copy_(copy)
+        return results
+    q, k, v = (strided if portable else loaded)(q), strided(k), strided(v)
+    waiting = [x for x in (estimates.order, estimates.covariances) if x is not None]
+    others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
+              estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, *waiting)
+    shares, tail_lse, bias, mixture = _merged(
+        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, estimates.covariances is not None, merge,
+        merge_rows, MERGE_ROOM)
+    return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
+
+
+def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
+                   scale: float, parts: int, keep: bool, known: bool, merge: Callable[..., None], rows: int | None, room: float) -> None:
+    """The plan of ``combine``. known: whether covariances were computed with the estimates."""
+    out, q, k, v = xs
+    lse, q_offsets, kv_offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *rest = others
+    order, covariances = rest[0] if parts > 1 else None, rest[-1] if known else None
+    (blocks, longest), (kv_blocks, _) = q_sizes, kv_sizes
+    (batch, heads, tokens, dim), kv_heads, units = q.shape, k.shape[1], kv_blocks * parts
+    kept = heads if keep else 0
+    shares = plan.result(batch, heads, blocks, -(-longest // (rows or tail_rows.merged_rows(plan, q))), dtype=torch.float32)
+    tail_lse = plan.result(batch, kept, tokens, dtype=torch.float32)
+    # Rows of 16 bytes: what torch multiplies fast.
+    row = -(-units // 8) * 8
+    bias = plan.result(batch, kept, blocks, units, dtype=torch.float32)
+    mixture = plan.result(batch, kept, blocks, row, dtype=torch.bfloat16)
     if not q.numel():
-        return share.zero_(), tail_lse, kept_bias.zero_(), kept_mixture.zero_()
-    half_variance, covariances, order, useful = estimates.half_variance, estimates.covariances, estimates.order, estimates.useful
-    with torch.cuda.device_of(q):
-        left = torch.empty(share.shape, dtype=torch.int32, device=q.device)
-        used = useful if heads == kv_heads else useful.unflatten(1, (kv_heads, -1)).any(-1)
-        pairs = heads // kv_heads * num_blocks**2 * parts
-        held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel() + (0 if covariances is None else 2 * covariances.numel())
-        matrices = num_blocks * (heads // kv_heads + (parts if covariances is None else 0))
-        for own, shared in _head_groups(q, kv_heads, matrices, MERGE_ROOM - held / (q.numel() * q.element_size()), MADE_OF_A_PAIR * pairs):
-            some = q[own]
+        plan.call(Tensor.zero_, shares)
+        return
+    if keep:
+        # Rows of other blocks have no estimate.
+        plan.call(_fill_with_nothing, tail_lse)
+    else:
+        tail_lse = plan.working(batch, heads, tokens, dtype=torch.float32)
+    left = plan.working(batch, heads, blocks, dtype=torch.int32)
+    pairs = heads // kv_heads * blocks * units
+    held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel() + (0 if covariances is None else 2 * covariances.numel())
+    matrices = blocks * (heads // kv_heads) + (units if covariances is None else 0)
+    for own, shared in _head_groups(q, kv_heads, matrices, room - held / (q.numel() * q.element_size()), MADE_OF_A_PAIR * pairs):
+        with plan.memory_again():
+            some, means = q[own], (k_mean[shared], v_mean[shared])
             if keep:
-                bias, mixture = kept_bias[own], kept_mixture[own]
+                own_bias, own_mixture = bias[own], mixture[own]
             else:
-                bias, mixture = _new_pairs(some, some.shape[1], num_blocks, parts)
+                own_bias = plan.working(*some.shape[:2], blocks, units, dtype=torch.float32)
+                own_mixture = plan.working(*some.shape[:2], blocks, row, dtype=torch.bfloat16)
+            own_mixture = own_mixture[..., :units]
             lists = tail_rows.block_lists(_of_group(counts, heads, own, shared), _of_group(indices, heads, own, shared), some.shape[1],
-                                          num_blocks)
-            tail_rows.unit_bias(estimates.log_count[shared], half_variance[own], estimates.mass[own], lists, useful[own], CAP, bias,
-                                left[own], mixture)
-            k_mean, v_mean = estimates.k_mean[shared], estimates.v_mean[shared]
+                                          kv_blocks)
+            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, own_bias, left[own],
+                                own_mixture)
             if covariances is not None:
                 squares = covariances[shared]
             else:
-                squares = tail_statistics.covariances(k[shared], v[shared], offsets, k_mean, v_mean, estimates.log_count[shared],
-                                                      None if order is None else order[shared], used[shared], parts)
-            matrix = torch.bmm(by_kv_head(mixture, squares.shape[1]), squares.flatten(0, 1))
-            del squares, mixture
-            merge(out[own], lse[own], some, k_mean, v_mean, bias, left[own], matrix, tail_lse[own], offsets, longest, scale, share[own])
-            del matrix, bias
-    return share, tail_lse, kept_bias, kept_mixture
+                squares = plan.working(*means[0].shape[:3], dim * dim, dtype=torch.bfloat16)
+                tail_statistics.covariances(plan, k[shared], v[shared], kv_offsets, *means, log_count[shared],
+                                            None if order is None else order[shared], useful[own], parts, squares)
+            mixed = by_kv_head(own_mixture, squares.shape[1])
+            matrix = plan.working(*mixed.shape[:2], dim * dim, dtype=torch.bfloat16)
+            plan.call(_product, mixed, squares.flatten(0, 1), matrix)
+            merge(plan, out[own], lse[own], some, *means, own_bias, left[own], matrix, tail_lse[own], q_offsets, scale, shares[own])
 
 
 def combine_backward(
     dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, mixture: Tensor, log_count: Tensor, order: Tensor | None,
-    k_mean: Tensor, v_mean: Tensor, longest: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``combine_backward`` of ``eager/tail.py``."""
     # What rows get that no estimate has touched: what arrives passes on, and nothing is added.
@@ -123,45 +181,32 @@ def combine_backward(
     if not q.numel() or not k.numel():
         return dexact, dexact_lse, dq, dk, dv
     kv_heads, (blocks, units) = k.shape[1], bias.shape[2:]
-    parts = units // blocks
+    kv_offsets, kv_number, _ = kv_blocks
+    parts = units // kv_number
+    q, k, v = map(strided, (q, k, v))
     exact_lse = exact_lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    # Those of a block's units, and of its queries with their gradients.
-    matrices = blocks * (parts + 2 * q.shape[1] // kv_heads)
-    with torch.cuda.device_of(q):
-        for own, shared in _head_groups(q, kv_heads, matrices, BACKWARD_ROOM):
-            halves = None if order is None else order[shared]
-            covariances = tail_statistics.covariances(
-                k[shared], v[shared], offsets, k_mean[shared], v_mean[shared], log_count[shared], halves, None, parts)
-            mixed = by_kv_head(mixture[own], covariances.shape[1])
-            matrix = torch.bmm(mixed, covariances.flatten(0, 1))
-            del covariances
-            triton_tail_backward(
-                dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], None if dlse is None else dlse[own], exact[own],
-                exact_lse[own], out[own], lse[own], tail_lse[own], q[own], k[shared], v[shared], offsets, longest, bias[own],
-                log_count[shared], halves, k_mean[shared], v_mean[shared], matrix, mixed, scale)
-            del matrix
+    # Those of units, and of blocks' queries with their gradients.
+    matrices = units + blocks * (2 * q.shape[1] // kv_heads)
+    for own, shared in _head_groups(q, kv_heads, matrices, BACKWARD_ROOM):
+        keys, values, halves, counts = k[shared], v[shared], None if order is None else order[shared], log_count[shared]
+        means = k_mean[shared], v_mean[shared]
+        covariances, = _covariances((keys, values), (kv_offsets, *means, counts, *([] if halves is None else [halves])), parts)
+        mixed = by_kv_head(mixture[own], covariances.shape[1])
+        matrix = torch.bmm(mixed, covariances.flatten(0, 1))
+        del covariances
+        triton_tail_backward(
+            dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], None if dlse is None else dlse[own], exact[own],
+            exact_lse[own], out[own], lse[own], tail_lse[own], q[own], keys, values, q_blocks, kv_blocks, bias[own], counts, halves, *means,
+            matrix, mixed, scale)
+        del matrix
     return dexact, dexact_lse, dq, dk, dv
 
 
-def _new_estimates(q: Tensor, k: Tensor, v: Tensor, num_blocks: int, parts: int) -> tuple[Tensor, ...]:
-    """log_count, h, mass, order (empty where blocks are not divided), k_mean, v_mean and the sum of mass x h, uninitialised."""
-    batch, heads, tokens, dim = q.shape
-    kv_heads, units = k.shape[1], num_blocks * parts
-    pairs = batch, heads, num_blocks, units
-    return (q.new_empty(batch, kv_heads, units, dtype=torch.float32),
-            q.new_empty(pairs, dtype=torch.bfloat16), q.new_empty(pairs, dtype=torch.bfloat16),
-            q.new_empty((batch, kv_heads, tokens) if parts > 1 else (0,), dtype=torch.int32),
-            k.new_empty(batch, kv_heads, units, dim), v.new_empty(batch, kv_heads, units, dim),
-            q.new_empty(batch, heads, num_blocks, dtype=torch.float32))
-
-
-def _new_pairs(q: Tensor, heads: int, num_blocks: int, parts: int) -> tuple[Tensor, Tensor]:
-    """bias and mixture of some heads, uninitialised."""
-    units = num_blocks * parts
-    # Rows of 16 bytes: what torch multiplies fast.
-    mixture = q.new_empty(q.shape[0], heads, num_blocks, -(-units // 8) * 8, dtype=torch.bfloat16)
-    return q.new_empty(q.shape[0], heads, num_blocks, units, dtype=torch.float32), mixture[..., :units]
+def _write_covariances(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], parts: int) -> None:
+    (k, v), (offsets, k_mean, v_mean, log_count, *order) = xs, others
+    out = plan.result(*k_mean.shape[:3], k_mean.shape[3]**2, dtype=torch.bfloat16)
+    tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order[0] if order else None, None, parts, out)
 
 
 def _head_groups(q: Tensor, kv_heads: int, matrices: int, room: float, more: int = 0) -> Iterator[tuple[tuple, tuple]]:
@@ -180,13 +225,30 @@ def _head_groups(q: Tensor, kv_heads: int, matrices: int, room: float, more: int
             yield (slice(b, b + 1), slice(h * group, (h + size) * group)), (slice(b, b + 1), slice(h, h + size))
 
 
-def _half_variance(queries: Tensor, keys: Tensor) -> Tensor:
-    """float32 ``[B, H, N, U]`` of moments ``[B, H, N, n]`` and ``[B, Hkv, U, n]``."""
-    a, b = by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT
-    product = torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
-    return product.view(*queries.shape[:3], -1)
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.bmm(a, b, out=out)
+
+
+def _wide_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """In float32, of bfloat16."""
+    if a.is_cuda:
+        torch.bmm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.bmm(a.float(), b.float(), out=out)
+
+
+def _fill_with_ones(x: Tensor) -> None:
+    x.fill_(1)
+
+
+def _fill_with_nothing(lse: Tensor) -> None:
+    lse.fill_(-torch.inf)
 
 
 def _of_group(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:
     """What lists ``[B or 1, lists, ...]`` for all heads have for a group of ``_head_groups``."""
     return x[own[0] if x.shape[0] > 1 else slice(None), slice(None) if x.shape[1] == 1 else own[1] if x.shape[1] == heads else shared[1]]
+
+
+_estimates, _scores, _merged, _covariances = (
+    Plans(_write_estimate), Plans(_write_scores), Plans(_write_combine), Plans(_write_covariances))

@@ -15,6 +15,7 @@ from ..lowering.arguments import view
 from ..lowering.inputs import strided
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
 from ..lowering.quick_launch import FUSED
+from ..tail import Blocks
 from .config import LaunchConfig
 from .tail_rows import part_shares
 
@@ -236,7 +237,7 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[st
 
 def triton_tail_backward(
     dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
-    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int,
+    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
     bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor,
     mixture: Tensor, scale: float,
 ) -> None:
@@ -247,12 +248,12 @@ def triton_tail_backward(
         dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
         exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
         tail_lse: the tail's; -inf where nothing is estimated.
-        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P, D]``; the first N blocks of ``offsets`` are compensated.
-        longest: an upper bound on a block's tokens.
+        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``.
+        q_blocks, kv_blocks: those that are compensated.
         bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
             estimates nothing of it.
         log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
-        order: int32 ``[B, Hkv, P]`` or None, as in ``BlockEstimates``, contiguous.
+        order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
         matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
             the query heads of a key/value head are rows of one product.
@@ -261,7 +262,8 @@ def triton_tail_backward(
     exact, out, dout, q, k, v, k_mean, v_mean = map(strided, (exact, out, dout, q, k, v, k_mean, v_mean))
     batch, heads, tokens, dim = q.shape
     kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
-    group, parts = heads // kv_heads, units // blocks
+    (offsets, _, longest), (kv_offsets, kv_number, _) = q_blocks, kv_blocks
+    group, parts = heads // kv_heads, units // kv_number
     launches = tail_launches(dim, q.dtype, device_limits(q.device))
     q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
     lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
@@ -289,5 +291,5 @@ def triton_tail_backward(
     dcovariance = torch.bmm(mixture.mT, dmatrix)
     del dmatrix
     _tail_tokens_kernel[(units, batch * kv_heads, patches)](
-        view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens,
-        units, PARTS=parts, **launches["tokens"])
+        view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, kv_offsets, kv_heads,
+        k.shape[2], units, PARTS=parts, **launches["tokens"])

@@ -1,4 +1,4 @@
-"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why; and in little host time."""
+"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why; and that a Plan notes launches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import DeviceLimits
+from ..lowering.plans import Plan
 from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
 
@@ -63,18 +64,17 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
 
 
 def launcher(kernel) -> Callable[..., None]:
-    """``launch(grid, tensors, integers, scales, constants, config)`` of a kernel whose parameters come in this order.
+    """``launch(plan, grid, tensors, integers, scales, constants, config)`` of a kernel whose parameters come in this order.
 
     Triton specialises on the integers, strides and sizes, by which it loads whole rows at once: so they are in the key.
     """
     quick = QuickLaunch(kernel)
 
-    def launch(grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...], scales: tuple[float, ...],
-               constants: dict, config: LaunchConfig | None) -> None:
+    def launch(plan: Plan, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...],
+               scales: tuple[float, ...], constants: dict, config: LaunchConfig | None) -> None:
         options = {} if config is None else config.options()
-        device = next(x for x in tensors if x is not None).get_device()
-        key = (device, *[None if x is None else x.dtype for x in tensors], integers, *constants.values(), *options.values())
-        quick(key, grid, (), tensors, (*integers, *scales), constants, options)
+        key = (plan.device, *[None if x is None else x.dtype for x in tensors], integers, *constants.values(), *options.values())
+        plan.launch(quick, key, grid, (), tensors, (*integers, *scales), constants, options)
 
     return launch
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.inputs import strided
+from ..lowering.plans import Plan
 from ..lowering.primitives import ordered
 from ..lowering.quick_launch import power_of_2
 from .tail_config import launcher, strides, tail_config
@@ -120,13 +120,13 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
 _launch_order = launcher(_order_kernel)
 
 
-def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
+def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
     """Writes order of ``BlockEstimates`` for two units of a block."""
-    k = strided(k)
     batch, heads, tokens, dim = k.shape
-    projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
-    config = tail_config("order", dim, k.dtype, device_limits(k.device))
+    projections = plan.working(batch, heads, tokens, dtype=torch.float32)
+    config = tail_config("order", dim, k.dtype, device_limits(plan.device))
     # Blocks of the usual size fit; larger ones are looked at piece by piece.
     width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
     constants = dict(ITERATIONS=iterations, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim), **padded(dim))
-    _launch_order((num_blocks * heads, batch, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants, config)
+    _launch_order(plan, (num_blocks * heads, batch, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants,
+                  config)

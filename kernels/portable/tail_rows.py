@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..device import device_limits
 from ..lowering.arguments import Lists
 from ..lowering.chunks import shared_strides
-from ..lowering.inputs import strided
+from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
@@ -53,7 +52,7 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         place = start + tl.arange(0, WIDTH)
         item = tl.load(listed + place, mask=place < count, other=-1)
         for part in tl.static_range(PARTS):
-            known = (item >= 0) & (item < blocks)
+            known = (item >= 0) & (item < units // PARTS)
             tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
     tl.debug_barrier()
     number = tl.zeros([WIDTH], tl.int32)
@@ -76,14 +75,15 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
 
 @triton.jit
 def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of a block's units for each of its tokens, -inf where nothing is estimated of any."""
+    """mass x h of key blocks' units for each of their tokens, -inf where nothing is estimated of any."""
+    kv_blocks = units // PARTS
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
     log_count += (batch * (heads // group) + head // group) * units
-    for start in range(0, blocks, WIDTH):
+    for start in range(0, kv_blocks, WIDTH):
         item = start + tl.arange(0, WIDTH)
-        inside = item < blocks
+        inside = item < kv_blocks
         score = tl.zeros([WIDTH], tl.float32)
         tokens = tl.zeros([WIDTH], tl.float32)
         for part in tl.static_range(PARTS):
@@ -91,7 +91,7 @@ def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, 
             weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
             score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
             tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
-        tl.store(scores + row * blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
+        tl.store(scores + row * kv_blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
 
 
 @triton.jit
@@ -245,17 +245,28 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
 
 
-_launch_bias, _launch_score, _launch_mass, _launch_combine = map(launcher, (_bias_kernel, _score_kernel, _mass_kernel, _combine_kernel))
+@triton.jit
+def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether the mean of a head's errors is no more than MOST."""
+    head = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, blocks, WIDTH):
+        block = start + tl.arange(0, WIDTH)
+        total += tl.load(error + head * blocks + block, mask=block < blocks, other=0.0)
+    tl.store(useful + head, tl.sum(total, 0) / blocks <= MOST)
+
+
+_launch_bias, _launch_score, _launch_mass, _launch_useful, _launch_combine = map(
+    launcher, (_bias_kernel, _score_kernel, _mass_kernel, _useful_kernel, _combine_kernel))
 
 
 def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lists:
     """The first ``blocks`` of what lists for ``heads`` query heads name."""
-    counts = counts.contiguous()
-    return Lists(counts, indices.contiguous(), *shared_strides(counts, heads), indices.shape[-1], blocks)
+    return Lists(counts, indices, *shared_strides(counts, heads), indices.shape[-1], blocks)
 
 
-def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float, bias: Tensor,
-              left: Tensor, mixture: Tensor) -> None:
+def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float,
+              parts: int, bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
     how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
 
@@ -263,47 +274,56 @@ def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lis
     heads not ``useful``, bool ``[B, H]``.
     """
     batch, heads, blocks, units = bias.shape
-    _launch_bias((blocks, batch * heads, 1), (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
+    _launch_bias(plan, (blocks, batch * heads, 1),
+                 (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
                  (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
                   mixture.stride(2)), (),
-                 dict(CAP=cap, PARTS=units // blocks, WIDTH=WIDTH), None)
+                 dict(CAP=cap, PARTS=parts, WIDTH=WIDTH), None)
 
 
-def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, out: Tensor) -> None:
-    """Writes ``out``, float32 ``[B, H, N, N]``: mass x h of each block's units over its tokens, -inf where nothing is estimated of any."""
+def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int, out: Tensor) -> None:
+    """Writes ``out``, float32 ``[B, H, N, K]``: mass x h of each key block's units over its tokens, -inf where nothing is estimated of
+    any."""
     batch, heads, blocks, units = mass.shape
-    _launch_score((blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=units // blocks, WIDTH=WIDTH), None)
+    _launch_score(plan, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
+                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=parts, WIDTH=WIDTH), None)
 
 
-def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
-                 cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+def useful_heads(plan: Plan, error: Tensor, most: float, useful: Tensor) -> None:
+    """Writes ``useful``, bool ``[B, H]``: whether the mean of ``error``, float32 ``[B, H, N]``, is at most ``most``."""
+    _launch_useful(plan, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), (), dict(MOST=most, WIDTH=WIDTH), None)
+
+
+def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
+                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
     mass, h, which comes in float32."""
-    q = strided(q)
     batch, heads, blocks, units = mass.shape
-    config, sizes = _config("mass", q)
+    config, sizes = _config("mass", plan, q)
     sizes["M"] = max(sizes["M"], sample)
-    _launch_mass((-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
+    _launch_mass(plan, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                  (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
                  dict(SAMPLE=sample, CAP=cap, **sizes), config)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
-            tail_lse: Tensor, offsets: Tensor, longest: int, scale: float, share: Tensor) -> None:
+def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
+          tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
-    ``share``, float32 ``[B, H, N]``."""
-    q = strided(q)
+    ``shares``, float32 ``[B, H, N, T]``, of which a block's T sum to the exact part's share: T times ``merged_rows`` are no fewer than the
+    longest block's."""
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("combine", q)
-    tiles = -(-longest // sizes["M"])
-    shares = torch.empty(batch, heads, blocks, tiles, dtype=torch.float32, device=q.device)
-    _launch_combine((blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
+    config, sizes = _config("combine", plan, q)
+    tiles = shares.shape[3]
+    _launch_combine(plan, (blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
                     (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
                     dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
-    torch.sum(shares, -1, out=share)
+
+
+def merged_rows(plan: Plan, q: Tensor) -> int:
+    """Rows of a block that a program of ``merge`` has."""
+    return _config("combine", plan, q)[0].block_m
 
 
 def depth(dim_pad: int, block_m: int) -> int:
@@ -311,7 +331,7 @@ def depth(dim_pad: int, block_m: int) -> int:
     return dim_pad if block_m > 32 else min(dim_pad, 32)
 
 
-def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
+def _config(kernel: str, plan: Plan, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
     dim = q.shape[3]
-    config = tail_config(kernel, dim, q.dtype, device_limits(q.device))
+    config = tail_config(kernel, dim, q.dtype, device_limits(plan.device))
     return config, dict(M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(power_of_2(dim), 16))

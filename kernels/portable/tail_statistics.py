@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.inputs import strided
+from ..lowering.plans import Plan
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
@@ -227,7 +227,7 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
 
 @triton.jit
 def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
-                        heads, units, tokens, PARTS: tl.constexpr,
+                        heads, group, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
     unit, head, batch = own_block(heads)
@@ -236,7 +236,10 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     first, size = unit_rows(offsets, unit, PARTS)
     sound = tl.load(log_count + at) > float("-inf")
     if useful is not None:
-        sound = sound & (tl.load(useful + batch * heads + head) != 0)
+        some = tl.full([], 0, tl.int32)
+        for of_group in range(0, group):
+            some += (tl.load(useful + (batch * heads + head) * group + of_group) != 0).to(tl.int32)
+        sound = sound & (some > 0)
     size = tl.where(sound, size, 0)
     if order is not None:
         order += (batch * heads + head) * tokens
@@ -260,18 +263,15 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
 _launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))
 
 
-def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
-                   parts: int) -> Tensor:
-    """Writes k_mean, v_mean and log_count; returns bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
-    k, v = strided(k), strided(v)
+def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+                   order: Tensor | None, parts: int, moments: Tensor) -> None:
+    """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     batch, heads, units, dim = k_mean.shape
-    moments = new_moments(k_mean)
-    config = _config("keys", k)
+    config = _config("keys", plan, k)
     constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim))
-    _launch_keys((units // parts * heads, batch, _columns(config, dim)),
+    _launch_keys(plan, (units // parts * heads, batch, _columns(config, dim)),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
-    return moments
 
 
 def shifted(k: Tensor) -> bool:
@@ -283,34 +283,30 @@ def shifted(k: Tensor) -> bool:
     return k.dtype != torch.bfloat16
 
 
-def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float) -> Tensor:
-    """bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries, what is not kept
-    added to what is: so that products with keys' covariances are those of whole matrices."""
-    q = strided(q)
+def query_moments(plan: Plan, q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float, moments: Tensor) -> None:
+    """Writes ``moments``, bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries,
+    what is not kept added to what is: so that products with keys' covariances are those of whole matrices."""
     batch, heads, _, dim = q.shape
-    moments = _new_matrices(q, num_blocks, packed_size(dim))
-    config = _config("moments", q)
+    config = _config("moments", plan, q)
     tile = _tile(config, dim)
     del tile["ROWS"], tile["FOLD"]
-    _launch_queries((num_blocks * heads, batch, _columns(config, dim)), (q, offsets, moments),
+    _launch_queries(plan, (num_blocks * heads, batch, _columns(config, dim)), (q, offsets, moments),
                     (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
                     dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
-    return moments
 
 
-def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None,
-                useful: Tensor | None, parts: int) -> Tensor:
-    """bfloat16 ``[B, Hkv, U, D * D]``, of keys with values; 0 in units of which nothing is estimated and in heads not ``useful``, bool
-    ``[B, Hkv]``."""
-    k, v = strided(k), strided(v)
+def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+                order: Tensor | None, useful: Tensor | None, parts: int, out: Tensor) -> None:
+    """Writes ``out``, bfloat16 ``[B, Hkv, U, D * D]``, covariances of keys with values; 0 in units of which nothing is estimated, and where
+    no query head is ``useful``, bool ``[B, H]``."""
     batch, heads, units, dim = k_mean.shape
-    out = new_covariances(k_mean)
-    config = _config("covariances", k)
+    config = _config("covariances", plan, k)
     tile = _tile(config, dim)
     del tile["FOLD"]
-    _launch_covariances((units * heads, batch, _columns(config, dim)), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
-                        (*strides(k, v), heads, units, k.shape[2]), (), dict(PARTS=parts, **tile), config)
-    return out
+    group = 0 if useful is None else useful.shape[1] // heads
+    _launch_covariances(plan, (units * heads, batch, _columns(config, dim)),
+                        (k, v, order, offsets, k_mean, v_mean, log_count, useful, out), (*strides(k, v), heads, group, units, k.shape[2]),
+                        (), dict(PARTS=parts, **tile), config)
 
 
 def packed_size(dim: int) -> int:
@@ -319,23 +315,8 @@ def packed_size(dim: int) -> int:
     return slabs * SLAB * dim - slabs * (slabs - 1) // 2 * SLAB**2 + rest**2
 
 
-def new_moments(k_mean: Tensor) -> Tensor:
-    """Of units, uninitialised."""
-    return _new_matrices(k_mean, k_mean.shape[2], packed_size(k_mean.shape[3]))
-
-
-def new_covariances(k_mean: Tensor) -> Tensor:
-    """Of units, uninitialised."""
-    return _new_matrices(k_mean, k_mean.shape[2], k_mean.shape[3]**2)
-
-
-def _new_matrices(x: Tensor, number: int, size: int) -> Tensor:
-    """``[B, H, number, size]`` for x's heads; bfloat16, whose range is that of float32: the entries are squares."""
-    return torch.empty(*x.shape[:2], number, size, dtype=torch.bfloat16, device=x.device)
-
-
-def _config(kernel: str, x: Tensor) -> LaunchConfig:
-    return tail_config(kernel, x.shape[3], x.dtype, device_limits(x.device))
+def _config(kernel: str, plan: Plan, x: Tensor) -> LaunchConfig:
+    return tail_config(kernel, x.shape[3], x.dtype, device_limits(plan.device))
 
 
 def padded(dim: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from ssta.kernels import PatternFacts, Route, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.kernels.notices import warn_once
 from ssta.layout import Input
+from ssta.mass import ExactMass
 from ssta.op import LayerResult, attend
 from ssta.ranks import Sent
 from ssta.ranks.layer import attend_shared, exchanged
@@ -50,7 +51,7 @@ class _LastRun(NamedTuple):
     tokens: int
     tiles: int | None
     counts: Tensor | None
-    exact_mass: Tensor | None  # as in a LayerResult
+    mass: ExactMass | None     # as in a LayerResult
     part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
     forward: int | None  # ModelContext.forward
 
@@ -259,7 +260,7 @@ class SSTAProcessor:
         # Counts of lists stay on the device until somebody asks for the report.
         blocks = None if selection is None else selection.blocks
         kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
-        mass = None if dense or isinstance(result, Tensor) else result.exact_mass
+        mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
         self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
                           self.context.forward if timed else None)
@@ -329,12 +330,13 @@ class SSTAProcessor:
         dense = steps if always_dense or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
         share = None if seconds is None or not whole or run.forward != self.context.last_forward else seconds / whole
+        masses = None if run.mass is None else run.mass.tensor()
         rank, ranks, own, heads = run.part or (0, 1, None, None)
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
-            exact_mass=None if run.exact_mass is None else mass_summary(run.exact_mass),
-            without_estimate=None if run.exact_mass is None else heads_without_estimate(run.exact_mass),
+            exact_mass=None if masses is None else mass_summary(masses),
+            without_estimate=None if masses is None else heads_without_estimate(masses),
             rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 
@@ -343,7 +345,7 @@ class SSTAProcessor:
         """The share of the softmax mass that was computed exactly in what ran last, on the CPU: ``[B, heads, tiles]``, of this rank's
         heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
         run = self._last
-        return None if run is None or run.exact_mass is None or is_fake(run.exact_mass) else run.exact_mass.cpu()
+        return None if run is None or run.mass is None or is_fake(run.mass.shares) else run.mass.tensor().cpu()
 
 
 def _given(x: Given) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ssta import DenseRun, SSTAConfig, TokenLayout
 from ssta.kernels import Route
 from ssta.kernels.notices import logger, warn_once
+from ssta.mass import ExactMass
 from ssta.op import LayerResult, attend
 from ssta.report import heads_without_estimate, mass_summary
 
@@ -123,7 +124,7 @@ class _Ran:
     layout: TokenLayout
     tiles: int
     counts: Tensor
-    exact_mass: Tensor | None
+    mass: ExactMass | None
     route: Route | None
 
 
@@ -226,7 +227,7 @@ class ComfyPatch:
         if not self.ran:
             logger.info(f"SSTA: {self.known.name}, {layout}, with {result.route}")
         counts = result.selection.blocks.counts
-        self.ran[block] = _Ran(layout, counts.shape[-1], counts, result.exact_mass, result.route)
+        self.ran[block] = _Ran(layout, counts.shape[-1], counts, result.mass, result.route)
 
     def report(self) -> RunReport:
         """One line for each block, in their order, once one has attended sparsely."""
@@ -235,11 +236,12 @@ class ComfyPatch:
         for block, name in enumerate(self.names):
             if block in self.ran:
                 ran = self.ran[block]
+                masses = None if ran.mass is None else ran.mass.tensor()
                 runs.append(LayerRun(
                     name, str(ran.route), _canvas(ran.layout), ran.layout.length, ran.tiles, float(ran.counts.double().mean()) / ran.tiles,
                     steps, dense, explanation=() if ran.route is None else ran.route.explain(),
-                    exact_mass=None if ran.exact_mass is None else mass_summary(ran.exact_mass),
-                    without_estimate=None if ran.exact_mass is None else heads_without_estimate(ran.exact_mass)))
+                    exact_mass=None if masses is None else mass_summary(masses),
+                    without_estimate=None if masses is None else heads_without_estimate(masses)))
             elif self.configs[block] is None and layouts:
                 runs.append(LayerRun(name, "dense, ComfyUI's", _canvas(layouts[0]), layouts[0].length, None, 1.0, steps, steps))
         return RunReport(runs)

@@ -5,6 +5,8 @@ import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
+from planned import planned
+from tail_cases import tail_case
 
 from ssta.kernels import tail
 
@@ -24,18 +26,20 @@ def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu
     bias[torch.rand_like(bias) < 0.2] = -torch.inf
     bias[:, 1, 1] = -torch.inf
     matrix = (0.2 * rows(heads * blocks, dim)).view(batch * kv_heads, -1, dim * dim)
-    longest = max(lengths)
+    # As many as the rows of the longest block fill, or 64 of them.
+    shares = torch.full((batch, heads, blocks, -(-max(lengths) // 64)), 7.0, device=device)
     return dict(out=out, lse=torch.randn(batch, heads, tokens, device=device) + 10, q=q, k_mean=rows(kv_heads, units),
                 v_mean=rows(kv_heads, units), bias=bias, left=(bias > -torch.inf).sum(-1).int(), matrix=matrix,
-                tail_lse=torch.full((batch, heads, tokens), -torch.inf, device=device), offsets=ragged(lengths, device), longest=longest,
-                scale=1.3 * dim**-0.5, share=torch.full((batch, heads, blocks), 7.0, device=device))
+                tail_lse=torch.full((batch, heads, tokens), -torch.inf, device=device), offsets=ragged(lengths, device),
+                scale=1.3 * dim**-0.5, shares=shares)
 
 
 def expected(of):
     """(out, lse, tail_lse, share) in float64."""
     q, bias = of["q"].double(), of["bias"].double() * torch.tensor(2.0).double().log()
     k, v = (of[name].double().repeat_interleave(q.shape[1] // of["k_mean"].shape[1], 1) for name in ("k_mean", "v_mean"))
-    out, lse, tail_lse, share = (of[name].double().clone() for name in ("out", "lse", "tail_lse", "share"))
+    out, lse, tail_lse = (of[name].double().clone() for name in ("out", "lse", "tail_lse"))
+    share = torch.empty_like(bias[..., 0])
     matrices = of["matrix"].double().view(*bias.shape[:3], q.shape[3], q.shape[3])
     bounds = of["offsets"].tolist()
     for block in range(bias.shape[2]):
@@ -56,10 +60,10 @@ def expected(of):
 def assert_right(compute, of):
     """Returns (out, lse, tail_lse, share), in copies."""
     right = expected(of)
-    of = of | {name: of[name].clone() for name in ("out", "lse", "tail_lse", "share")}
+    of = of | {name: of[name].clone() for name in ("out", "lse", "tail_lse", "shares")}
     before = of["out"].clone(), of["lse"].clone()
     compute(*of.values())
-    results = of["out"], of["lse"], of["tail_lse"], of["share"]
+    results = of["out"], of["lse"], of["tail_lse"], of["shares"].sum(-1)
     for got, wanted, tolerance in zip(results, right, (2**-6, 1e-4, 1e-4, 1e-4)):
         torch.testing.assert_close(got.double(), wanted, rtol=2**-7 if got is results[0] else 1e-5, atol=tolerance, equal_nan=True)
     others = slice(int(of["offsets"][-1]), None)
@@ -70,7 +74,7 @@ def assert_right(compute, of):
 
 
 def compute_emulated(late):
-    return lambda *arguments: run("tail_merge", *arguments, late=late)
+    return planned(lambda *arguments: run("tail_merge", *arguments, late=late))
 
 
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -150,13 +154,13 @@ def test_where_it_runs():
 def compute(*arguments):
     from ssta.kernels.hopper.tail_merge import hopper_tail_merge
 
-    hopper_tail_merge(*arguments)
+    planned(hopper_tail_merge)(*arguments)
 
 
 def portable(*arguments):
-    from ssta.kernels.portable.tail_rows import combine
+    from ssta.kernels.portable.tail_rows import merge
 
-    combine(*arguments)
+    planned(merge)(*arguments)
 
 
 # As a canvas of 6 x 8 x 8 tiles cut at its edges has them.
@@ -182,13 +186,19 @@ def test_on_a_gpu(units, longest, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "out"])
 def test_on_a_gpu_what_tma_cannot_follow_is_copied(name):
-    of = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda")
-    odd = torch.empty(*of[name].shape[:3], 129, dtype=torch.bfloat16, device="cuda")[..., :128].copy_(of[name])
-    right = expected(of)
-    of = of | {name: odd}
-    compute(*of.values())
-    for got, wanted in zip((of["out"], of["lse"]), right):
-        torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=2**-6)
+    from ssta.kernels.hopper.tail_merge import ROWS, hopper_tail_merge
+    from ssta.kernels.portable import tail as steps
+
+    case = tail_case([384, 100, 300], 3, heads=4, dim=128, dtype=torch.bfloat16, device="cuda")
+    blocks, estimates, results = case.some_blocks(), case.estimate(), []
+    for odd in ("", name):
+        (out, lse), _ = case.exact(blocks)
+        q, out = (torch.empty(*x.shape[:3], 129, dtype=x.dtype, device="cuda")[..., :128].copy_(x) if odd == of else x
+                  for of, x in (("q", case.q), ("out", out)))
+        steps.combine(out, lse, q, case.k, case.v, *case.shape, blocks.counts, blocks.indices, estimates, case.scale, False,
+                      merge=hopper_tail_merge, merge_rows=ROWS)
+        results.append((out, lse))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @pytest.mark.gpu
@@ -196,7 +206,7 @@ def test_on_a_gpu_it_never_waits():
     of = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda")
 
     def step():
-        written = {name: of[name].clone() for name in ("out", "lse", "tail_lse", "share")}
+        written = {name: of[name].clone() for name in ("out", "lse", "tail_lse", "shares")}
         compute(*(of | written).values())
         return tuple(written.values())
 

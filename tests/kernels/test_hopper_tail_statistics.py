@@ -1,10 +1,13 @@
 """The Hopper kernel of what is known of blocks' keys and values: on a CPU through the emulator, against float64, and on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
+from planned import planned
 
 from ssta.kernels.portable import tail
 from ssta.kernels.portable import tail_statistics as portable
@@ -51,9 +54,10 @@ def compute(k, v, offsets, late=None):
     if late is None:
         from ssta.kernels.hopper.tail_statistics import hopper_key_statistics
 
-        hopper_key_statistics(k, v, offsets, *results, portable.SLAB)
+        planned(hopper_key_statistics)(k, v, offsets, *results, portable.SLAB)
     else:
-        run("tail_statistics", k, v, offsets, *results, portable.SLAB, late=late, function="hopper_key_statistics")
+        emulated = partial(run, "tail_statistics", late=late, function="hopper_key_statistics")
+        planned(emulated)(k, v, offsets, *results, portable.SLAB)
     return results
 
 
@@ -110,10 +114,10 @@ def test_on_a_gpu_the_tail_takes_it():
     from ssta.kernels.hopper.tail_statistics import hopper_key_statistics
 
     k, v, offsets = problem([384, 384, 320] * 4, device="cuda")
-    q = torch.randn_like(k)
+    q, blocks = torch.randn_like(k), (offsets, 12, 384)
     odd = torch.empty(*k.shape[:3], 129, dtype=torch.bfloat16, device="cuda")[..., :128].copy_(k)
-    usual, copied = (tail.estimate(q, keys, v, offsets, 12, 384, 0.05, 1, key_statistics=hopper_key_statistics) for keys in (k, odd))
-    other = tail.estimate(q, k, v, offsets, 12, 384, 0.05, 1)
+    usual, copied = (tail.estimate(q, keys, v, blocks, blocks, 0.05, 1, key_statistics=hopper_key_statistics) for keys in (k, odd))
+    other = tail.estimate(q, k, v, blocks, blocks, 0.05, 1)
     assert torch.equal(usual.covariances, copied.covariances) and other.covariances is None
     for name in ("log_count", "half_variance", "mass", "k_mean", "v_mean"):
         torch.testing.assert_close(getattr(usual, name), getattr(other, name), rtol=2**-6, atol=2**-6)

@@ -51,6 +51,13 @@ def test_ragged_blocks(dtype, parts):
     assert (estimates.half_variance > 1.2).any() and (estimates.half_variance < 0.8).any(), "on both sides of the cap"
 
 
+@both_parts
+@pytest.mark.parametrize("kv_lengths, kv_number", [([20, 33, 9, 41], 3), ([12, 5, 40, 0, 9, 33, 17, 21, 8, 30], 9)], ids=["few", "many"])
+def test_keys_with_blocks_of_their_own(kv_lengths, kv_number, parts):
+    check(tail_case([40, 17, 0, 33, 2, 70, 21], 5, heads=4, kv_heads=2, parts=parts, kv_lengths=kv_lengths, kv_number=kv_number,
+                    device=DEVICE))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("longest", [70, 140])
 def test_blocks_of_more_queries_than_speak_for_them(longest, dtype):

@@ -17,6 +17,8 @@ gpu = pytest.mark.gpu
 NAMES = "dout", "dlse", "dq", "dk", "dv"
 # As a canvas of 3 x 4 x 5 tokens cut into tiles of 2 x 3 x 3 has them, and text; one block more is empty, and one has one token.
 LENGTHS = [18, 12, 0, 6, 4, 9, 1, 6, 3, 2, 3]
+# Keys of other sequences.
+FEW, MANY = [7, 10, 2, 0, 9, 11, 4], [5, 12, 0, 8, 9, 3, 1, 6, 10, 7, 2, 14, 6, 5, 3, 20]
 
 
 @dataclasses.dataclass
@@ -43,8 +45,8 @@ class Case:
         out, lse, _, tail_lse, bias, mixture = self.combined(row)
         of, found = self.of, self.estimates
         return of.backend(row).combine_backward(
-            *(grads or self.grads), exact, exact_lse, out, lse, tail_lse, q, k, v, of.offsets, bias, mixture, found.log_count, found.order,
-            found.k_mean, found.v_mean, of.longest, of.scale)
+            *(grads or self.grads), exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
+            found.k_mean, found.v_mean, of.scale)
 
     def formulas(self, *inputs):
         return self.of.formulas(*inputs, self.blocks, self.estimates)
@@ -56,16 +58,18 @@ class Case:
         return torch.autograd.grad([x for x, _ in pairs], inputs, [g for _, g in pairs], materialize_grads=True)
 
 
-def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, row="triton"):
-    """Ragged blocks, the last not compensated; block 1 of head 0 lists everything, the rest a third."""
-    number = len(lengths) - 1
-    of = tail_case(lengths, number, dim=dim, heads=heads, kv_heads=kv_heads, batch=batch, parts=parts, dtype=dtype, device=DEVICE)
+def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, row="triton", kv_lengths=None):
+    """Ragged blocks, the last not compensated; block 1 of head 0 lists everything, the rest a third. ``kv_lengths``: of keys with blocks of
+    their own."""
+    number, kv_number = len(lengths) - 1, len(kv_lengths or lengths) - 1
+    of = tail_case(lengths, number, dim=dim, heads=heads, kv_heads=kv_heads, batch=batch, parts=parts, dtype=dtype, device=DEVICE,
+                   kv_lengths=kv_lengths, kv_number=kv_number if kv_lengths else None)
     # As projections leave them; h is above the cap in places.
     out = torch.randn_like(of.q)
-    mask = torch.rand(batch, heads, number + 1, number + 1, device=DEVICE) < 0.3
-    mask[..., number:] = mask[..., number:, :] = mask[:, 0, 1] = True
+    mask = torch.rand(batch, heads, number + 1, kv_number + 1, device=DEVICE) < 0.3
+    mask[..., kv_number:] = mask[..., number:, :] = mask[:, 0, 1] = True
     if nan:
-        of.k[0, 0, int(of.offsets[5]) + 1, 3] = float("nan")
+        of.k[0, 0, int(of.kv_offsets[5]) + 1, 3] = float("nan")
         mask[0, ..., 5] = False
     # Half of the softmax or so.
     lse = torch.randn(*out.shape[:3], device=DEVICE, dtype=of.q.dtype if dtype == torch.float64 else torch.float32) + number**0.5 / 2 + 2
@@ -94,6 +98,7 @@ def some_gradients_pass_unchanged(of, got, skipped):
     start, end, last = int(of.of.offsets[1]), int(of.of.offsets[2]), of.of.slots
     for at in ((slice(None), skipped), (slice(None), 0, slice(start, end)), (slice(None), slice(None), slice(last, None))):
         assert torch.equal(got[0][at], of.grads[0][at]) and torch.equal(got[1][at], of.grads[1][at]) and (got[2][at] == 0).all()
+    last = int(of.of.kv_offsets[of.of.kv_number])
     assert (got[3][:, :, last:] == 0).all() and (got[4][:, :, last:] == 0).all()
 
 
@@ -101,10 +106,10 @@ cases = pytest.mark.parametrize("parts, heads, kv_heads", [(1, 2, 2), (1, 4, 2),
 
 
 @cases
-@pytest.mark.parametrize("nan", [False, True], ids=["", "nan"])
-def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan):
-    """To rounding: all of them, and where only one of the results is differentiated."""
-    of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, row="torch"), 1)
+@pytest.mark.parametrize("nan, kv_lengths", [(False, None), (True, None), (True, FEW), (False, MANY)], ids=["", "nan", "few", "many"])
+def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan, kv_lengths):
+    """To rounding: all of them, and where only one of the results is differentiated. Of keys with the queries' blocks, and of others."""
+    of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, row="torch", kv_lengths=kv_lengths), 1)
     assert (of.estimates.half_variance > 1).any() and (of.estimates.half_variance < 1).any()
     for got, wanted in zip(of.combined("torch"), of.formulas(*of.inputs)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
@@ -125,14 +130,14 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, order=of.estimates.order)
     _, tail_lse, bias2, mixture = eager.combine(out, lse, q, k, v, *of.of.shape, of.blocks.counts, of.blocks.indices, estimates,
                                                 of.of.scale, True)
-    places = eager._Blocks(*of.of.shape, q.shape[2])
+    places = eager._Cut(of.of.shape[0], q.shape[2])
     matrix = eager._matrices(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, mixture, places)
     dout, dlse = of.grads
     got = [dout.clone(), dlse.clone(), *(torch.zeros_like(x) for x in of.inputs[2:])]
     rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]
     matrix, mixture = by_kv_head(matrix.flatten(3), kv_heads), by_kv_head(mixture, kv_heads)
     of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix, mixture)]
-    triton_tail_backward(*got, *rows, of.of.offsets, of.of.longest, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
+    triton_tail_backward(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
                          *(x.contiguous() for x in of_units), of.of.scale)
     assert_close(got, expected, 2e-6)
 
@@ -153,6 +158,14 @@ def test_gradients_are_those_of_the_formulas(parts, heads, kv_heads):
 def test_gradients_in_float16(parts):
     of = case(parts, dtype=torch.float16)
     assert_close(of.gradients(), of.expected(), 2**-6)
+
+
+@pytest.mark.parametrize("parts, kv_lengths", [(1, FEW), pytest.param(2, MANY, marks=pytest.mark.slow)])
+def test_gradients_of_keys_with_blocks_of_their_own(parts, kv_lengths):
+    of = skip_head(case(parts, 4, 2, nan=True, kv_lengths=kv_lengths), 1)
+    got = of.gradients()
+    assert_close(got, of.expected(), 2**-6)
+    some_gradients_pass_unchanged(of, got, 1)
 
 
 both = pytest.mark.parametrize("row", ["torch", "triton"])

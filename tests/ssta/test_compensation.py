@@ -117,12 +117,12 @@ def test_merged_lse_is_the_log_of_the_summed_masses(options):
     keep[:, :, -1] = keep[..., -1] = True
     blocks = BlockLists.from_mask(keep, tiles.offsets, tiles.offsets)
     out, lse = block_sparse_attention(q, k, v, blocks, scale=0.25, return_lse=True)
-    merged, total, share, _ = layer.combine(out.clone(), lse.clone(), q, k, v, blocks, estimates)
+    merged, total, mass, _ = layer.combine(out.clone(), lse.clone(), q, k, v, blocks, estimates)
     assert (total >= lse).all()
     assert torch.equal(total[:, :, tiles.offsets[-2]:], lse[:, :, tiles.offsets[-2]:])
     assert torch.equal(merged[:, :, tiles.offsets[-2]:], out[:, :, tiles.offsets[-2]:])
     video = tiles.num_video_tiles
-    torch.testing.assert_close(share, (lse - total).exp()[:, :, :video * 32].unflatten(2, (video, 32)).mean(3))
+    torch.testing.assert_close(mass.tensor(), (lse - total).exp()[:, :, :video * 32].unflatten(2, (video, 32)).mean(3))
     if options["compensation_parts"] == 1:
         means = k[:, :, :video * 32].unflatten(2, (video, 32)).mean(3)
         bias = (math.log(32) + estimates.half_variance.clamp(max=1)).masked_fill(keep[..., :video, :video], -torch.inf)

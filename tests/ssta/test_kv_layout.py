@@ -123,6 +123,36 @@ def test_the_same_sequence_said_twice_is_one():
     assert torch.equal(ssta_attention(q, k, v, layout, config, kv_layout=again), ssta_attention(q, k, v, layout, config))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_is_not_selected_is_estimated(parts):
+    """Where all is selected nothing is left to estimate. The kernels compute what
+    plain torch does, with its gradients."""
+    layout, kv_layout = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5])
+    q, k, v = (torch.randn(1, heads, of.length, 16, dtype=torch.float16)
+               for heads, of in ((4, layout), (2, kv_layout), (2, kv_layout)))
+
+    def call(q, k, v, topk, impl="torch"):
+        config = SSTAConfig(tile_thw=(1, 2, 3), kernel_thw=(1, 1, 1), topk=topk, compensation="linear", compensation_parts=parts)
+        return ssta_attention(q, k, v, layout, config, kv_layout=kv_layout, impl=impl)
+
+    def dense(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    wide = [x.double() for x in (q, k, v)]
+    torch.testing.assert_close(call(*wide, 1000), dense(*wide))
+    # Of keys and values that are all the same every estimate is exact, also of two tokens' halves.
+    same = [wide[0], *(x[:, :, :1].expand_as(x).contiguous() for x in wide[1:])]
+    torch.testing.assert_close(call(*same, 2), dense(*same))
+    assert not torch.allclose(call(*wide, 2), dense(*wide), atol=1e-3)
+    if torch.cuda.is_available():
+        return
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out, wanted = call(*given, 2, "triton"), call(*given, 2)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=2**-7)
+    for got, expected in zip(*(torch.autograd.grad(x.sum(), given) for x in (out, wanted))):
+        torch.testing.assert_close(got, expected, rtol=2**-5, atol=2**-5)
+
+
 @pytest.mark.slow
 def test_in_one_graph_and_by_kernels():
     layout, kv_layout = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5])
@@ -147,7 +177,6 @@ def test_in_one_graph_and_by_kernels():
 
 @pytest.mark.parametrize("changes, tokens, kind, words", [
     (dict(pad_type="zero"), 24, ValueError, "pad_type must be 'none' where keys have a kv_layout of their own, got 'zero'"),
-    (dict(compensation="linear"), 24, ValueError, "compensation must be 'none' where keys have a kv_layout of their own, got 'linear'"),
     ({}, 23, ValueError, "key must have the kv_layout's 24 tokens, got 23"),
 ])
 def test_what_it_cannot_do_is_refused(changes, tokens, kind, words):

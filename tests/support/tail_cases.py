@@ -15,7 +15,7 @@ from ssta.kernels.tail import BlockEstimates, per_query_head
 @dataclass
 class TailCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates."""
+    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -23,30 +23,36 @@ class TailCase:
     lengths: list
     number: int
     parts: int
+    kv_lengths: list | None = None
+    kv_number: int | None = None
 
     def __post_init__(self):
-        self.offsets = torch.tensor([0, *self.lengths], device=self.q.device).cumsum(0).int()
+        if self.kv_lengths is None:
+            self.kv_lengths, self.kv_number = self.lengths, self.number
+        self.offsets, self.kv_offsets = (torch.tensor([0, *of], device=self.q.device).cumsum(0).int()
+                                         for of in (self.lengths, self.kv_lengths))
         self.longest, self.slots = max(self.lengths[:self.number]), sum(self.lengths[:self.number])
         self.scale = 1.3 * self.q.shape[-1] ** -0.5
 
     @property
     def shape(self):
         """What follows q, k and v in calls."""
-        return self.offsets, self.number, self.longest
+        return (self.offsets, self.number, self.longest), (self.kv_offsets, self.kv_number, max(self.kv_lengths[:self.kv_number]))
 
     def double(self):
-        return TailCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts)
+        return TailCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts, self.kv_lengths,
+                        self.kv_number)
 
     def lists(self, mask):
-        """Of a mask ``[B|1, H|Hkv|1, T, T]``."""
-        return BlockLists.from_mask(mask, self.offsets, self.offsets, max_q_length=max(self.lengths), max_kv_length=max(self.lengths))
+        """Of a mask ``[B|1, H|Hkv|1, T, T']``."""
+        return BlockLists.from_mask(mask, self.offsets, self.kv_offsets, max_q_length=max(self.lengths), max_kv_length=max(self.kv_lengths))
 
     def some_blocks(self, density=0.4):
         """Lists of random blocks, of each row's own and of all that are not compensated."""
-        number = len(self.lengths)
-        mask = torch.rand(*self.q.shape[:2], number, number, device=self.q.device) < density
-        mask = mask | torch.eye(number, dtype=torch.bool, device=mask.device)
-        mask[..., self.number:] = True
+        shape = len(self.lengths), len(self.kv_lengths)
+        mask = torch.rand(*self.q.shape[:2], *shape, device=self.q.device) < density
+        mask = mask | torch.eye(*shape, dtype=torch.bool, device=mask.device)
+        mask[..., self.kv_number:] = True
         mask[..., self.number:, :] = True
         return self.lists(mask)
 
@@ -69,9 +75,9 @@ class TailCase:
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()
-        share, *_ = self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                              self.scale, False)
-        return out, lse, share
+        shares, *_ = self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                               self.scale, False)
+        return out, lse, shares.sum(-1)
 
     def specified_estimates(self, order=None):
         """In plain torch, of q, k and v in float64; ``order`` is taken instead of one of its own, in which ties of rounded numbers may
@@ -79,24 +85,24 @@ class TailCase:
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
         if order is None:
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
-        with patch.object(eager._Blocks, "principal_order", lambda *_: order):
+        with patch.object(eager._Cut, "principal_order", lambda *_: order):
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
 
     def specified(self, out, lse, blocks, estimates):
         """(out, lse, share) in plain torch, all in float64."""
         out, lse = out.double(), lse.double()
-        share, _, _, _ = eager.combine(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
+        shares, _, _, _ = eager.combine(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
                                        blocks.indices, in_float64(estimates), self.scale, False)
-        return out, lse, share
+        return out, lse, shares.sum(-1)
 
     def rounded_estimates(self, estimates):
         """(half_variance, mass) in float64, by the formulas, where moments, means and results are rounded to what holds them;
         ``estimates``: the same unrounded."""
         q, k = self.q.double(), self.k.double()
-        places = eager._Blocks(*self.shape, q.shape[2])
-        members, counts = places.members(self.parts)
+        places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
+        members, counts = kv_places.members(self.parts)
         sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
-        spread = places.deviations(k, estimates.k_mean, estimates.order, sound)
+        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, sound)
         variance = self.rounded((spread.mT @ spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
         sampled, counted = places.sample()
         queries = places.cut(q).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
@@ -113,10 +119,10 @@ class TailCase:
         """out in float64, by the formulas, where deviations, matrices, weights and the result are rounded to what multiplies them."""
         dtype, estimates, heads = self.q.dtype, in_float64(estimates), self.q.shape[1]
         q, k, v, out, lse = (x.double() for x in (self.q, self.k, self.v, out, lse))
-        places = eager._Blocks(*self.shape, q.shape[2])
-        members, counts = places.members(self.parts)
+        places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
+        members, counts = kv_places.members(self.parts)
         sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
-        k_spread, v_spread = (self.rounded(places.deviations(x, mean, estimates.order, sound), dtype)
+        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
         covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
         _, tail_lse, bias, mixture = eager.combine(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices, estimates,
@@ -141,14 +147,14 @@ class TailCase:
 
     def by_block(self, x):
         """Root mean squares ``[B, H, N]`` of x ``[B, H, P, D]`` in compensated blocks, not counting what is NaN."""
-        cut = eager._Blocks(*self.shape, x.shape[2]).cut(x.nan_to_num(0)).flatten(3)
+        cut = eager._Cut(self.shape[0], x.shape[2]).cut(x.nan_to_num(0)).flatten(3)
         return (cut.square().sum(-1) / (self.offsets.diff()[:self.number].clamp(min=1) * x.shape[3])).sqrt()
 
     def units(self, estimates, batch, head):
         """The tokens of each unit of a key/value head."""
-        bounds = self.offsets.tolist()
+        bounds = self.kv_offsets.tolist()
         order = torch.arange(bounds[-1], device=self.q.device) if estimates.order is None else estimates.order[batch, head].long()
-        for start, end in zip(bounds[:self.number], bounds[1:]):
+        for start, end in zip(bounds[:self.kv_number], bounds[1:]):
             for part in range(self.parts):
                 yield order[start + (end - start) * part // self.parts:start + (end - start) * (part + 1) // self.parts]
 
@@ -167,7 +173,7 @@ class TailCase:
             counts = torch.tensor([float(len(t)) for t in tokens], device=q.device, dtype=q.dtype)
             for block in range(self.number):
                 rows = slice(bounds[block], bounds[block + 1])
-                left = ~kept[b, head, block, :self.number].repeat_interleave(self.parts) & sound
+                left = ~kept[b, head, block, :self.kv_number].repeat_interleave(self.parts) & sound
                 if not estimates.useful[b, head] or not left.any() or rows.start == rows.stop:
                     continue
                 h, mass = (x[b, head, block, left].to(q.dtype) for x in (estimates.half_variance, estimates.mass))
@@ -182,21 +188,23 @@ class TailCase:
         return outs, lses
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0):
+def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
+              kv_lengths=None, kv_number=None):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens. Queries of some
     blocks are long, so that h is above its cap there, and under it for others."""
-    tokens = sum(lengths)
-    block = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    def block_of(lengths):
+        return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
 
-    def random(heads, common, own):
-        middle = torch.randn(batch, len(lengths), heads, dim, device=device).index_select(1, block)
-        return common * middle + own * torch.randn(batch, tokens, heads, dim, device=device)
+    def random(lengths, heads, common, own):
+        middle = torch.randn(batch, len(lengths), heads, dim, device=device).index_select(1, block_of(lengths))
+        return common * middle + own * torch.randn(batch, sum(lengths), heads, dim, device=device)
 
-    q, k, v = random(heads, 0.7, 0.7), random(kv_heads, 0.8, 0.7 * spread), random(kv_heads, 0.7, 0.5)
+    of_keys = kv_lengths or lengths
+    q, k, v = random(lengths, heads, 0.7, 0.7), random(of_keys, kv_heads, 0.8, 0.7 * spread), random(of_keys, kv_heads, 0.7, 0.5)
     v = v + 0.5 * k.flip(-1)
-    q = q * torch.tensor([0.7, 1.6, 2.4], device=device)[block % 3, None, None]
+    q = q * torch.tensor([0.7, 1.6, 2.4], device=device)[block_of(lengths) % 3, None, None]
     return TailCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
-                    parts)
+                    parts, kv_lengths, kv_number)
 
 
 def same_estimates(case: TailCase, got: BlockEstimates, expected: BlockEstimates) -> None:

@@ -1,0 +1,240 @@
+"""A step of several launches, planned once for each kind of tensors: its code runs on tensors without memory, and what it would launch is
+written down. A call then takes memory for its results and launches by address, without a view or a decision in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..memo import Kept
+from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, descriptors_known, hooked
+
+# Of what a step works in, bytes: where its tensors begin.
+ALIGNMENT = 256
+
+
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        base: which of a call's tensors it is in: its inputs, its results, and last the memory that it works in.
+        offset: bytes behind where that begins.
+        shape, strides, dtype: the tensor's.
+    """
+
+    base: int
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, bases: Sequence[Tensor]) -> Tensor:
+        """The tensor, in a call's."""
+        base = bases[self.base]
+        if base.dtype != self.dtype:
+            base = base.view(self.dtype)
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+class Plan:
+    """What a step does, while its code writes it down on tensors of the device "meta".
+
+    Views of these are followed wherever they begin. What the code makes by itself has no place and is refused, so inputs that the kernels
+    cannot follow are copied before.
+
+    Args:
+        device: where calls have their tensors.
+        inputs: such as calls have.
+    """
+
+    def __init__(self, device: torch.device, inputs: Sequence[Tensor]) -> None:
+        self.device = device
+        self.results: list[Tensor] = []
+        self.steps: list[_Launch | _Call] = []
+        # Bytes of the memory that the step works in.
+        self.needed = self._used = 0
+        # (base, bytes before it, the tensor) of each storage, which is kept so that no other has its number.
+        self._storages: dict[int, tuple[int, int, Tensor]] = {}
+        self._bases = 0
+        self.inputs = [self._base(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
+
+    def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that calls return, in the order of these, which all come before what the step works in."""
+        assert not self.needed
+        self.results.append(self._base(torch.empty(shape, dtype=dtype, device="meta")))
+        return self.results[-1]
+
+    def working(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that the step alone needs, until ``memory_again`` ends around it."""
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        self._storages[x.untyped_storage()._cdata] = self._bases, self._used, x
+        self._used += -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
+        self.needed = max(self.needed, self._used)
+        return x
+
+    @contextmanager
+    def memory_again(self) -> Iterator[None]:
+        """What is made ``working`` in here gives its memory to what comes after, which the device does after it too."""
+        used = self._used
+        yield
+        self._used = used
+
+    def launch(self, quick: QuickLaunch, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
+               tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
+        """A launch by ``quick``, whose arguments these are."""
+        self.steps.append(_Launch(quick, key, grid, [None if x is None else _Spot(self._place(x.x), x.kind, x.make) for x in descriptors],
+                                  [None if x is None else self._place(x) for x in tensors], numbers, constants, options))
+
+    def call(self, function: Callable[..., Any], *tensors: Tensor) -> None:
+        """A function of torch that writes to tensors which it is given."""
+        self.steps.append(_Call(function, [self._place(x) for x in tensors]))
+
+    def _base(self, x: Tensor) -> Tensor:
+        self._storages[x.untyped_storage()._cdata] = self._bases, 0, x
+        self._bases += 1
+        return x
+
+    def _place(self, x: Tensor) -> Place:
+        base, before, _ = self._storages[x.untyped_storage()._cdata]
+        return Place(base, before + int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
+
+
+class Planned:
+    """What a Plan has written down, for calls with tensors of its kind.
+
+    The first call launches with tensors, which compiles; later ones by address, if Triton's launchers are known, no launch hook listens,
+    and all tensors begin at multiples of 16 bytes, as torch's own do.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.device, self.steps, self.needed = plan.device, plan.steps, plan.needed
+        self.results = [(x.shape, x.stride(), x.dtype) for x in plan.results]
+        self.by_address: list[Callable[[int, list[int], list[Tensor]], None]] | None = None
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The results, on the current device and stream."""
+        device = self.device
+        results = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.results]
+        bases = [*inputs, *results, torch.empty(self.needed // 2, dtype=torch.bfloat16, device=device)]
+        # Behind them what a kernel gets in the place of a tensor that it does not read.
+        addresses = [*[x.data_ptr() for x in bases], 0]
+        if self.by_address is None or not aligned(addresses) or hooked():
+            self._with_tensors(bases, aligned(addresses))
+            return results
+        stream = current_stream()
+        for step in self.by_address:
+            step(stream, addresses, bases)
+        return results
+
+    def _with_tensors(self, bases: list[Tensor], usual: bool) -> None:
+        for step in self.steps:
+            step.with_tensors(bases)
+        if usual and any([isinstance(step, _Launch) for step in self.steps]):
+            settled = [step.by_address() for step in self.steps]
+            self.by_address = None if None in settled else settled  # type: ignore[assignment]
+
+
+class _Spot(NamedTuple):
+    """``Tiles`` of a tensor that is to come."""
+
+    place: Place
+    kind: Hashable
+    make: Callable[[Tensor], Any]
+
+
+class _Launch(NamedTuple):
+    """The arguments of a QuickLaunch."""
+
+    quick: QuickLaunch
+    key: tuple
+    grid: tuple[int, int, int]
+    spots: list[_Spot | None]
+    places: list[Place | None]
+    numbers: Sequence[int | float]
+    constants: dict
+    options: dict
+
+    def with_tensors(self, bases: list[Tensor]) -> None:
+        descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.kind, spot.make) for spot in self.spots]
+        tensors = [None if place is None else place.of(bases) for place in self.places]
+        self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
+
+    def by_address(self) -> Callable[[int, list[int], list[Tensor]], None] | None:
+        """The same of addresses, once it is compiled."""
+        direct = self.quick.direct(self.key, [0 if place is None else place.offset for place in self.places])
+        if direct is None:
+            return None
+        launch, grid, settled, flat, spots = direct.launch, self.grid, direct.settled, direct.flat, self.spots
+        rest = (*self.numbers, *self.constants.values())
+        places = [(-1, 0) if place is None else (place.base, place.offset) for place in self.places]
+        # Their own objects are found faster than what they describe.
+        names = [object() for _ in spots]
+
+        def described(addresses: list[int], bases: list[Tensor]) -> list:
+            arguments: list = []
+            number = 0
+            for spot, name in zip(spots, names):
+                if spot is None:
+                    arguments.append(None)
+                    continue
+                known = descriptors_known.get((addresses[spot.place.base] + spot.place.offset, name))
+                arguments += direct.describe(number, spot.place.of(bases), name, spot.make) if known is None else known
+                number += 1
+            return arguments
+
+        def run(stream: int, addresses: list[int], bases: list[Tensor]) -> None:
+            arguments = described(addresses, bases) if spots else []
+            arguments += [addresses[base] + offset for base, offset in places]
+            arguments += rest
+            if flat:
+                launch(*grid, stream, *settled, *arguments)
+            else:
+                launch(*grid, stream, *settled, arguments)
+
+        return run
+
+
+class _Call(NamedTuple):
+    """A function of torch and its tensors."""
+
+    function: Callable[..., Any]
+    places: list[Place]
+
+    def with_tensors(self, bases: list[Tensor]) -> None:
+        self.function(*[place.of(bases) for place in self.places])
+
+    def by_address(self) -> Callable[[int, list[int], list[Tensor]], None]:
+        return lambda stream, addresses, bases: self.with_tensors(bases)
+
+
+class Plans:
+    """Plans of a step, one for each kind of tensors that comes.
+
+    Args:
+        write: ``(plan, xs, others, *options)``, the step's code, which depends on the tensors' kinds and the options, never on values.
+    """
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self.write = write
+        self.kinds: dict[tuple, Planned] = Kept(KINDS_KEPT)
+
+    def __call__(self, xs: Sequence[Tensor], others: Sequence[Tensor], *options: Hashable) -> list[Tensor]:
+        """The step's results, on the current device and stream.
+
+        Args:
+            xs: tensors that the step follows by their strides.
+            others: contiguous tensors of one dtype each, of which the sizes alone make a difference.
+            options: what else decides.
+        """
+        key = (xs[0].get_device(), *[(x.shape, x.stride(), x.dtype) for x in xs], *[x.shape for x in others], options)
+        planned = self.kinds.get(key)
+        if planned is None:
+            plan = Plan(xs[0].device, (*xs, *others))
+            self.write(plan, plan.inputs[:len(xs)], plan.inputs[len(xs):], *options)
+            planned = self.kinds[key] = Planned(plan)
+        return planned(*xs, *others)

@@ -1,0 +1,147 @@
+"""A step that is planned once for a kind of tensors launches the same by address as it does with tensors, and mixes up no kinds."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tail_cases import tail_case
+
+from ssta.kernels.lowering.plans import Plan, Planned, Plans
+from ssta.kernels.lowering.quick_launch import Tiles
+from ssta.kernels.portable import tail
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """In the place of a QuickLaunch: what kernels would get, (grid, addresses, numbers and constants)."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, key, grid, descriptors, tensors, numbers, constants, options):
+        at = [x.x.data_ptr() for x in descriptors] + [0 if x is None else x.data_ptr() for x in tensors]
+        self.seen.append((*grid, *at, *numbers, *constants.values()))
+
+    def direct(self, key, pointers):
+        def launch(*arguments):
+            stream, *rest = arguments[3:]
+            assert stream == 7
+            self.seen.append((*arguments[:3], *rest))
+
+        return SimpleNamespace(launch=launch, settled=(), flat=True, describe=lambda number, x, name, make: [make(x)])
+
+
+def both_ways(planned, inputs, recorder):
+    """What a step launches with tensors, and by address, on the same memory."""
+    results = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in planned.results]
+    bases = [*inputs, *results, torch.empty(planned.needed // 2, dtype=torch.bfloat16)]
+    recorder.seen = []
+    planned._with_tensors(bases, True)
+    with_tensors, recorder.seen = recorder.seen, []
+    for step in planned.by_address:
+        step(7, [*[x.data_ptr() for x in bases], 0], bases)
+    return with_tensors, recorder.seen
+
+
+def test_launches_by_address_get_what_launches_with_tensors_get():
+    recorder, x, y = Recorder(), torch.randn(2, 3, 4, 8), torch.zeros(5, dtype=torch.int32)
+    plan = Plan(CPU, (x, y))
+    a, b = plan.inputs
+    out = plan.result(3, 8, dtype=torch.float16)
+    for head in range(3):
+        with plan.memory_again():
+            work = plan.working(2, 100, dtype=torch.float32)
+            tiles = Tiles(a[:, head:head + 1], ("kind",), lambda x: x.data_ptr())
+            plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
+    assert plan.needed == 1024, "groups work in the same memory, 800 bytes and what fills it up"
+    with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)
+    assert with_tensors == by_address and len(by_address) == 3
+    assert by_address[2][3:6] == (x[0, 2].data_ptr(), x[1, 2].data_ptr(), 0)
+
+
+def test_what_has_no_place_is_refused():
+    plan = Plan(CPU, (torch.zeros(4, 4),))
+    with pytest.raises(KeyError):
+        plan.call(torch.Tensor.zero_, plan.inputs[0] + 1)
+
+
+@pytest.mark.parametrize("room, numbers", [(1e9, (5, 3)), (0.0, (11, 12))])
+def test_the_tails_launches_by_address(room, numbers, monkeypatch):
+    """All of both steps, with groups of heads, most of which begin at no multiple of 16 bytes, and without."""
+    of = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2)
+    lists, found = of.some_blocks(), of.estimate()
+    (out, lse), _ = of.exact(lists)
+    for name in ("ESTIMATE_ROOM", "MERGE_ROOM"):
+        monkeypatch.setattr(tail, name, room)
+    launched = []
+    monkeypatch.setattr(Planned, "__call__", lambda planned, *inputs: launched.append((planned, inputs)) or [
+        torch.zeros(of[0], dtype=of[2]) for of in planned.results])
+    for plans_of in (tail._estimates, tail._merged):
+        plans_of.kinds.clear()
+    tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
+    tail.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
+    monkeypatch.undo()
+    for plans_of in (tail._estimates, tail._merged):
+        plans_of.kinds.clear()
+    # Order, mass and which heads are useful for all heads; by group keys and queries; biases, covariances and merge.
+    for (planned, inputs), launches in zip(launched, numbers):
+        recorder = Recorder()
+        planned.steps = [step._replace(quick=recorder) if hasattr(step, "quick") else step._replace(function=lambda *xs: None)
+                         for step in planned.steps]
+        with_tensors, by_address = both_ways(planned, inputs, recorder)
+        assert with_tensors == by_address and len(by_address) == launches
+
+
+def results(of, lists):
+    """Of estimate and combine."""
+    (out, lse), _ = of.exact(lists)
+    estimates = of.estimate()
+    return [estimates.half_variance, estimates.mass, estimates.k_mean, estimates.useful, *of.add(out, lse, lists, estimates)]
+
+
+def test_kinds_in_turn_are_not_mixed_up(monkeypatch):
+    """Each again after all others: the same bits as when no other plan was there. Ragged blocks, grouped heads, units that are halves, some
+    groups of heads, and tensors at odd addresses, which launch by tensor."""
+    cases = [tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2), tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2),
+             tail_case([35, 20, 13, 9], 3, heads=4, kv_heads=2), tail_case([20, 9, 13], 2, heads=3, kv_heads=3, dtype=torch.float32)]
+    odd = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2)
+    for name in "qkv":
+        x = getattr(odd, name)
+        place = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        assert place.data_ptr() % 16
+        setattr(odd, name, place.copy_(x))
+    cases.append(odd)
+    given = [(of, of.some_blocks(), room) for of in cases for room in (1e9, 0.0)]
+
+    def run(of, lists, room):
+        monkeypatch.setattr(tail, "ESTIMATE_ROOM", room)
+        monkeypatch.setattr(tail, "MERGE_ROOM", room)
+        return results(of, lists)
+
+    alone = []
+    for each in given:
+        for plans_of in (tail._estimates, tail._merged):
+            plans_of.kinds.clear()
+        alone.append(run(*each))
+    for _ in range(2):
+        for each, wanted in zip(given, alone):
+            assert all(torch.equal(a, b) for a, b in zip(run(*each), wanted))
+    # Aligned or not, the same plan: room and shapes make kinds.
+    assert len(tail._estimates.kinds) >= 7
+
+
+def test_plans_depend_on_kinds_alone():
+    written = []
+
+    def write(plan, xs, others, number):
+        written.append(number)
+        plan.call(torch.Tensor.copy_, plan.result(*xs[0].shape, dtype=xs[0].dtype), xs[0])
+
+    step = Plans(write)
+    x = torch.randn(4, 6)
+    for y in (x, x + 1, x.T, x[:, :3], x.double(), x - 1):
+        assert torch.equal(step((y,), (), 1)[0], y)
+    assert written == [1] * 4
+    step((x,), (torch.zeros(2),), 1), step((x,), (torch.zeros(3),), 1), step((x,), (torch.ones(3),), 1), step((x,), (), 2)
+    assert written == [1] * 6 + [2]
