@@ -80,8 +80,6 @@ class SSTAConfig:
     # The variants' configurations with their max_frames, and the one for more frames than any variant has.
     _resolved: tuple[tuple[int, SSTAConfig], ...] = field(init=False, repr=False, compare=False)
     _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
-    # Every call of a layer looks itself up by it.
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
@@ -120,10 +118,17 @@ class SSTAConfig:
         self._settle("variants", tuple([(frames, overrides) for frames, overrides, _ in checked]))
         self._settle("_resolved", tuple([(frames, varied) for frames, _, varied in checked]))
         self._settle("_beyond", replace(self, variants=()) if checked else None)
-        self._settle("_hash", hash(tuple([getattr(self, of.name) for of in fields(self) if of.compare])))
 
     def __hash__(self) -> int:
-        return self._hash
+        # Every call of a layer looks itself up by it.
+        found = vars(self).get("_hash")
+        if found is None:
+            found = vars(self)["_hash"] = hash(tuple([getattr(self, of.name) for of in fields(self) if of.compare]))
+        return found
+
+    def __getstate__(self) -> dict:
+        # Strings have another hash in another process.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -107,7 +107,7 @@ class Cut:
         self.max_tile_length = max([segment.longest_tile for segment in segments])
         self.longest_video_tile = max([segment.longest_tile for segment in video], default=0)
         self.tile_grids = tuple([segment.tiles for segment in video])
-        self.moves = bool(video) or self.num_slots != tokens.length
+        self.moves = len(video) > 0 or self.num_slots != tokens.length
 
 
 @remember_plain

@@ -64,8 +64,6 @@ class TokenLayout:
     dense_length: int = field(init=False, repr=False, compare=False)
     length: int = field(init=False, repr=False, compare=False)
     longest_video: tuple[int, int, int] | None = field(init=False, repr=False, compare=False)
-    # Every call of a layer looks itself up by it.
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.segments, (tuple, list)):
@@ -81,11 +79,18 @@ class TokenLayout:
         video_length, dense_length = sum([grid.length for grid in video]), sum([run.length for run in dense])
         for name, value in (("segments", segments), ("video", video), ("dense", dense), ("video_length", video_length),
                             ("dense_length", dense_length), ("length", video_length + dense_length),
-                            ("longest_video", max([grid.thw for grid in video]) if video else None), ("_hash", hash(segments))):
+                            ("longest_video", max([grid.thw for grid in video]) if video else None)):
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        return self._hash
+        # Every call of a layer looks itself up by it.
+        found = vars(self).get("_hash")
+        if found is None:
+            found = vars(self)["_hash"] = hash(self.segments)
+        return found
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def plain(self) -> tuple[tuple[int, ...], ...]:
