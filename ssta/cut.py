@@ -105,7 +105,7 @@ class Cut:
         self.num_slots = sum([segment.num_slots for segment in segments])
         self.tile_length = prod(tile_thw) if whole else None
         self.max_tile_length = max([segment.longest_tile for segment in segments])
-        self.longest_video_tile = max([segment.longest_tile for segment in video], default=0)
+        self.longest_video_tile = max([0, *[segment.longest_tile for segment in video]])
         self.tile_grids = tuple([segment.tiles for segment in video])
         self.moves = len(video) > 0 or self.num_slots != tokens.length
 
