@@ -44,7 +44,7 @@ def by_kernel(monkeypatch):
 
 
 def materialized(*queries, heads, across_heads=False, impl="triton"):
-    """q of these streams, by Triton's kernel also on a CPU, where its interpreter takes over; k and v have nothing that a kernel would do."""
+    """q of these streams, by Triton's kernel also on a CPU, where its interpreter runs it; k and v have nothing that a kernel would do."""
     plain = [Stream(queries[0].projected)]
     return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS, impl=impl)[0]
 
@@ -228,8 +228,8 @@ def test_models_give_the_same_either_way(by_kernel, name):
     # All parameters: what is kept in float32 is left to the modules. And no buffers: the angles stay in float32.
     for parameter in model.parameters():
         parameter.data = parameter.data.half()
-    call = {name: value.to(DEVICE, torch.float16 if value.is_floating_point() else value.dtype) if isinstance(value, torch.Tensor) else value
-            for name, value in tiny.call().items()}
+    call = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in tiny.call().items()}
+    call = {name: value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value for name, value in call.items()}
     found = {}
     for impl in ("triton", "torch"):
         # The first layer densely, so that both ways to the kernel are taken.
