@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from .config import SSTAConfig
-from .inputs import check_lengths
+from .inputs import check_lengths, check_query, checked_spec, require_layout
 from .kernels import BlockLists
-from .kernels.checks import require_bool
+from .kernels.checks import autocast_inputs, require_bool, require_int
 from .kernels.memo import remember_plain
 from .layout import Input
-from .op import attend
+from .op import PreparedLayer, attend
 from .ranks.layer import attend_in_group
 from .sequence import TokenLayout
 from .text import TextMask
@@ -166,3 +166,31 @@ def ssta_attention(
         result = attend_in_group(query, key, value, lambda: (layout, config), group, split=split, **options)
     # A copy says nothing of tensors that its owner may write to.
     return (result.out, copy(result.selection.blocks)) if return_blocks else result.out
+
+
+def prepare(
+    layout: TokenLayout, config: SSTAConfig, *, like: Tensor, kv_layout: TokenLayout | None = None, key_heads: int | None = None,
+    scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+) -> PreparedLayer:
+    """``ssta_attention`` in two parts: this one finds all that does not depend on tensors' values, and ``layer(q, k, v, text_mask)`` runs.
+
+    ``ssta_attention`` does the same and remembers the 64 layers used last; who holds one decides himself how long it lives.
+
+    Args:
+        layout, config, kv_layout, scale, deterministic, impl: as ``ssta_attention`` takes them.
+        like: a query such as will come, ``[B, H, S, D]`` of any batch: its heads, head_dim, dtype and device count.
+        key_heads: Hkv; None = H.
+
+    Returns:
+        A PreparedLayer. It may be called with other batches, with gradients and without, and under torch.compile.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    query = autocast_inputs(like=like)[0].detach()
+    check_query("like", query, layout)
+    tokens = layout.length if kv_layout is None else require_layout("kv_layout", kv_layout).length
+    heads = query.shape[1] if key_heads is None else require_int("key_heads", key_heads, 1)
+    key = query.new_empty(1, device=query.device).expand(query.shape[0], heads, tokens, query.shape[3])
+    spec = checked_spec(query, key, key, layout, kv_layout, config, scale, deterministic, impl, None, None, text_mask=None, recorded=False)
+    return PreparedLayer(spec, query.device)

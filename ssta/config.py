@@ -208,6 +208,11 @@ class SSTAConfig:
         return self.sampling_type
 
     @property
+    def holds_functions(self) -> bool:
+        """Whether tiles are scored or chosen by functions of the user's own."""
+        return callable(self.sampling_type) or self.budget is not None
+
+    @property
     def row_topk(self) -> int:
         """``topk``, or what None stands for without a density."""
         return TOPK if self.topk is None else self.topk

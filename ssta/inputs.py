@@ -103,6 +103,15 @@ def require_layout(name: str, layout: Any) -> TokenLayout:
     return layout
 
 
+def check_query(name: str, query: Any, layout: TokenLayout) -> None:
+    """That ``query``, under its ``name``, is ``[B, H, S, D]`` of ``layout``."""
+    require_layout("layout", layout)
+    _check_tensor(name, query)
+    if query.shape[2] != layout.length:
+        raise ValueError(f"{name} must have the layout's {layout.length} tokens, got {query.shape[2]} in shape {tuple(query.shape)}"
+                         + _tokens_first(query.shape, layout.length))
+
+
 def _tokens_first(shape: Sequence[int], length: int) -> str:
     """A hint for an error where ``length`` tokens stand where heads should."""
     if shape[1] != length or shape[2] == length:

@@ -63,7 +63,7 @@ def attend(
     query: Input, key: Input, value: Input, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, peers: Peers | None = None,
-    returned: Callable[[TileLayout], Tensor | None] | None = None, means: bool = False,
+    returned: Callable[[TileLayout], Tensor | None] | None = None, means: bool = False, held: PreparedLayer | None = None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
@@ -75,6 +75,7 @@ def attend(
         returned: gives for the queries' tiles the int64 slots that out consists of, in its order; None = the sequence's. Without a
             gradient.
         means: give the means of the video tiles too; differentiable.
+        held: the layer to run, where a user holds one.
     """
     if isinstance(query, Tensor) and query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value = autocast_inputs(query=query, key=key, value=value)
@@ -86,11 +87,12 @@ def attend(
         refuse_forward_mode(query=query, key=key, value=value)
         return _operate(spec, query, key, value, text_mask, selection)
     kind = _kind(query, key, value, text_mask, recorded, options)
-    layer = None if kind is None else _known.get(kind)
+    known, layer_of = (_known, _layer_of) if held is None else (held.known, held.layer_of)
+    layer = None if kind is None else known.get(kind)
     if layer is None or captured():
-        layer = prepared(checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded), query.device)
+        layer = layer_of(checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded), query.device)
         if kind is not None and not captured():
-            _known[kind] = layer
+            known[kind] = layer
     with on_device(query), torch.no_grad():
         if not recorded:
             ran = layer.run(query, key, value, text_mask, selection, returned=None if returned is None else returned(layer.tiles))
@@ -100,12 +102,67 @@ def attend(
     return LayerResult(out, kept[0].selection, kept[0].route, kept[0].mass, tuple(found))
 
 
+def _layer_of(spec: LayerSpec, device: torch.device) -> Layer:
+    """The layer of a spec. One whose config holds functions of the user's own, which may hold what memory there is, is not remembered."""
+    return Layer(spec, device) if spec.config.holds_functions else prepared(spec, device)
+
+
+class PreparedLayer:
+    """A layer of attention that its user holds, ready to run: what follows from the layouts, the configuration and the kind of tensors is
+    found once, and lives as long as this object. Made by ``ssta.prepare``.
+
+    Attributes:
+        spec: what it is.
+        device: where it runs.
+        tiles: how the queries' sequence is cut into tiles.
+        backend: which implementation runs each step, and why no faster one.
+    """
+
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.known: dict[tuple, Layer] = Kept(64)
+        self._layers: dict[bool, Layer] = {}
+        layer = self.layer_of(spec, device)
+        self.tiles, self.backend = layer.tiles, layer.backend
+
+    def layer_of(self, spec: LayerSpec, device: torch.device) -> Layer:
+        """The layer of a call's spec, which must be this one's but for whether a gradient is wanted.
+
+        Raises:
+            ValueError: the call's tensors are of another kind than the layer was prepared for.
+        """
+        if spec._replace(recorded=False) != self.spec or device != self.device:
+            ours, theirs = ((of.dtype, of.heads, of.kv_heads, of.head_dim, where) for of, where in (
+                (self.spec, self.device), (spec, device)))
+            raise ValueError(f"query and key must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for, "
+                             f"{ours}, got {theirs}")
+        if captured():
+            # What is made now is the graph's.
+            return self._layers.get(spec.recorded) or Layer(spec, device)
+        found = self._layers.get(spec.recorded)
+        if found is None:
+            # A tensor made in inference mode could not be saved for a later backward pass.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._layers[spec.recorded] = Layer(spec, device)
+        return found
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | TextMask | None = None) -> Tensor:
+        """``ssta_attention`` of these tensors: ``[B, H, S, D]`` in query's dtype.
+
+        Raises:
+            TypeError, ValueError: what ``ssta_attention`` raises, or tensors of another kind than the layer was prepared for.
+        """
+        of = self.spec
+        return attend(query, key, value, of.layout, of.config, kv_layout=None if of.kv_layout == of.layout else of.kv_layout,
+                      text_mask=text_mask, scale=of.scale, deterministic=of.deterministic, impl=of.impl, held=self).out
+
+
 def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple) -> tuple | None:
     """All that ``checked_spec`` looks at; None where something is of an unexpected type, which it then refuses or converts."""
     layout, kv_layout, config, scale, deterministic, impl, *_ = options
     if not (type(layout) is TokenLayout and type(config) is SSTAConfig and type(impl) is str and type(deterministic) is bool
             and type(scale) in (float, type(None)) and type(kv_layout) in (TokenLayout, type(None))
-            and type(query) is type(key) is type(value)):
+            and type(query) is type(key) is type(value)) or config.holds_functions:
         return None
     mask: tuple | None = None
     if text_mask is None:

@@ -14,7 +14,7 @@ from selection_cases import cases, layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, prepare, ssta_attention
 from ssta.kernels import Deferred, Projection
 from ssta.layer import Layer, prepared
 from ssta.op import attend
@@ -360,3 +360,51 @@ def test_a_layer_that_is_first_seen_while_a_graph_is_captured(name):
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert torch.equal(captured, ssta_attention(q, k, v, other, config)) and not torch.equal(captured, expected)
+
+
+class TestALayerThatIsHeld:
+    """``prepare`` and what it gives."""
+
+    CONFIG = SSTAConfig(tile_thw=(2, 2, 3), density=0.4, compensation="linear")
+
+    @staticmethod
+    def qkv(batch=1, kv_heads=2, dtype=torch.float32):
+        torch.manual_seed(batch)
+        return [torch.randn(batch, heads, LAYOUT.length, 8, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
+
+    def test_it_gives_what_ssta_attention_gives(self):
+        layer = prepare(LAYOUT, self.CONFIG, like=self.qkv()[0], key_heads=2)
+        for batch in (1, 3, 1):
+            q, k, v = self.qkv(batch)
+            assert torch.equal(layer(q, k, v), ssta_attention(q, k, v, LAYOUT, self.CONFIG))
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            others = [x.clone().requires_grad_() for x in (q, k, v)]
+            layer(*leaves).square().sum().backward()
+            ssta_attention(*others, LAYOUT, self.CONFIG).square().sum().backward()
+            assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves, others))
+        compiled = torch.compile(lambda *x: layer(*x), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, k, v), layer(q, k, v))
+
+    def test_it_is_found_once(self, monkeypatch):
+        q, k, v = self.qkv()
+        layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
+        layer(q, k, v)
+        monkeypatch.setattr("ssta.op.checked_spec", None)
+        monkeypatch.setattr("ssta.op.Layer", None)
+        layer(q, k, v)
+
+    def test_other_tensors_are_refused(self):
+        q, k, v = self.qkv()
+        layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
+        with pytest.raises(ValueError, match="must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for"):
+            layer(*self.qkv(dtype=torch.float64))
+        with pytest.raises(ValueError, match="must be of the dtype, heads, key heads"):
+            layer(*self.qkv(kv_heads=1))
+        with pytest.raises(ValueError, match=r"query must have the layout's \d+ tokens"):
+            layer(q[:, :, 1:], k, v)
+        with pytest.raises(ValueError, match=r"like must have the layout's \d+ tokens"):
+            prepare(LAYOUT, self.CONFIG, like=q[:, :, 1:])
+        with pytest.raises(ValueError, match="query's heads must be a multiple of key's 3, got 4"):
+            prepare(LAYOUT, self.CONFIG, like=q, key_heads=3)
+        with pytest.raises(TypeError, match="like must be a tensor, got None"):
+            prepare(LAYOUT, self.CONFIG, like=None)
