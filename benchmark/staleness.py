@@ -22,20 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the numbers of each kind of CSV, KIND_MACHINE.csv, depend on. Patterns of paths, in which * matches / too; "!" takes paths out again,
 # the last pattern that matches a path decides. {gpu} is the folder of the kernels that the machine's GPU runs.
 _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*token_*", "!*tail*", "!kernels/merge.py",
-           "!kernels/reference.py")
-_LAYER = (*_BLOCKS, "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*", "!ssta/masks.py", "!ssta/plot.py",
-          "!ssta/report.py", "!ssta/sla.py", "!ssta/vsa.py", "!ssta/trained/*", "!ssta/rank*", "!ssta/ring*", "!ssta/parallel.py",
-          "!ssta/exchange.py", "!kernels/eager/*")
+           "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
+_LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
+          "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py", "!*/text_table.py")
-_RANKS = (*_STEP, "pipelines/ranks/*", "ssta/rank*", "ssta/ring*", "ssta/parallel.py", "ssta/exchange.py")
+_RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS,
-    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*"),
+    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*", "!*/moves.py",
+               "!*/ranking.py"),
     "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/flashinfer/*",
-               "!kernels/interfaces/fl*", "!kernels/interfaces/magi*", "!kernels/reference.py"),
+               "!kernels/interfaces/fl*", "!kernels/interfaces/magi*", "!kernels/reference.py", "!kernels/backend.py", "!*/moves.py",
+               "!*/ranking.py"),
     "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*", "!*tail*"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER,
-    "vsa": (*_LAYER, "ssta/sla.py", "ssta/vsa.py", "ssta/trained/*"),
+    "vsa": (*_LAYER, "ssta/trained/*"),
     "pipeline": _STEP, "quality": _STEP, "fine_tune": _STEP,
     "parallel": _RANKS, "timeline": _RANKS}
 # These compare two commits that they name, and say nothing of the present code.

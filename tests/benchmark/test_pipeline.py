@@ -54,7 +54,7 @@ def test_a_wrong_processor_gets_no_time(bench, monkeypatch, capsys):
 
     rope = streams.apply_rope
     monkeypatch.setattr(streams, "apply_rope", lambda x, cos, sin: rope(x, cos, -sin) if x.shape[1] > 10 else x)
-    monkeypatch.setattr(streams, "kernels_run", lambda x: False)
+    monkeypatch.setattr(streams, "_by_kernel", lambda *of: False)
     with pytest.raises(SystemExit, match="Wan 2.1, small, dense, is wrong: the first block's attention is off by .*; no time is printed"):
         bench.main(["--model", "wan", "--only", "stock", "dense"])
     assert "_ms" not in capsys.readouterr().out

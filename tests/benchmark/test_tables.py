@@ -137,10 +137,12 @@ def test_rows_are_stale_when_code_under_them_changes(repository):
     both = ("kernels/hopper/backward.py", "kernels/hopper/forward.py")
     assert changed(first, second, third, first) == [both, both, ()]
     assert changed(first, name="kernels_a100", device="NVIDIA A100") == [()], "it runs kernels/portable"
-    commit(kernels__tail="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n", ssta__vsa="x = 1\n")
+    commit(kernels__tail="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n",
+           ssta__ranks__rings="x = 1\n", ssta__trained__vsa="x = 1\n")
     assert changed(third) == [()]
     assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/tail.py",)]
-    assert changed(third, name="parallel_h200x2") == [("kernels/tail.py", "pipelines/ranks/split.py")]
+    assert changed(third, name="parallel_h200x2") == [("kernels/tail.py", "pipelines/ranks/split.py", "ssta/ranks/rings.py")]
+    assert changed(third, name="vsa_h200") == [("kernels/tail.py", "ssta/trained/vsa.py")]
     (tree / "ssta" / "attention.py").unlink()
     (tree / "kernels" / "__init__.py").write_text("from .tail import g\n")
     assert changed(third, name="host_h200") == [("kernels/tail.py", "ssta/attention.py")], "the working tree counts, names in doors do not"
@@ -178,9 +180,12 @@ def test_every_csv_says_what_it_depends_on():
         staleness.ages(path.stem, [])
     with pytest.raises(ValueError, match="must say in SOURCES what speed_h200.csv depends on"):
         staleness.ages("speed_h200", [])
-    library = [path.relative_to(staleness.ROOT).as_posix() for path in sorted(staleness.ROOT.glob("kernels/**/*.py"))]
+    library = [path.relative_to(staleness.ROOT).as_posix() for floor in ("kernels", "ssta", "pipelines")
+               for path in sorted((staleness.ROOT / floor).glob("**/*.py"))]
     for kind, patterns in staleness.SOURCES.items():
         assert any(staleness.matches(path, patterns, "hopper") for path in library), kind
+        for pattern in patterns:
+            assert any(staleness.matches(path, (pattern.lstrip("!"),), "hopper") for path in library), f"{kind}: {pattern} is nowhere"
 
 
 def test_stale_rows_are_shown_and_fail_only_where_fresh_ones_are_wanted(made_up, monkeypatch, capsys):
