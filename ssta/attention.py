@@ -48,7 +48,7 @@ def ssta_3d_attention(
             only whole tiles of invalid text are left out, as published.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
-        impl: which kernel runs; "auto" chooses by device, dtype and shape.
+        impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
         group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
             the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
@@ -137,7 +137,7 @@ def ssta_attention(
             its ``TextMask``, which is checked once.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
-        impl: which kernel runs; "auto" chooses by device, dtype and shape.
+        impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
         group: the ranks that share the sequence out, a ProcessGroup or a DeviceMesh of one dimension. query, key, value and the result are
             then ``[B, H, S_r, D]``, this rank's tokens of all heads; layout and text_mask are the whole sequence's. Heads are exchanged for
             tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks

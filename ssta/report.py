@@ -158,7 +158,7 @@ def explain(
         text_mask: [B, text tokens], valid tokens first, bool or integer.
         text_len: number of text tokens after the video; default 0.
         scale: factor on the scores; default 1 / sqrt(D).
-        impl: which kernel; "auto" chooses.
+        impl: which implementation runs each step; "auto" chooses.
 
     Raises:
         TypeError: both a config and keywords, or a keyword that ``SSTAConfig`` does not have.

@@ -196,7 +196,7 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/hopper/forward.py", "from ..portable.config import forward_config"),
     ("kernels/hopper/forward.py", "from ..routing import Route"),
     ("kernels/lowering/chunks.py", "from ..hopper import config"),
-    ("kernels/prologue/select.py", "def f():\n    from ..eager.blocks import steps"),
+    ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
     ("kernels/device.py", "import diffusers"),
     ("ssta/selection.py", "from .kernels import attention"),

@@ -37,7 +37,7 @@ class Projection:
     """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
 
     Args:
-        x: ``[B, H, S, D]``, any strides; ``kernels_run(x)`` must be true.
+        x: ``[B, H, S, D]``, any strides; on a GPU, or in Triton's interpreter, and not float64.
         norm: None leaves x as it is.
         angles: float32 cosines and sines ``[B or 1, H or 1, S, D / 2]``, or ``[B or 1, H or 1, S, D]`` with each of them twice in a row:
             channels 2i and 2i + 1 are a point in the plane and rotated by angle i (RoPE), in float32, rounded once. None: no RoPE.
