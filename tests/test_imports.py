@@ -23,7 +23,7 @@ ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report")
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
-ABOVE = ("attention", "token_attention", "op", "routing", "reference", "interfaces")
+ABOVE = ("attention", "token_attention", "backend", "op", "routing", "reference", "interfaces")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "lowering")
 # Names in the door of kernels/: at most so many.
@@ -195,6 +195,7 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/portable/forward.py", "import importlib\nimportlib.import_module('..eager.blocks', __package__)"),
     ("kernels/hopper/forward.py", "from ..portable.config import forward_config"),
     ("kernels/hopper/forward.py", "from ..routing import Route"),
+    ("kernels/portable/tail.py", "def f():\n    from ..backend import choose_backend"),
     ("kernels/lowering/chunks.py", "from ..hopper import config"),
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
