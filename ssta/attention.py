@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -164,8 +163,8 @@ def ssta_attention(
         raise ValueError("kv_layout must be None with a group, whose ranks share out one sequence, got one of its own")
     else:
         result = attend_in_group(query, key, value, lambda: (layout, config), group, split=split, **options)
-    # A copy says nothing of tensors that its owner may write to.
-    return (result.out, copy(result.selection.blocks)) if return_blocks else result.out
+    # A copy, which knows nothing of tensors that its owner may write to.
+    return (result.out, BlockLists.from_fields(*result.selection.blocks.to_fields())) if return_blocks else result.out
 
 
 def prepare(

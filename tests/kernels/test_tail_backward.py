@@ -67,8 +67,6 @@ def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTH
     # As projections leave them; h is above the cap in places.
     out = torch.randn_like(of.q)
     mask = torch.rand(batch, heads, number + 1, kv_number + 1, device=DEVICE) < 0.3
-    # Every other block leaves something out, of which the formulas have a logarithm.
-    mask[..., 2] = False
     mask[..., kv_number:] = mask[..., number:, :] = mask[:, 0, 1] = True
     if nan:
         of.k[0, 0, int(of.kv_offsets[5]) + 1, 3] = float("nan")

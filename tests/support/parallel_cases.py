@@ -329,6 +329,8 @@ def on_gpus(rank, ranks):
     with torch.no_grad():
         sent = [shards.start(x) for x in own[::-1]]
         ahead = attend_shared(*sent[::-1], layout, settings, shards, text_mask=text_mask).out
+        # Without gradients it is another call, on which ranks agree once.
+        ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         out = ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD)
