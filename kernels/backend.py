@@ -188,6 +188,11 @@ class Backend:
         """Which blocks the step "select" takes for their scores, bool of their shape; see ``eager.ranking.topk_blocks``."""
         return ranking.topk_blocks(scores, k_per_row, apart)
 
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """(step, row) of each step but "attend"."""
+        return tuple([(of.step, of.name) for of in self.chosen])
+
     def by_torch(self, step: str) -> bool:
         """Whether plain torch runs a step."""
         return any([of.name == "torch" for of in self.chosen if of.step == step])

@@ -86,8 +86,3 @@ def _plain_keys(device_type: str) -> int:
     for name in plain:
         keys = keys | torch._C.DispatchKeySet(names[name])
     return keys.raw_repr()
-
-
-def kernels_run(x: Tensor) -> bool:
-    """Whether Triton's kernels move and choose blocks for ``x``: on a GPU, but for float64, where Triton is installed. Else torch does."""
-    return x.device.type == "cuda" and x.dtype != torch.float64 and TRITON

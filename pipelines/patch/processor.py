@@ -12,7 +12,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
-from ssta.kernels import PatternFacts, Route, choose_route
+from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.kernels.notices import warn_once
 from ssta.layout import Input
@@ -46,7 +46,7 @@ class _LastRun(NamedTuple):
     dense: bool
     backend: str | None  # of diffusers, where that attended
     route: Route | None  # of the library's kernels; None while torch.compile traces
-    kind: tuple | None   # what the route follows from, then
+    kind: tuple | None   # what the route follows from, where lists were attended to
     thw: tuple[int, int, int]
     tokens: int
     tiles: int | None
@@ -259,7 +259,7 @@ class SSTAProcessor:
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
         blocks = None if selection is None else selection.blocks
-        kind = None if route is not None or blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
+        kind = None if blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
         self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
@@ -332,12 +332,16 @@ class SSTAProcessor:
         share = None if seconds is None or not whole or run.forward != self.context.last_forward else seconds / whole
         masses = None if run.mass is None else run.mass.tensor()
         rank, ranks, own, heads = run.part or (0, 1, None, None)
+        by: tuple[tuple[str, str], ...] = ()
+        if not run.dense and self.config is not None and run.kind is not None:
+            device, dtype, dim, _ = run.kind
+            by = choose_backend(self.context.impl, device, dtype, dim, self.config.compensation_parts).names
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),
             exact_mass=None if masses is None else mass_summary(masses),
             without_estimate=None if masses is None else heads_without_estimate(masses),
-            rank=rank, ranks=ranks, own_heads=own, heads=heads,
+            by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 
     @property

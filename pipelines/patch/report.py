@@ -36,6 +36,7 @@ class LayerRun:
             compensation, and where it attended densely.
         without_estimate: (how many heads had no estimate, of how many), over the batch elements. What such a head does not compute exactly
             is dropped, and ``exact_mass`` leaves it out. None without compensation, and where it attended densely.
+        by: (step, implementation) of the layer's other steps; empty where it attended densely.
         rank, ranks: which of how many ranks it ran on. Everything here is this rank's own; so a report on one of them waits for no other.
         own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
         exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
@@ -55,6 +56,7 @@ class LayerRun:
     explanation: tuple[str, ...] = ()
     exact_mass: tuple[float, float, float] | None = None
     without_estimate: tuple[int, int] | None = None
+    by: tuple[tuple[str, str], ...] = ()
     rank: int = 0
     ranks: int = 1
     own_heads: int | None = None
@@ -97,7 +99,9 @@ class RunReport(list):
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
         rows = [tuple(head), *(tuple(line.get(name, "") for name in head) for line in lines)]
         reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
-        return "\n".join([aligned(rows, left=3), *reasons])
+        steps = dict.fromkeys("other steps of sparse layers: " + ", ".join([f"{step} by {name}" for step, name in run.by])
+                              for run in self if run.by)
+        return "\n".join([aligned(rows, left=3), *steps, *reasons])
 
     __repr__ = __str__
 

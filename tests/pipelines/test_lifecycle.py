@@ -223,9 +223,12 @@ def test_the_report_says_why_nothing_faster_ran():
         assert dense.implementation == "dense, default backend" and dense.explanation == () and sparse.implementation == "torch"
         assert [reason.split(",")[0] for reason in sparse.explanation] == ["not 'hopper'", "not 'triton'"]
         assert str(handle.report()).splitlines()[-2:] == [f"torch: {reason}" for reason in sparse.explanation]
+        assert dense.by == () and sparse.by
     with apply_ssta(model, SPARSE, schedule=Schedule(), impl="torch") as handle:
         run(model, **call)
-        assert handle.report()[0].explanation == () and str(handle.report()).splitlines()[-1].startswith("all")
+        assert handle.report()[0].explanation == ()
+        assert dict(handle.report()[0].by) == dict.fromkeys(("gather", "estimate", "score", "select", "combine", "take"), "torch")
+        assert str(handle.report()).splitlines()[-1].startswith("other steps of sparse layers: gather by torch, ")
 
 
 def test_a_report_outlives_the_patch():
