@@ -71,12 +71,12 @@ def ssta_3d_attention(
         config = _config(*values) if plain else SSTAConfig(*values)
         return TokenLayout.video_text(thw, text_len), config
 
-    if group is not None:
-        options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
-        return attend_in_group(query, key, value, made, group, **options).out
-    layout, config = made()
-    check_lengths(query, layout)
-    return attend(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl).out
+    options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
+    if group is None:
+        layout, config = made()
+        check_lengths(query, layout)
+        return attend(query, key, value, layout, config, **options).out
+    return attend_in_group(query, key, value, made, group, **options).out
 
 
 def _ints(triple: object) -> bool:

@@ -81,16 +81,20 @@ def attend(
         query, key, value = autocast_inputs(query=query, key=key, value=value)
     recorded = torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in (query, key, value)])
     options = layout, kv_layout, config, scale, deterministic, impl, rows, peers, means
+
+    def checked() -> LayerSpec:
+        return checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded)
+
     seen = [x for x in (query, key, value, text_mask) if isinstance(x, Tensor)]
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and watched(*seen):
-        spec = checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded)
+        spec = checked()
         refuse_forward_mode(query=query, key=key, value=value)
         return _operate(spec, query, key, value, text_mask, selection)
     kind = _kind(query, key, value, text_mask, recorded, options)
     known, layer_of = (_known, _layer_of) if held is None else (held.known, held.layer_of)
     layer = None if kind is None else known.get(kind)
     if layer is None or captured():
-        layer = layer_of(checked_spec(query, key, value, *options, text_mask=text_mask, recorded=recorded), query.device)
+        layer = layer_of(checked(), query.device)
         if kind is not None and not captured():
             known[kind] = layer
     with on_device(query), torch.no_grad():
