@@ -30,7 +30,7 @@ from .blocks import BlockLists
 from .device import capability
 from .eager import moves, ranking
 from .operators import TRITON, watched
-from .routing import TRITON_CAPABILITY, PatternFacts, Route, choose_route, interpreting, require_impl
+from .routing import PatternFacts, Route, choose_route, interpreting, require_impl, why_no_triton_on
 from .tail import why_not_hopper_merge, why_not_hopper_statistics
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
@@ -46,24 +46,15 @@ class Where(NamedTuple):
     head_dim: int
     parts: int                          # units of a block in an estimate
 
-    @property
-    def name(self) -> str:
-        if self.device_type != "cuda":
-            return f"tensors on {self.device_type}"
-        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "a GPU that is not NVIDIA's"
-
 
 def _triton_cannot(where: Where) -> str | None:
     if not TRITON:
         return "requires triton, which is not installed"
     if where.dtype == torch.float64:
         return "requires float16, bfloat16 or float32, got torch.float64"
-    if where.device_type == "cuda":
-        if where.capability and where.capability < TRITON_CAPABILITY:
-            return f"requires an Ampere GPU (sm_80) or a later one, got {where.name}"
-        return None
-    if not where.interpreting:
-        return f"requires a GPU, got {where.name}"
+    reason = why_no_triton_on(where.device_type, where.capability, where.interpreting)
+    if reason is not None or where.device_type == "cuda":
+        return reason
     # The interpreter computes with numpy, which has no bfloat16.
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 

@@ -73,17 +73,27 @@ class Problem(NamedTuple):
         rows = facts.max_q_length * (self.heads // max(self.kv_heads, facts.list_heads))
         return backward or rows >= COMPACTED_ROWS
 
-    @property
-    def where(self) -> str:
-        if self.device_type != "cuda":
-            return f"tensors on {self.device_type}"
-        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "a GPU that is not NVIDIA's"
+
+def device_in_words(device_type: str, capability: tuple[int, int] | None) -> str:
+    """A device as a reason names it; ``capability`` is that of a GPU by NVIDIA."""
+    if device_type != "cuda":
+        return f"tensors on {device_type}"
+    return f"sm_{capability[0]}{capability[1]}" if capability else "a GPU that is not NVIDIA's"
+
+
+def why_no_triton_on(device_type: str, capability: tuple[int, int] | None, interpreting: bool) -> str | None:
+    """Why kernels in Triton do not run on a device, or None."""
+    got = device_in_words(device_type, capability)
+    if device_type != "cuda":
+        return None if interpreting else f"requires a GPU, got {got}"
+    return f"requires an Ampere GPU (sm_80) or a later one, got {got}" if capability and capability < TRITON_CAPABILITY else None
 
 
 def _hopper_cannot(problem: Problem) -> str | None:
     if problem.dtype not in KERNEL_DTYPES or problem.head_dim not in (64, 128):
         return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {problem.dtype} and {problem.head_dim}"
-    return None if problem.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {problem.where}"
+    got = device_in_words(problem.device_type, problem.capability)
+    return None if problem.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {got}"
 
 
 def _hopper_suits_not(problem: Problem) -> str | None:
@@ -98,12 +108,9 @@ def _hopper_suits_not(problem: Problem) -> str | None:
 def _triton_cannot(problem: Problem) -> str | None:
     if problem.dtype not in KERNEL_DTYPES or not 16 <= problem.head_dim <= 256:
         return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {problem.dtype} and {problem.head_dim}"
-    if problem.device_type == "cuda":
-        if problem.capability and problem.capability < TRITON_CAPABILITY:
-            return f"requires an Ampere GPU (sm_80) or a later one, got {problem.where}"
-        return None
-    if not problem.interpreting:
-        return f"requires a GPU, got {problem.where}"
+    reason = why_no_triton_on(problem.device_type, problem.capability, problem.interpreting)
+    if reason is not None or problem.device_type == "cuda":
+        return reason
     # The interpreter computes with numpy, which has no bfloat16.
     return None if problem.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {problem.dtype}"
 

@@ -114,9 +114,8 @@ class Layer:
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim, config.compensation_parts)
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
-        choices = self.tiles.num_video_tiles > 0 and self.kv_tiles.num_video_tiles > 0
-        self.rule = rule_of(config, self) if config.selected_by != "sta" and choices else None
-        self.estimates = config.compensation != "none" and choices
+        self.rule = rule_of(config, self) if spec.chooses else None
+        self.estimates = spec.estimates
         # As the steps "estimate" and "combine" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))

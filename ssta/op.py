@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import SSTAConfig
-from .cut import cut_of
 from .inputs import checked_spec
 from .kernels import BlockLists, Deferred, Route, choose_backend
 from .kernels.checks import autocast_inputs
@@ -225,11 +224,10 @@ def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Te
         given: the counts of a selection to attend to.
     """
     config, batch, heads, kv_heads, dim = spec.config, query.shape[0], spec.heads, spec.kv_heads, spec.head_dim
-    cut, kv_cut = (cut_of(tokens, config.tile_thw, config.pad_type) for tokens in (spec.layout, spec.kv_layout))
+    cut, kv_cut = spec.cuts
     wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     video, kv_video, parts = cut.num_video_tiles, kv_cut.num_video_tiles, config.compensation_parts
-    choices = video > 0 and kv_video > 0
-    chooses, estimates = config.selected_by != "sta" and choices, config.compensation != "none" and choices
+    estimates = spec.estimates
     masked = text_mask is not None and bool(kv_cut.dense)
     whole = masked and config.pad_type != "none"
 
@@ -245,7 +243,7 @@ def _outputs(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, given: Te
         return torch.empty_strided((batch, of_heads, number, dim), strides, dtype=spec.dtype, device=device)
 
     lists = tuple(given.shape[:2]) if given is not None else (
-        (batch, 1 if config.mask_share_within_head else heads) if chooses else (batch if whole else 1, 1))
+        (batch, 1 if config.mask_share_within_head else heads) if spec.chooses else (batch if whole else 1, 1))
     rows = spec.layout.length if spec.rows is None else sum([count for _, count in spec.rows])
     slots = cut.num_slots if spec.rows is None else rows
     found = [tokens(rows), new(*lists, cut.num_tiles), new(*lists, cut.num_tiles, kv_cut.num_tiles),
@@ -382,8 +380,7 @@ def _operate(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, text_ma
         blocks = selection.blocks
         given = blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful
     out, counts, indices, lengths, useful, exact_mass, q_offsets, kv_offsets, *rest = _layer(query, key, value, valid, *given, spec.text)
-    config = spec.config
-    cut, kv_cut = (cut_of(tokens, config.tile_thw, config.pad_type) for tokens in (spec.layout, spec.kv_layout))
+    cut, kv_cut = spec.cuts
     estimated = _present(exact_mass) is not None
     blocks = BlockLists(
         counts, indices, cut.tile_length or q_offsets, kv_cut.tile_length or kv_offsets,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import SSTAConfig
+from .cut import Cut, cut_of
 from .kernels.memo import remember_plain
 from .sequence import TokenLayout
 
@@ -58,6 +59,22 @@ class LayerSpec(NamedTuple):
     rows: tuple[tuple[int, int], ...] | None = None
     peers: Peers | None = None
     means: bool = False
+
+    @property
+    def cuts(self) -> tuple[Cut, Cut]:
+        """How the queries' and the keys' sequence are cut into tiles."""
+        of = self.config
+        return cut_of(self.layout, of.tile_thw, of.pad_type), cut_of(self.kv_layout, of.tile_thw, of.pad_type)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the layer has tiles to choose and does not attend to fixed ones."""
+        return self.config.selected_by != "sta" and all([cut.num_video_tiles > 0 for cut in self.cuts])
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the layer has tiles to leave out and estimates what those are worth."""
+        return self.config.compensation != "none" and all([cut.num_video_tiles > 0 for cut in self.cuts])
 
     @property
     def text(self) -> str:

@@ -27,6 +27,18 @@ def hasty():
     sys.setswitchinterval(interval)
 
 
+def gradients_of(model, calls: list[dict], elsewhere: bool) -> list[torch.Tensor]:
+    """Those of all parameters after a forward of each call and one backward, which runs in another thread if ``elsewhere``."""
+    model.zero_grad()
+    loss = sum(model(**call)[0].square().sum() for call in calls)
+    if elsewhere:
+        thread = threading.Thread(target=loss.backward)
+        thread.start(), thread.join()
+    else:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def wrong_of(count: int, model, calls: list[dict]) -> list[int]:
     """How many of ``count`` outputs of each call differ from those of the call alone, when each call has a thread of its own."""
     alone = [run(model, call) for call in calls]
@@ -98,14 +110,7 @@ def test_checkpointing_recomputes_with_the_canvas_and_step_of_its_forward(elsewh
     call = TINY["wan"].call() | {"timestep": torch.tensor([900.0])}
 
     def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = model(**call)[0].square().sum()
-        if elsewhere:
-            thread = threading.Thread(target=loss.backward)
-            thread.start(), thread.join()
-        else:
-            loss.backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return gradients_of(model, [call], elsewhere)
 
     with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
         run(model, TINY["wan"].call(CANVASES[1]))
@@ -123,14 +128,7 @@ def test_checkpointing_recomputes_each_of_two_forwards_with_its_own(elsewhere):
     calls = [TINY["wan"].call(CANVASES[0]) | {"timestep": torch.tensor([900.0])}, *(TINY["wan"].call(thw) for thw in CANVASES[::-1])]
 
     def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = sum(model(**call)[0].square().sum() for call in calls)
-        if elsewhere:
-            thread = threading.Thread(target=loss.backward)
-            thread.start(), thread.join()
-        else:
-            loss.backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return gradients_of(model, calls, elsewhere)
 
     with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
         plain = gradients()
