@@ -32,8 +32,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     _check(outs, lses)
     first = outs[0]
-    plain = not first.is_cuda or choose_backend("auto", first.device, first.dtype, first.shape[3]).by_torch("take")
-    if plain or watched(*outs, *lses) or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+    seen = not first.is_cuda or watched(*outs, *lses) or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses))
+    if seen or choose_backend("auto", first.device, first.dtype, first.shape[3]).by_torch("take"):
         return _merge_in_torch(outs, lses)
     from .portable.merge import triton_merge
 

@@ -179,7 +179,7 @@ class TailCase:
                 h, mass = (x[b, head, block, left].to(q.dtype) for x in (estimates.half_variance, estimates.mass))
                 logits = scale * q[b, head, rows] @ k_means[left].T + counts[left].log() + h.clamp(max=1)
                 # bfloat16 may round all of a row's mass to 0.
-                mixture = mass / mass.sum().clamp(min=1e-30) * (1 / h).clamp(max=1).sqrt()
+                mixture = mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt()
                 matrix = torch.einsum("u, uij -> ij", mixture, covariances[left])
                 tail = logits.softmax(1) @ v_means[left] + scale * q[b, head, rows] @ matrix
                 both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
