@@ -68,8 +68,10 @@ class SSTA:
     def apply(self, model, density: float, top_k: int, tile: str, dense_steps: float, dense_blocks: str, compensation: str) -> tuple:
         if (density > 0) == (top_k > 0):
             raise ValueError(f"one of density and top_k must be above 0 and the other one 0, got {density} and {top_k}")
-        config = SSTAConfig(tile_thw=parse_tile(tile), density=density or None, topk=top_k or None, compensation=compensation)
-        return (patch_model(model, config, Schedule(dense_steps=float(dense_steps), dense_layers=parse_blocks(dense_blocks))),)
+        schedule = Schedule(dense_steps=float(dense_steps), dense_layers=parse_blocks(dense_blocks))
+        budget = {"density": density} if density else {"topk": top_k}
+        window = {"sparse_type": "ssta", "kernel_thw": (3, 3, 3)} if compensation == "none" else {}
+        return (patch_model(model, schedule=schedule, tile_thw=parse_tile(tile), compensation=compensation, **budget, **window),)
 
 
 class SSTATrained:

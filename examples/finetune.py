@@ -28,8 +28,6 @@ from torch import nn
 
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, teacher_student
-from ssta.pipelines.evaluation.configurations import changed
-from ssta.pipelines.patch.family import family_of
 
 # What a training that is resumed must have in common with what it goes on with.
 SAME = ("model", "loss", "density", "ramp", "compensation", "lora", "lora_targets", "rate", "warm_up", "accumulate", "drop_captions",
@@ -183,10 +181,8 @@ class Training:
             transformer.requires_grad_(True)
             if options.loss == "distill":
                 teacher = copy.deepcopy(transformer).requires_grad_(False).to(self.accelerator.device)
-        config = family_of(transformer).default_config()
-        if options.compensation is not None:
-            config = changed(config, {"compensation": options.compensation})
-        self.handle = apply_ssta(transformer, config, schedule=Schedule())
+        changes = {} if options.compensation is None else {"compensation": options.compensation}
+        self.handle = apply_ssta(transformer, schedule=Schedule(), **changes)
         self.ramp = Ramp(self.handle, options.density, options.ramp)
         if not options.no_checkpointing:
             transformer.enable_gradient_checkpointing(frozen_checkpoint)

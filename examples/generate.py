@@ -24,9 +24,9 @@ from diffusers.utils import load_image
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.evaluation.configurations import changed
 from ssta.pipelines.evaluation.quality import describe, require_video_writer, write_video
 from ssta.pipelines.patch.family import Family, family_of_class
+from ssta.pipelines.schedule.changes import changed
 from ssta.pipelines.schedule.presets import preset_settings
 
 # What imageio writes with ffmpeg's H.264.
@@ -212,11 +212,7 @@ def settings(options: argparse.Namespace, family: Family) -> tuple[SSTAConfig, S
     else:
         config, schedule = preset_settings(family, options.preset)
     changes = {name: getattr(options, name) for name in ("topk", "density", "pad_type") if getattr(options, name) is not None}
-    if options.topk is not None or options.density is not None:
-        # The default's variants would set it back.
-        config = changed(config, changes)
-    else:
-        config = replace(config, **changes)
+    config = changed(config, **changes)
     if options.dense_steps is not None:
         schedule = replace(schedule, dense_steps=options.dense_steps)
     return config, schedule

@@ -15,6 +15,7 @@ from ssta.kernels.routing import IMPLEMENTATIONS
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.family import Family, family_of, own_presets
 from ..patch.installation import uninstall
+from ..schedule.changes import changed
 from ..schedule.presets import PRESETS, preset_names, preset_settings
 from ..schedule.schedule import Schedule
 
@@ -70,8 +71,7 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
     ``"default"``; ``"dense"``; ``"stock"``, without SSTA; a preset's name, as in ``preset_names``; fields of ``SSTAConfig`` and of
     ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``; or a name and
     then the fields that differ from it, such as ``"fast,dense_steps=0"``. After all this ``"@backend"`` is ``Configuration.backend``:
-    ``"dense@_native_cudnn"``. A configuration that fields of ``SSTAConfig`` change has no variants. A density takes the place of top-k,
-    threshold and budget, either of the first two that of a density, and ``compensation=none`` takes along what only a compensation has.
+    ``"dense@_native_cudnn"``. Fields of ``SSTAConfig`` change a configuration as they do as keywords of ``apply_ssta``.
 
     Raises:
         ValueError: an unknown name, field or backend, or a value that the field does not take.
@@ -85,7 +85,7 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
     for name, value in parts:
         changes["config" if name in _CONFIG_FIELDS else "schedule"][name] = _value(name, value)
     try:
-        config = changed(config, changes["config"]) if changes["config"] else config
+        config = changed(config, **changes["config"])
         return Configuration(text, config, replace(schedule, **changes["schedule"]), backend)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text}: {error}") from None
@@ -133,25 +133,6 @@ def _settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
 def _wanted(known: tuple[str, ...], got: str) -> str:
     return (f"a configuration must be {', '.join(map(repr, known))} or fields such as topk=16 of "
             f"{', '.join(sorted(_CONFIG_FIELDS | _SCHEDULE_FIELDS))}, got {got!r}")
-
-
-def changed(config: SSTAConfig, changes: dict[str, Any]) -> SSTAConfig:
-    """``config`` with the changes, without variants, and without what was there only beside what they replace: a density takes the place
-    of top-k, threshold and budget, either of the first two that of a density, and no compensation has no parts and no error to select by.
-
-    Raises:
-        TypeError, ValueError: what ``SSTAConfig`` raises.
-    """
-    beside: dict[str, Any] = {}
-    if changes.get("density") is not None:
-        beside = {"topk": None, "threshold": 0.0, "budget": None}
-    elif config.density is not None and changes.keys() & {"topk", "threshold"}:
-        beside = {"density": None}
-    if changes.get("compensation") == "none":
-        beside["compensation_parts"] = 1
-        if config.sampling_type == "error":
-            beside["sampling_type"] = None
-    return replace(config, variants=(), **(beside | changes))
 
 
 def _value(name: str, text: str) -> object:

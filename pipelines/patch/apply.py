@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ssta import SSTAConfig
-from ssta.kernels.checks import require_bool, require_number
-from ssta.kernels.notices import warn_once
+from ssta.kernels.checks import require_bool
 from ssta.kernels.routing import require_impl
 
-from ..schedule.density import with_density
+from ..schedule.changes import changed, require_changes, warn_of_what_is_dropped
 from ..schedule.presets import preset_settings
 from ..schedule.progress import Progress
 from ..schedule.schedule import Schedule
@@ -31,7 +30,7 @@ _WARM_UP_NOISE = 0.95
 
 def apply_ssta(
     model: Any, config: SSTAConfig | None = None, *, density: float | None = None, schedule: Schedule | None = None,
-    preset: str | None = None, scheduler: Any = None, impl: str = "auto", check_ranks: bool = False,
+    preset: str | None = None, scheduler: Any = None, impl: str = "auto", check_ranks: bool = False, **changes: Any,
 ) -> SSTAHandle:
     """Makes the video self-attention of a diffusers model sparse, until ``handle.remove()`` or ``remove_ssta(model)``.
 
@@ -48,11 +47,13 @@ def apply_ssta(
     Args:
         model: a transformer (see ``supported_models()``), or a pipeline: then those of ``transformer``, ``transformer_2`` and
             ``transformer_ref`` that it has.
-        config: what is attended; default the family's. One of your own takes nothing over from that default: fields that you leave out have
-            ``SSTAConfig``'s values, such as ``compensation="none"``, which drops what is not computed. To change how dense the default is
-            and keep the rest, give ``density``.
+        config: what is attended, as a whole, in place of the family's default. It takes nothing over from that default: fields that you
+            leave out have ``SSTAConfig``'s values, such as ``compensation="none"``, which drops what is not computed. To change the
+            default and keep the rest of it, give ``density`` or other fields by keyword instead.
         density: the share in (0, 1] of the video's tile pairs that is computed exactly, in place of that of the family's default or of the
             preset.
+        changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=2`` or ``tile_thw=(4, 8, 8)``: they change those of the
+            family's default or of the preset, on every canvas. What they leave no room for goes: ``topk`` takes the place of the density.
         schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
         preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
             for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons); or one for
@@ -71,26 +72,20 @@ def apply_ssta(
 
     Raises:
         TypeError: not a model or a pipeline, not an ``SSTAConfig``, a number, a ``Schedule`` or a scheduler, which has a tensor of
-            timesteps, or a family whose functions return something else than they should.
-        ValueError: an unsupported model, SSTA applied already, an attention processor that is not the model's original one, a model
-            that runs on several ranks by another plan than ``cp_plan`` or by tensors, a schedule that names layers that the model does not
-            have, or that keeps a share of the steps dense without a scheduler, an unknown impl or preset, or a family whose sites are
-            not the model's.
+            timesteps, a keyword that is no field, or a family whose functions return something else than they should.
+        ValueError: fields beside a config, or values that they do not take, an unsupported model, SSTA applied already, an attention
+            processor that is not the model's original one, a model that runs on several ranks by another plan than ``cp_plan`` or by
+            tensors, a schedule that names layers that the model does not have, or that keeps a share of the steps dense without a
+            scheduler, an unknown impl or preset, or a family whose sites are not the model's.
         ImportError: the model's family does not fit the installed diffusers.
 
     The model is as it was after any of them.
     """
-    for name, value, wanted in (("config", config, SSTAConfig), ("schedule", schedule, Schedule)):
-        if value is not None and not isinstance(value, wanted):
-            hint = f"; presets are taken by name as preset={value!r}" if isinstance(value, str) else ""
-            kind = f"{'an' if name == 'config' else 'a'} {wanted.__name__}"
-            raise TypeError(f"{name} must be {kind} or None, got {type(value).__name__}{hint}")
     if density is not None:
-        if not 0 < require_number("density", density) <= 1:
-            raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {density}")
-        if config is not None:
-            raise ValueError(f"density must be None with a config, which has its own, got {density} with one; density alone changes the "
-                             "model's default")
+        changes["density"] = density
+    require_changes(config, changes)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
     if scheduler is not None:
         _require_scheduler(scheduler)
     if preset is not None:
@@ -103,7 +98,7 @@ def apply_ssta(
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
-    return install_all([(name, module, *_plan(module, config, density, schedule, preset, progress, impl, check_ranks), {})
+    return install_all([(name, module, *_plan(module, config, changes, schedule, preset, progress, impl, check_ranks), {})
                         for name, module in transformers_of(model)])
 
 
@@ -225,18 +220,19 @@ def _require_scheduler(scheduler: Any) -> None:
 
 
 def _plan(
-    model: nn.Module, config: SSTAConfig | None, density: float | None, schedule: Schedule | None, preset: str | None, progress: Progress,
-    impl: str, check_ranks: bool,
+    model: nn.Module, config: SSTAConfig | None, changes: Mapping[str, Any], schedule: Schedule | None, preset: str | None,
+    progress: Progress, impl: str, check_ranks: bool,
 ) -> tuple[ModelContext, list[tuple[Site, SSTAProcessor]]]:
     """The context and, for each site, the processor to install; changes nothing yet."""
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    if config is not None:
-        _warn_of_what_is_dropped(family, config)
+    for own in (config, *(() if schedule is None else dict(schedule.layer_configs).values())):
+        if own is not None:
+            warn_of_what_is_dropped(family.model, own, family.default_config(), (make()[0] for make in family.presets.values()))
     config, schedule = _settings(family, config, schedule, preset, progress)
-    if density is not None:
-        config = with_density(config, density)
+    if changes:
+        config = changed(config, **changes)
     # Itself and not just equal: layers that have none of their own are known by it.
     config = replace(config)
     context = ModelContext(model, family, config, schedule, progress, impl)
@@ -244,17 +240,6 @@ def _plan(
     replacements = processors_for(context, sites)
     context.parallel.configs = tuple([processor.config for _, processor in replacements])
     return context, replacements
-
-
-def _warn_of_what_is_dropped(family: Family, config: SSTAConfig) -> None:
-    """Says, once for each kind of model, that a configuration of one's own has no estimate where the family's default has one."""
-    default: Any = family.default_config()
-    published = [make() for make in family.presets.values()]
-    if config.compensation != "none" or getattr(default, "compensation", "none") == "none" or config in [found[0] for found in published]:
-        return
-    warn_once(f"estimate of {family.model}", f"config drops the tiles that it does not compute (compensation='none'), where the default of "
-              f"{family.model} estimates them, for weights that were not trained with SSTA. To change how dense the default is, use "
-              "apply_ssta(model, density=...); to estimate with a configuration of your own, SSTAConfig(compensation='linear', ...)")
 
 
 def _settings(

@@ -14,7 +14,6 @@ from torch import Tensor
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
-from ssta.kernels.notices import warn_once
 from ssta.layout import Input
 from ssta.mass import ExactMass
 from ssta.op import LayerResult, attend
@@ -24,9 +23,9 @@ from ssta.ranks.rings import shares_of
 from ssta.ranks.shares import Shares, Spans
 from ssta.report import heads_without_estimate, mass_summary
 from ssta.selection import Selection
-from ssta.window import window_size
 
 from ..ranks.exchange_timer import ExchangeTimer
+from ..schedule.changes import warn_of_the_window
 from ..schedule.progress import is_fake
 from .backends import default_is_sdpa
 from .context import ModelContext
@@ -133,21 +132,8 @@ class SSTAProcessor:
             if len(layouts) >= _LAYOUTS_KEPT:
                 layouts.clear()
             layouts[key] = layout
-            self._warn_of_the_window(thw)
+            warn_of_the_window(self.context.family.model, self.config, thw)
         return layout
-
-    def _warn_of_the_window(self, thw: tuple[int, int, int]) -> None:
-        """Says, once for each kind of model, that on this canvas the window alone is more than the configuration's density."""
-        config = None if self.config is None else self.config.for_canvas(thw)
-        if config is None or config.density is None or config.selected_by == "block_attn":
-            return
-        tiles = -(-thw[0] // config.tile_thw[0]), -(-thw[1] // config.tile_thw[1]), -(-thw[2] // config.tile_thw[2])
-        share = window_size(tiles, config.kernel_thw) / math.prod(tiles)
-        if share > config.density:
-            model, window, canvas = self.context.family.model, *(" x ".join(map(str, sizes)) for sizes in (config.kernel_thw, tiles))
-            warn_once(f"window of {model}", f"config has density = {config.density}, but its window of {window} tiles, which is computed "
-                      f"whole, is {share:.1%} of the tile pairs of a canvas of {canvas} tiles of {model}: give a smaller kernel_thw or "
-                      "tile_thw, or sparse_type='block_attn', which has no window")
 
     @property
     def dense(self) -> bool:

@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ssta.kernels.checks import require_int, require_number
 
-from ..schedule.density import DENSE_FROM, with_density
+from ..schedule.changes import changed
 from .apply import SSTAHandle
 from .context import CallState, ModelContext
 from .kept_selection import KeptSelection
 from .processor import SSTAProcessor
+
+# From this density on a forward is dense: choosing what to leave out gains nothing.
+DENSE_FROM = 63 / 64
 
 
 class Velocities(NamedTuple):
@@ -120,7 +123,7 @@ def set_density(handle: SSTAHandle, density: float) -> None:
         if not own:
             raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
                              f"{name or type(module).__name__}")
-        plans.append((context, own, with_density(context.config, density)))
+        plans.append((context, own, changed(context.config, density=density)))
     for context, own, config in plans:
         context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
         for processor in own:

@@ -21,6 +21,7 @@ from ssta.op import LayerResult, attend
 from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.report import LayerRun, RunReport
+from ..schedule.changes import changed, require_changes, warn_of_the_window, warn_of_what_is_dropped
 from ..schedule.defaults import small_tiles
 from ..schedule.schedule import Schedule
 from .comfy_models import ComfyModel, Sequence, comfy_model
@@ -35,7 +36,7 @@ _AFTER_HEADS = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 _MASKED = -1e4
 
 
-def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule | None = None) -> Any:
+def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule | None = None, **changes: Any) -> Any:
     """A clone of one of ComfyUI's models that attends sparsely to its video; the model itself is left alone.
 
     Cross-attention, single frames, and steps and blocks that the schedule keeps dense are computed by whatever would compute them without
@@ -44,22 +45,26 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
 
     Args:
         model: ComfyUI's ModelPatcher of a Wan, HunyuanVideo, HunyuanVideo 1.5 or LTX model. One that has SSTA gets it anew.
-        config: what is attended to; None = tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated.
+        config: what is attended to, as a whole; None = the default: tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated.
         schedule: ``dense_steps``, ``dense_above``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order
             in which they run; None = the first 15 % of the steps and the first block dense. The steps are those that a sampler runs: of a
             generation that is split among two samplers each has its own.
+        changes: fields of ``SSTAConfig`` that change the default, such as ``density=0.2``, as in ``apply_ssta``.
 
     Raises:
-        TypeError: no ModelPatcher, or values of the wrong kind.
-        ValueError: a model that SSTA does not know, a block that it does not have.
+        TypeError: no ModelPatcher, a keyword that is no field, or values of the wrong kind.
+        ValueError: a model that SSTA does not know, a block that it does not have, fields beside a config or values that they do not take.
     """
     diffusion = _diffusion_model(model)
     known = comfy_model(diffusion)
-    config, schedule = small_tiles() if config is None else config, Schedule.warm_up() if schedule is None else schedule
-    if not isinstance(config, SSTAConfig):
-        raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
+    require_changes(config, changes)
+    schedule = Schedule.warm_up() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
+    if config is None:
+        config = changed(small_tiles(), **changes)
+    else:
+        warn_of_what_is_dropped(known.name, config, small_tiles(), (SSTAConfig.hunyuan_video_15(),))
     patch = ComfyPatch(diffusion, known, config, schedule)
     # Not as a decorator: it loads all of torch's compiler.
     torch.compiler.assume_constant_result(_say)
@@ -200,6 +205,8 @@ class ComfyPatch:
         if isinstance(sequence, str):
             _say(f"{self.known.name} keeps its own attention: {sequence}")
             return executor(*args, **kwargs)
+        for config in () if torch.compiler.is_compiling() else set(self.configs):
+            warn_of_the_window(self.known.name, config, _canvas(sequence.layout))
         override = _Override(self, sequence, step.masked, options.get(OVERRIDE))
         options = {**options, OVERRIDE: override}
         place = self.arguments.index("transformer_options")

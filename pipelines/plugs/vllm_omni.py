@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 
+from ..schedule.changes import changed
 from ..schedule.defaults import small_tiles
 
 # Set by whoever wants SSTA there: a JSON object of fields of SSTAConfig, {} for the defaults.
@@ -55,7 +56,7 @@ class Settings:
             raise ValueError("block_sparse.sparsity must lie in [0, 1), the share of the tile pairs that is not computed exactly, got "
                              f"{sparsity}")
         # 1 - 0.8 is meant to be 0.2.
-        config = replace(config_from(os.environ.get(VARIABLE, "{}")), density=round(1 - sparsity, 9))
+        config = changed(config_from(os.environ.get(VARIABLE, "{}")), density=round(1 - sparsity, 9))
         return cls(config if sparsity else None, int(given.get("start_step", 0)), int(given.get("end_step", 0)),
                    frozenset(given.get("skip_layers", ())))
 
@@ -83,10 +84,8 @@ def config_from(text: str) -> SSTAConfig:
     if unknown:
         raise ValueError(f"{VARIABLE} must have fields among {', '.join(FIELDS)}, got {', '.join(unknown)}; the density is "
                          "1 - block_sparse.sparsity of vLLM-Omni's attention configuration")
-    if "tile_thw" in given:
-        given["variants"] = ()
     try:
-        return replace(small_tiles(), **given)
+        return changed(small_tiles(), **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{VARIABLE}: {error}") from None
 

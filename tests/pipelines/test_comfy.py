@@ -1,6 +1,7 @@
 """ComfyUI: the laws of the model patch, on a stand-in for its interfaces; tests/tools/comfy_laws.py has them for a checkout."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from ssta.kernels import notices
 from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import KEY, OVERRIDE, patch_model, report_model, unpatch_model
 from ssta.pipelines.plugs.comfy_models import Sequence, comfy_model
+from ssta.pipelines.schedule.defaults import small_tiles
 
 TILE = {"tile_thw": (2, 4, 4), "kernel_thw": (1, 1, 1)}
 ALL, FEW = SSTAConfig(**TILE, topk=4096), SSTAConfig(**TILE, topk=2)
@@ -51,14 +53,14 @@ class Case:
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What was said since the last look; nothing was said before."""
+    """What was said since the last look, but for what configurations of one's own are told; nothing was said before."""
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level(logging.WARNING, logger="ssta")
 
     def look() -> list[str]:
         messages = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        return messages
+        return [message for message in messages if not message.startswith("config drops the tiles")]
     return look
 
 
@@ -236,10 +238,24 @@ def test_models_and_settings_that_do_not_fit_are_refused():
             (lambda: patch_model(Patcher(nn.Linear(1, 1))), ValueError, "WanModel, HunyuanVideo, LTXVModel.*got Linear"),
             (lambda: patch_model(wan, "fast"), TypeError, "config must be an SSTAConfig"),
             (lambda: patch_model(wan, FEW, 0.15), TypeError, "schedule must be a Schedule"),
+            (lambda: patch_model(wan, densty=0.15), TypeError, "unexpected keyword 'densty'"),
+            (lambda: patch_model(wan, FEW, density=0.15), ValueError, "config must be left out where fields by keyword"),
             (lambda: patch_model(wan, FEW, Schedule(dense_layers=(3,))), ValueError, r"\[-3, 3\) for this model's 3 layers, got 3"),
             (lambda: report_model(wan), ValueError, "must have SSTA to report on")):
         with pytest.raises(error, match=match):
             make_it()
+
+
+def test_fields_change_the_default_and_a_configuration_that_gives_up_the_estimate_or_its_density_is_told(monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    case = Case("wan")
+    configs = patch_model(case.model, density=0.3, compensation_parts=2).get_attachment(KEY).configs
+    assert configs[1] == replace(small_tiles(), density=0.3, compensation_parts=2)
+    own = SSTAConfig(tile_thw=(2, 4, 4), density=0.15)
+    with pytest.warns(RuntimeWarning, match="config drops the tiles .* the default of WanModel estimates them"):
+        patched = patch_model(case.model, own, ALWAYS)
+    with pytest.warns(RuntimeWarning, match="its window of 3 x 3 x 3 tiles, .* is 100.0% of the tile pairs .* of WanModel"):
+        case.run(patched)
 
 
 def test_versions_of_comfyui_that_are_not_known_are_refused():

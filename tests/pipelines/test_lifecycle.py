@@ -274,10 +274,31 @@ def test_a_density_changes_the_default_and_keeps_the_rest():
         assert handle.config == replace(config, density=0.2) and handle.schedule.dense_layers == schedule.dense_layers
 
 
+@pytest.mark.parametrize("changes, expected", [
+    (dict(tile_thw=(4, 8, 8), compensation_parts=2), dict(tile_thw=(4, 8, 8), compensation_parts=2, variants=())),
+    (dict(topk=5), dict(topk=5, density=None)),
+    (dict(compensation="none"), dict(compensation="none")),
+    (dict(density=0.3, sparse_type="ssta", kernel_thw=(1, 3, 3)), dict(density=0.3, sparse_type="ssta", kernel_thw=(1, 3, 3))),
+    (dict(sparse_type="sta", kernel_thw=(3, 3, 3)), dict(sparse_type="sta", kernel_thw=(3, 3, 3), density=None)),
+])
+def test_any_field_changes_the_default_and_keeps_the_rest(changes, expected, monkeypatch):
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    model = tiny_transformer()
+    with warnings.catch_warnings():
+        # What is asked for by name is not warned of.
+        warnings.simplefilter("error", RuntimeWarning)
+        with pipelines.apply_ssta(model, **changes) as handle:
+            assert handle.config == replace(family_of(model).default_config(), **expected)
+
+
 @pytest.mark.parametrize("options, error, message", [
     (dict(density=1.5), ValueError, r"density must lie in \(0, 1\], a share of the tile pairs, got 1.5"),
     (dict(density="0.2"), TypeError, "density must be a number, got '0.2'"),
-    (dict(density=0.2, config=SPARSE), ValueError, "density must be None with a config, which has its own, got 0.2 with one"),
+    (dict(density=0.2, config=SPARSE, topk=3), ValueError, "config must be left out where fields .* got one and topk, density"),
+    (dict(densty=0.2), TypeError, "unexpected keyword 'densty'; .* fields of SSTAConfig: tile_thw, kernel_thw, topk, .*"),
+    (dict(dense_steps=0.1), TypeError, r"unexpected keyword 'dense_steps'; .* schedule=Schedule\(dense_steps=0.1\)"),
+    (dict(kernel_thw=(3, 3, 3)), ValueError, "kernel_thw must come with sparse_type='ssta' where no window is kept"),
+    (dict(density=0.2, topk=3), ValueError, "topk must be None with a density"),
     (dict(config="fast"), TypeError, "config must be an SSTAConfig or None, got str; presets are taken by name as preset='fast'"),
 ])
 def test_wrong_densities_and_configurations(options, error, message):
@@ -290,10 +311,13 @@ def test_wrong_densities_and_configurations(options, error, message):
 def test_a_configuration_without_the_defaults_estimate_is_told_once(monkeypatch):
     monkeypatch.setattr("ssta.kernels.notices._said", set())
     model = tiny_transformer()
-    with pytest.warns(RuntimeWarning, match="config drops the tiles that it does not compute .* apply_ssta.model, density=.*") as found:
+    with pytest.warns(RuntimeWarning, match="config drops the tiles that it does not compute .* by keyword, such as density=0.2") as found:
         for _ in range(2):
             apply_ssta(model, SSTAConfig(density=0.15)).remove()
     assert len(found) == 1
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    with pytest.warns(RuntimeWarning, match="config drops the tiles"):
+        apply_ssta(model, schedule=Schedule(layer_configs={1: SSTAConfig(density=0.15)})).remove()
     monkeypatch.setattr("ssta.kernels.notices._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

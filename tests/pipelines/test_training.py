@@ -18,7 +18,7 @@ from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, set_density, teacher_student
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.kept_selection import KeptSelection
-from ssta.pipelines.schedule.density import with_density
+from ssta.pipelines.schedule.changes import changed
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.25)
@@ -178,12 +178,12 @@ def test_a_density_that_is_set_is_the_one_that_was_applied():
 
 
 def test_a_density_takes_the_place_of_any_budget_in_all_variants():
-    config = with_density(SSTAConfig.hunyuan_video_15(), 0.3)
+    config = changed(SSTAConfig.hunyuan_video_15(), density=0.3)
     assert config.density == 0.3 and config.topk is None and config.tile_thw == (6, 8, 8)
     image = config.for_canvas((1, 45, 80))
     assert (image.density, image.topk, image.tile_thw) == (0.3, None, (1, 16, 24)) and config.for_canvas((31, 45, 80)).topk is None
     varied = replace(TILES, density=0.7, variants=((1, {"density": 0.9, "tile_thw": (1, 4, 4)}),))
-    assert with_density(varied, 0.2).for_canvas((1, 8, 8)) == replace(TILES, tile_thw=(1, 4, 4), density=0.2)
+    assert changed(varied, density=0.2).for_canvas((1, 8, 8)) == replace(TILES, tile_thw=(1, 4, 4), density=0.2)
 
 
 def test_bad_densities():
@@ -201,7 +201,7 @@ def test_bad_densities():
         set_density(handle, 0.5)
     for config, schedule, message in (
             (TILES, Schedule(layer_configs={0: TILES, 1: TILES}), "configuration of their own, got none in WanTransformer3DModel"),
-            (SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(3, 1, 1), sparse_type="sta"), Schedule(), "density = 0.5 must fit")):
+            (SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(3, 1, 1), sparse_type="sta"), Schedule(), "sparse_type must be .* density = 0.5")):
         with apply_ssta(model, config, schedule=schedule) as handle, pytest.raises(ValueError, match=message):
             set_density(handle, 0.5)
 
