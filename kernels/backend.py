@@ -87,20 +87,22 @@ class Row:
 ROWS = (
     Row("hopper", dict(combine="portable.tail:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS"),
         _hopper_merge_cannot),
-    Row("hopper", dict(estimate="portable.tail:estimate key_statistics=hopper.tail_statistics:hopper_key_statistics"),
-        _hopper_statistics_cannot),
+    Row("hopper", dict(key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
+                       estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics"), _hopper_statistics_cannot),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
-        estimate="portable.tail:estimate", error_scores="portable.tail:scores", combine="portable.tail:combine",
-        combine_backward="portable.tail:combine_backward"), _triton_cannot),
+        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
+        combine="portable.tail:combine", combine_backward="portable.tail:combine_backward"), _triton_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", take="eager.moves:take", score="eager.ranking:score",
-        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.tail:estimate",
-        error_scores="eager.tail:scores", combine="eager.tail:combine", combine_backward="eager.tail:combine_backward")),
+        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", key_statistics="eager.tail:key_statistics",
+        estimate="eager.tail:estimate", error_scores="eager.tail:scores", combine="eager.tail:combine",
+        combine_backward="eager.tail:combine_backward")),
 )
 # Which step a function belongs to, where it is not named after it.
-STEP_OF = {"gather_one": "gather", "valid_lengths": "select", "error_scores": "score", "combine_backward": "combine"}
+STEP_OF = {"gather_one": "gather", "valid_lengths": "select", "key_statistics": "estimate", "error_scores": "score",
+           "combine_backward": "combine"}
 
 
 class Chosen(NamedTuple):
@@ -146,7 +148,7 @@ class Backend:
             where each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the
             block, far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at
             least.
-        estimate, combine, combine_backward: see ``eager.tail``.
+        key_statistics, estimate, combine, combine_backward: see ``eager.tail``. What the first finds may be given to the second.
     """
 
     impl: str
@@ -158,6 +160,7 @@ class Backend:
     error_scores: Callable
     select: Callable
     valid_lengths: Callable
+    key_statistics: Callable
     estimate: Callable
     combine: Callable
     combine_backward: Callable

@@ -1,8 +1,11 @@
 """The tail: what blocks that no list names would have added to attention, estimated from their means and covariances.
 
-Here is what its implementations share; ``eager/tail.py`` has the formulas. ``eager/`` and ``portable/`` have the same four functions, to be
-called without autograd and outside of autocast: ``estimate``, ``scores``, ``combine`` and ``combine_backward``. Hopper's kernels take the
-place of one step in two of the portable functions.
+Here is what its implementations share; ``eager/tail.py`` has the formulas. ``eager/`` and ``portable/`` have the same five functions, to be
+called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``scores``, ``combine`` and ``combine_backward``.
+Hopper's kernels take the place of one launch in three of the portable functions.
+
+The estimate is two parts with a value between: ``key_statistics`` of keys and values gives ``KeyStatistics``, and ``estimate`` of queries
+takes them, or makes them by the way.
 """
 
 from __future__ import annotations
@@ -29,6 +32,29 @@ Blocks = tuple[Tensor, int, int]
 
 
 @dataclass(frozen=True, eq=False)
+class KeyStatistics:
+    """What the estimate reads of K key blocks' tokens, whatever the queries, so that it can be kept as long as the keys are; constants to
+    autograd. U = parts * K units, those of a block next to each other: statistics of some blocks and of others, one behind the other, are
+    those of all, but for ``order``, which counts tokens from the first one's.
+
+    Attributes:
+        parts: units of a block.
+        log_count, order, k_mean, v_mean: as of ``BlockEstimates``.
+        moments: ``[B, Hkv, U, ...]``, the keys' covariances: bfloat16 of half of a symmetric matrix from kernels, float32 or float64
+            ``[B, Hkv, U, D, D]`` from plain torch.
+        covariances: of keys with values, as of ``BlockEstimates``, or None: then ``combine`` computes them of k and v.
+    """
+
+    parts: int
+    log_count: Tensor
+    order: Tensor | None
+    k_mean: Tensor
+    v_mean: Tensor
+    moments: Tensor
+    covariances: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class BlockEstimates:
     """What is known of K key blocks before any is selected, and of what N query blocks see in them; constants to autograd. U = parts * K
     units, of block u // parts.
@@ -46,7 +72,8 @@ class BlockEstimates:
             unit; None where that is its own.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; 0 where nothing is estimated.
         useful: bool ``[B, H]``, the heads that are compensated.
-        covariances: bfloat16 ``[B, Hkv, U, D * D]``, of keys with values, where they were computed with the rest; else None.
+        covariances: ``[B, Hkv, U, D * D]``, of keys with values, bfloat16 from kernels, where they were computed with the rest; else
+            None.
     """
 
     parts: int

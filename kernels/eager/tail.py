@@ -29,14 +29,40 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..tail import CAP, ITERATIONS, BlockEstimates, Blocks, per_query_head, sampled_queries, useful_heads
+from ..tail import CAP, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, per_query_head, sampled_queries, useful_heads
 from .steps import compute_dtype
 
 LN2 = log(2.0)
 
 
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> KeyStatistics:
+    """The part of ``estimate`` that needs no queries.
+
+    Args:
+        k, v: ``[B, Hkv, P', D]`` in the order of blocks.
+        kv_blocks: the K key blocks that may be estimated.
+        parts: 1 or 2 units of a block.
+        covariances: whether those of keys with values are wanted too.
+
+    Returns:
+        The statistics in float32, or float64 where k is.
+    """
+    blocks = _Cut(kv_blocks, k.shape[2])
+    k, v = (x.to(compute_dtype(k)) for x in (k, v))
+    finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
+    order = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else None
+    members, counts = blocks.members(parts)
+    log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
+    k_spread = blocks.deviations(k, k_mean, order, sound)
+    moments = (k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
+    mixed = _covariances(k, v, k_mean, v_mean, log_count, order, blocks) if covariances else None
+    return KeyStatistics(parts, log_count, order, k_mean, v_mean, moments, mixed)
+
+
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
-             useful: Tensor | None = None) -> BlockEstimates:
+             useful: Tensor | None = None, known: KeyStatistics | None = None) -> BlockEstimates:
     """What selection and estimate need to know of blocks.
 
     Args:
@@ -46,22 +72,16 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
         scale: factor on the scores.
         parts: 1 or 2 units of a block.
         useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again.
+        known: what ``key_statistics`` has found of k and v, which are then not read.
 
     Returns:
         The estimates in float32, or float64 where q is.
     """
-    rows, blocks, heads = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2]), q.shape[1]
-    k, v = (x.to(compute_dtype(q)) for x in (k, v))
-    finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
-    order = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else None
-    members, counts = blocks.members(parts)
-    log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
-    k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
-    k_spread = blocks.deviations(k, k_mean, order, sound)
-    variance = per_query_head(k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None], heads).flatten(2, 3)
+    keys = key_statistics(k, v, kv_blocks, parts, False) if known is None else known
+    rows, heads, log_count, k_mean = _Cut(q_blocks, q.shape[2]), q.shape[1], keys.log_count, keys.k_mean
+    variance = per_query_head(keys.moments, heads)
     sampled, counted = rows.sample()
-    queries = rows.cut(q.to(k.dtype)).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
+    queries = rows.cut(q.to(k_mean.dtype)).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
     # A query that is not finite is no part of what its block has in common.
     trusted = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
     queries, number = queries.masked_fill(~trusted, 0), counted.sum(1).clamp(min=1)[:, None]
@@ -70,7 +90,7 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     mass = (logits + _bias(log_count, half_variance)[..., None, :]).softmax(-1).nan_to_num(0)
     mass = (mass * trusted).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
-    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful)
+    return BlockEstimates(parts, log_count, half_variance, mass, keys.order, k_mean, keys.v_mean, useful, keys.covariances)
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
@@ -109,7 +129,10 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
     left = estimates.mass.masked_fill(known, 0)
     mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
     weights, tail_lse = _weights(queries, estimates.k_mean, bias, rows, scale)
-    matrix = _matrices(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, mixture, blocks)
+    covariances = estimates.covariances
+    if covariances is None:
+        covariances = _covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, blocks)
+    matrix = _matrices(covariances, mixture, q.shape[3])
     tail = weights @ per_query_head(estimates.v_mean, heads) + scale * rows.join(rows.cut(queries) @ matrix)
     exact, of_tail, total = _shares(lse, tail_lse)
     estimated = ~tail_lse.isneginf()
@@ -156,7 +179,7 @@ def combine_backward(
     own = (do * _where_some(of_exact, exact.to(wide))).sum(-1)
     dexact_lse = torch.where(estimated, of_exact * (own - delta), dz)
 
-    matrix = _matrices(k, v, k_mean, v_mean, log_count, order, mixture, blocks)
+    matrix = _matrices(_covariances(k, v, k_mean, v_mean, log_count, order, blocks), mixture, q.shape[3])
     weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)
     weights = weights * of_tail[..., None]
     through_matrix = rows.join(rows.cut(do) @ matrix.mT)
@@ -282,14 +305,17 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float
     return logits.softmax(-1).masked_fill(nothing, 0), logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
 
 
-def _matrices(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, mixture: Tensor,
-              blocks: _Cut) -> Tensor:
-    """M, ``[B, H, N, D, D]``."""
-    members, counts = blocks.members(mixture.shape[3] // blocks.number)
+def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, blocks: _Cut) -> Tensor:
+    """C, ``[B, Hkv, U, D * D]``."""
+    members, counts = blocks.members(log_count.shape[2] // blocks.number)
     sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
-    k_spread, v_spread = (blocks.deviations(x.to(mixture.dtype), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
-    covariance = (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
-    return (mixture @ per_query_head(covariance.flatten(3), mixture.shape[1])).unflatten(3, covariance.shape[3:])
+    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
+    return (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3).flatten(3)
+
+
+def _matrices(covariances: Tensor, mixture: Tensor, dim: int) -> Tensor:
+    """M, ``[B, H, N, D, D]``."""
+    return (mixture @ per_query_head(covariances.to(mixture.dtype), mixture.shape[1])).unflatten(3, (dim, dim))
 
 
 def _shares(exact_lse: Tensor, tail_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

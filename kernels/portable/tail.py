@@ -7,13 +7,14 @@ float32 and contiguous. The same inputs give the same bits. Each step is planned
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..lowering.inputs import loadable, loaded, strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, by_kv_head, covariances_wait, sampled_queries
+from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
 from . import tail_order, tail_rows, tail_statistics
 from .tail_backward import triton_tail_backward
 
@@ -25,61 +26,142 @@ ESTIMATE_ROOM, MERGE_ROOM, BACKWARD_ROOM = 1.0, 0.84, 0.4
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 
 
-def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
-             useful: Tensor | None = None, *, key_statistics: Callable[..., None] | None = None) -> BlockEstimates:
-    """``estimate`` of ``eager/tail.py``. ``key_statistics``: ``hopper_key_statistics``, where ``why_not_hopper_statistics`` is None; it
-    computes covariances with the rest, and does so where there is room for them to wait."""
-    waiting = key_statistics is not None and covariances_wait(q, k, kv_blocks[1])
-    q, k, v = strided(q), *[(loaded if waiting else strided)(x) for x in (k, v)]
-    found = _estimates((q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, useful is None,
-                       key_statistics if waiting else None, ESTIMATE_ROOM)
-    log_count, half_variance, mass, k_mean, v_mean, *rest = found
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool, *,
+                   kernel: Callable[..., None] | None = None) -> KeyStatistics:
+    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, where ``why_not_hopper_statistics`` is None; it
+    computes covariances with the rest."""
+    kernel = kernel if covariances else None
+    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
+    log_count, k_mean, v_mean, moments, *rest = _keys((k, v), (kv_blocks[0],), kv_blocks[1:], parts, covariances, kernel)
+    return KeyStatistics(parts, log_count, rest.pop(0) if parts > 1 else None, k_mean, v_mean, moments, *rest)
+
+
+def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int], parts: int, wanted: bool,
+                          kernel: Callable[..., None] | None) -> None:
+    """The plan of ``key_statistics``. wanted: whether covariances are."""
+    (k, v), (offsets,) = xs, others
+    log_count, k_mean, v_mean = _new_means(plan, k, sizes[0] * parts)
+    moments = plan.result(*k_mean.shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
+    order = plan.result(*k.shape[:3], dtype=torch.int32) if parts > 1 else None
+    covariances = plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16) if wanted else None
+    if not k.numel():
+        for x in plan.results:
+            plan.call(Tensor.zero_, x)
+        return
+    _write_order(plan, k, offsets, sizes[0], order)
+    _write_keys(plan, k, v, offsets, order, parts, log_count, k_mean, v_mean, moments, covariances, kernel)
+    if covariances is not None and kernel is None:
+        tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, None, parts, covariances)
+
+
+def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
+             known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None) -> BlockEstimates:
+    """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait."""
+    q, judge = strided(q), useful is None
+    if known is not None:
+        of_keys = known.log_count, known.k_mean, known.moments
+        half_variance, mass, *judged = _estimates_of((q,), (q_blocks[0], *of_keys), q_blocks[1:], scale, judge, ESTIMATE_ROOM)
+        return BlockEstimates(parts, known.log_count, half_variance, mass, known.order, known.k_mean, known.v_mean,
+                              judged[0] if useful is None else useful, known.covariances)
+    kernel = kernel if covariances_wait(q, k, kv_blocks[1]) else None
+    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
+    log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
+        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, ESTIMATE_ROOM)
+    useful = rest.pop(0) if useful is None else useful
     order = rest.pop(0) if parts > 1 else None
-    covariances = rest.pop(0) if waiting else None
-    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, rest[0] if useful is None else useful, covariances)
+    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful, *rest)
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, statistics: Callable[..., None] | None, room: float) -> None:
-    """The plan of ``estimate``. statistics: the kernel that computes covariances, too. judge: whether which heads are useful is asked."""
-    q, k, v = xs
-    q_offsets, kv_offsets = offsets
-    (blocks, longest), (kv_blocks, _) = q_sizes, kv_sizes
-    (batch, heads, _, dim), (kv_heads, tokens) = q.shape, k.shape[1:3]
-    units, sample, entries = kv_blocks * parts, sampled_queries(longest), tail_statistics.packed_size(dim)
-    log_count = plan.result(batch, kv_heads, units, dtype=torch.float32)
-    half_variance, mass = (plan.result(batch, heads, blocks, units, dtype=torch.bfloat16) for _ in range(2))
-    k_mean, v_mean = (plan.result(batch, kv_heads, units, dim, dtype=q.dtype) for _ in range(2))
-    order = plan.result(batch, kv_heads, tokens, dtype=torch.int32) if parts > 1 else None
-    covariances = None if statistics is None else plan.result(batch, kv_heads, units, dim * dim, dtype=torch.bfloat16)
-    useful = plan.result(batch, heads, dtype=torch.bool) if judge else None
+                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, room: float) -> None:
+    """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
+    useful is asked."""
+    (q, k, v), (q_offsets, kv_offsets) = xs, offsets
+    log_count, k_mean, v_mean = _new_means(plan, k, kv_sizes[0] * parts)
+    seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
+    order = plan.result(*k.shape[:3], dtype=torch.int32) if parts > 1 else None
+    covariances = None if kernel is None else plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
     if not q.numel() or not k.numel():
         for x in plan.results:
-            plan.call(_fill_with_ones if x is useful else Tensor.zero_, x)
+            plan.call(_fill_with_ones if x is seen.useful else Tensor.zero_, x)
         return
+    _write_order(plan, k, kv_offsets, kv_sizes[0], order)
+
+    def keys_of(shared: tuple) -> Tensor:
+        moments = plan.working(*k_mean[shared].shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
+        _write_keys(plan, k[shared], v[shared], kv_offsets, None if order is None else order[shared], parts, log_count[shared],
+                    k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
+        return moments
+
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, room)
+
+
+def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
+                       room: float) -> None:
+    """The plan of ``estimate`` where keys' statistics are known."""
+    (q,), (q_offsets, log_count, k_mean, moments) = xs, others
+    seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
+    if not q.numel():
+        for x in plan.results:
+            plan.call(_fill_with_ones, x)
+        return
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, room)
+
+
+class _Seen(NamedTuple):
+    """What query blocks see in units, as ``BlockEstimates`` has it; no ``useful`` where that is not asked."""
+
+    half_variance: Tensor
+    mass: Tensor
+    useful: Tensor | None
+
+
+def _new_means(plan: Plan, k: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log_count, k_mean and v_mean, which a plan returns."""
+    log_count = plan.result(*k.shape[:2], units, dtype=torch.float32)
+    k_mean, v_mean = (plan.result(*k.shape[:2], units, k.shape[3], dtype=k.dtype) for _ in range(2))
+    return log_count, k_mean, v_mean
+
+
+def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) -> _Seen:
+    half_variance, mass = (plan.result(*q.shape[:2], blocks, units, dtype=torch.bfloat16) for _ in range(2))
+    return _Seen(half_variance, mass, plan.result(*q.shape[:2], dtype=torch.bool) if judge else None)
+
+
+def _write_order(plan: Plan, k: Tensor, offsets: Tensor, blocks: int, order: Tensor | None) -> None:
     if order is not None:
         with plan.memory_again():
-            tail_order.principal_order(plan, k, kv_offsets, kv_blocks, ITERATIONS, order)
+            tail_order.principal_order(plan, k, offsets, blocks, ITERATIONS, order)
+
+
+def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor | None, parts: int, log_count: Tensor, k_mean: Tensor,
+                v_mean: Tensor, moments: Tensor, covariances: Tensor | None, kernel: Callable[..., None] | None) -> None:
+    """Keys' statistics; covariances only by ``kernel``."""
+    if kernel is None:
+        tail_statistics.key_statistics(plan, k, v, offsets, k_mean, v_mean, log_count, order, parts, moments)
+    else:
+        kernel(plan, k, v, offsets, k_mean, v_mean, log_count, moments, covariances, tail_statistics.SLAB)
+
+
+def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
+                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, room: float) -> None:
+    """What query blocks see. keys_of: gives the moments of the units of some key heads, and makes ``made`` matrices a head for them."""
+    (blocks, longest), kv_heads = sizes, k_mean.shape[1]
+    sample, entries = sampled_queries(longest), tail_statistics.packed_size(q.shape[3])
     # Of symmetric matrices half is kept.
-    matrices = -(-(units + blocks * (heads // kv_heads)) * entries // dim**2)
+    matrices = -(-(made + blocks * (q.shape[1] // kv_heads)) * entries // q.shape[3]**2)
     # The kernel that compares queries with units reads numbers of four bytes faster.
-    wide = plan.working(*half_variance.shape, dtype=torch.float32)
-    error = plan.working(batch, heads, blocks, dtype=torch.float32)
+    wide = plan.working(*seen.half_variance.shape, dtype=torch.float32)
+    error = plan.working(*wide.shape[:3], dtype=torch.float32)
     for own, shared in _head_groups(q, kv_heads, matrices, room):
         with plan.memory_again():
-            keys = plan.working(*k_mean[shared].shape[:3], entries, dtype=torch.bfloat16)
+            keys = keys_of(shared)
             queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
-            means = k_mean[shared], v_mean[shared], log_count[shared]
-            if statistics is not None and covariances is not None:
-                statistics(plan, k[shared], v[shared], kv_offsets, *means, keys, covariances[shared], tail_statistics.SLAB)
-            else:
-                tail_statistics.key_statistics(plan, k[shared], v[shared], kv_offsets, *means, None if order is None else order[shared],
-                                               parts, keys)
-            tail_statistics.query_moments(plan, q[own], q_offsets, blocks, sample, 0.5 * scale**2, queries)
+            tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
             plan.call(_wide_product, by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
-    tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, q_offsets, scale, sample, CAP, mass, half_variance, error)
-    if useful is not None:
-        tail_rows.useful_heads(plan, error, USELESS, useful)
+    tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
+    if seen.useful is not None:
+        tail_rows.useful_heads(plan, error, USELESS, seen.useful)
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
@@ -250,5 +332,5 @@ def _of_group(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:
     return x[own[0] if x.shape[0] > 1 else slice(None), slice(None) if x.shape[1] == 1 else own[1] if x.shape[1] == heads else shared[1]]
 
 
-_estimates, _scores, _merged, _covariances = (
-    Plans(_write_estimate), Plans(_write_scores), Plans(_write_combine), Plans(_write_covariances))
+_keys, _estimates, _estimates_of = Plans(_write_key_statistics), Plans(_write_estimate), Plans(_write_estimate_of)
+_scores, _merged, _covariances = Plans(_write_scores), Plans(_write_combine), Plans(_write_covariances)

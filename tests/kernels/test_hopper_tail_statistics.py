@@ -116,7 +116,7 @@ def test_on_a_gpu_the_tail_takes_it():
     k, v, offsets = problem([384, 384, 320] * 4, device="cuda")
     q, blocks = torch.randn_like(k), (offsets, 12, 384)
     odd = torch.empty(*k.shape[:3], 129, dtype=torch.bfloat16, device="cuda")[..., :128].copy_(k)
-    usual, copied = (tail.estimate(q, keys, v, blocks, blocks, 0.05, 1, key_statistics=hopper_key_statistics) for keys in (k, odd))
+    usual, copied = (tail.estimate(q, keys, v, blocks, blocks, 0.05, 1, kernel=hopper_key_statistics) for keys in (k, odd))
     other = tail.estimate(q, k, v, blocks, blocks, 0.05, 1)
     assert torch.equal(usual.covariances, copied.covariances) and other.covariances is None
     for name in ("log_count", "half_variance", "mass", "k_mean", "v_mean"):

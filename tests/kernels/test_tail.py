@@ -104,6 +104,32 @@ def test_heads_done_in_groups_are_the_heads(monkeypatch):
         torch.testing.assert_close(case.add(*call, grouped), wanted)
 
 
+@pytest.mark.parametrize("row, parts, room", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, 0.0), ("torch", 2, 0.0)])
+def test_statistics_of_keys_that_were_found_before(row, parts, room, monkeypatch):
+    """Found once for all keys, or for some blocks and for others: the estimates, and what is made of them, have the same bits."""
+    case = tail_case([20, 33, 17, 9, 12], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
+    backend, blocks = case.backend(row), case.some_blocks()
+    monkeypatch.setattr(portable, "ESTIMATE_ROOM", room)
+    monkeypatch.setattr(portable, "MERGE_ROOM", room)
+    offsets, _, longest = case.shape[1]
+    every = backend.key_statistics(case.k, case.v, case.shape[1], parts, True)
+    first = backend.key_statistics(case.k[:, :, :53], case.v[:, :, :53], (offsets[:3], 2, longest), parts, True)
+    others = backend.key_statistics(case.k[:, :, 53:], case.v[:, :, 53:], (offsets[2:] - offsets[2], 2, longest), parts, True)
+    joined = {name: torch.cat([getattr(first, name), getattr(others, name)], 2)
+              for name in ("log_count", "k_mean", "v_mean", "moments", "covariances")}
+    if parts > 1:
+        joined["order"] = torch.cat([first.order, others.order + 53], 2)
+    wanted = case.estimate(row)
+    (out, lse), _ = case.exact(blocks)
+    added = case.add(out, lse, blocks, wanted, row)
+    for known in (every, dataclasses.replace(every, **joined)):
+        found = backend.estimate(case.q, case.k, case.v, *case.shape, case.scale, parts, known=known)
+        for name in ("log_count", "half_variance", "mass", "k_mean", "v_mean", "useful"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert found.covariances is known.covariances
+        assert all(torch.equal(a, b) for a, b in zip(case.add(out, lse, blocks, found, row), added))
+
+
 @both_parts
 def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)

@@ -30,7 +30,7 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     assert waiting + plan.needed <= 2 * bytes_of_q, "out is not there yet"
     assert waiting <= 0.35 * bytes_of_q, "waits while attention runs"
 
-    log_count, half_variance, mass, k_mean, v_mean, *order, useful = plan.results
+    log_count, k_mean, v_mean, half_variance, mass, useful, *order = plan.results
     given = lse, offsets, offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *order
     plan = Plan(cpu, (out, q, k, v, *given))
     tail._write_combine(plan, plan.inputs[:4], plan.inputs[4:], sizes, sizes, 0.1, parts, False, False, tail.tail_rows.merge, None,
