@@ -7,10 +7,9 @@ from statistics import fmean
 from rows import Row, figures, grouped
 
 # Of the configurations what the main README shows, in its words.
-SAMPLES = {"preset balanced": 'SSTA by default, preset "balanced"', "preset near": 'preset "near"', "preset fast": 'preset "fast"',
-           "linear 0.156, tile 4x4x8": "linear, every step sparse", "linear 2 parts 0.156, tile 4x4x8": "the same in two parts",
-           "linear 0.156": "linear, tiles of 4 x 8 x 8",
-           "dropped 0.156": "dropped, tiles of 4 x 8 x 8", "dense, backend cudnn": "dense, other kernels: rounding alone"}
+SAMPLES = {"preset balanced": 'SSTA by default (preset "balanced")', "preset near": 'preset "near"', "preset fast": 'preset "fast"',
+           "dropped 0.3": "without an estimate", "dropped 0.156": "without an estimate, fewer pairs",
+           "dense, backend cudnn": "dense, computed by another kernel"}
 
 
 def samples_of(rows: list[Row]) -> tuple[list[tuple[str, str]], dict[str, list[Row]]]:
@@ -63,16 +62,14 @@ def samples_table(rows: list[Row], layers: list[Row]) -> list[list[str]]:
     the time of the layer where ``layers``, rows of bench_grid.py, has it."""
     models, found = samples_of(rows)
     times = layer_times(found, layers)
-    lines = [["configuration", "tile pairs computed", *(["720p layer, dense = 1"] if times else []), "PSNR, dB", "SSIM",
-              "loss above dense"]]
+    lines = [["attention", "tile pairs computed", *(["time of attention, dense = 1"] if times else []), "PSNR, dB", "SSIM"]]
     for name, title in SAMPLES.items():
         of = found.get(name, [])
         if of and len(of) == len(models):
             psnr = [float(row["psnr"]) for row in of]
             lines.append([title, f"{float(of[0]['density']):.1%}", *([figures(times.get(name, 1.0 if name.startswith("dense") else None))]
                                                                     if times else []),
-                          f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})",
-                          f"{mean_of(of, 'ssim'):.3f}", f"{mean_of(of, 'loss_above'):+.1f} %"])
+                          f"{fmean(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})", f"{mean_of(of, 'ssim'):.3f}"])
     return lines
 
 

@@ -46,7 +46,7 @@ from shapes import LAYERS
 
 HERE = Path(__file__).parent
 DOCUMENTS = (HERE.parent / "README.md", *(HERE / f"{name}.md" for name in ("README", "kernels", "interfaces", "ranks", "quality")),
-             HERE.parent / "docs" / "sparse-checkpoints.md")
+             *(HERE.parent / "docs" / f"{name}.md" for name in ("settings", "sparse-checkpoints")))
 # The lines about staleness in a document.
 NOTE = re.compile(r"^\*\*(?:Stale|Unknown)\*\*: .*\n", re.M)
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
@@ -157,8 +157,9 @@ def filled(text: str, results: Path, below: Callable[[str, list[Row]], str] = la
 
 
 def layer_table(rows: list[Row]) -> list[list[str]]:
-    """Of one layer dense and what SSTA does by default, then every padding and compensation, the slowest first."""
-    totals = [row for row in rows if row["stage"] == "total"]
+    """Of one layer dense and what SSTA does by default, then the published configuration in every padding, the slowest first."""
+    totals = [row for row in rows if row["stage"] == "total"
+              and (row["padding"] in DEFAULTS or row.get("compensation") in (None, "", "none"))]
     totals.sort(key=lambda row: (row["padding"] not in ("dense", *DEFAULTS), -float(row["median_ms"])))
     dense = {row["padding"]: float(row["median_ms"]) for row in totals}.get("dense")
     lines = [["attention", "ms", "speed-up", "extra memory"]]
@@ -238,14 +239,15 @@ def steps_table(rows: list[Row]) -> list[list[str]]:
 
 
 def speed_ups_table(rows: list[Row]) -> list[list[str]]:
-    """One line a model whose default step was measured: it beside the fastest dense one, and by how much it is faster."""
-    lines = [["model", "SSTA by default, s", "dense, s", "speed-up", "without attention, s"]]
+    """One line a model: its default step or, where that was not measured, the published pattern's, beside the fastest dense one."""
+    lines = [["model", "attention", "s a step", "dense, s", "speed-up", "without attention, s"]]
     for model, found in grouped([row for row in rows if row["step_s"]], lambda row: row["model"]).items():
         of = {row["what"]: float(row["step_s"]) for row in found}
         dense = [of[what] for what in ("stock", "unmasked") if what in of]
-        if "default" in of and dense:
-            ours, theirs = of["default"], min(dense)
-            lines.append([model, figures(ours), figures(theirs), figures(theirs / ours), figures(of.get("removed"))])
+        ours = next((what for what in ("default", "none") if what in of), None)
+        if ours and dense:
+            lines.append([model, STEPS[ours], figures(of[ours]), figures(min(dense)), figures(min(dense) / of[ours]),
+                          figures(of.get("removed"))])
     return lines
 
 

@@ -1,4 +1,5 @@
-"""What a configuration costs a video and what it saves: prompts and seeds against dense attention. Nothing else imports this room."""
+"""What a configuration costs a video and what it saves: prompts and seeds against dense attention. Of the other rooms none imports
+this one."""
 
 try:
     import diffusers  # noqa: F401

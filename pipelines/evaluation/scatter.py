@@ -32,7 +32,7 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path | None = None) -> F
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('a scatter needs matplotlib, which is not installed: pip install "ssta[plot]"') from error
+        raise ImportError("a scatter needs matplotlib, which is not installed: pip install matplotlib") from error
     others = list(evaluation.measurements)[1:]
     metric = next((name for name in _AXES if any(evaluation.values(other, name) for other in others)), None)
     if metric is None:

@@ -246,13 +246,14 @@ def test_rates_in_short_say_how_much_the_inputs_matter(made_up):
     assert table.rates_table(rows[:3])[1:] == [["46,080", "16", "128", "48 of 120", "400", "1.10", "–", "–"]]
 
 
-def test_speed_ups_need_a_default_step():
+def test_speed_ups_are_the_defaults_or_say_that_they_are_not():
     import table
 
     rows = [dict(model=model, what=what, step_s=seconds) for model, what, seconds in (
         ("A", "default", "2.0"), ("A", "stock", "9.0"), ("A", "unmasked", "5.0"), ("A", "removed", "1.0"), ("A", "none", ""),
-        ("B", "stock", "1.0"))]
-    assert table.speed_ups_table(rows)[1:] == [["A", "2.00", "5.00", "2.50", "1.00"]]
+        ("B", "stock", "1.0"), ("C", "unmasked", "3.0"), ("C", "none", "1.0"))]
+    assert table.speed_ups_table(rows)[1:] == [["A", "SSTA by default", "2.00", "5.00", "2.50", "1.00"],
+                                               ["C", 'SSTA, `pad_type="none"`', "1.00", "3.00", "3.00", "–"]]
 
 
 def test_layers_of_checkpoints_that_were_trained_sparse():
@@ -318,9 +319,9 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "interfaces_a.csv", [
         dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
     measure.write_rows(tmp_path / "quality_a.csv", [dict(
-        what="sample", clips="procedural", train_seed=1, name="linear 0.156", density=0.3, psnr=34.56, psnr_spread=1.23, ssim=0.9876,
+        what="sample", clips="procedural", train_seed=1, name="dropped 0.156", density=0.3, psnr=34.56, psnr_spread=1.23, ssim=0.9876,
         sample_s=1.0, velocity_error=0.0312, loss_above=-0.1), dict(
-        what="sample", clips="film", train_seed=1, name="linear 0.156", density=0.3, psnr=36.56, psnr_spread="", ssim=0.9876,
+        what="sample", clips="film", train_seed=1, name="dropped 0.156", density=0.3, psnr=36.56, psnr_spread="", ssim=0.9876,
         sample_s=2.0, velocity_error=0.0312, loss_above=0.9), dict(
         what="sample", clips="film", train_seed=1, name="linear 0.2", density=0.2, psnr=30.0, psnr_spread="", ssim=0.9,
         sample_s=2.0, velocity_error=0.05, loss_above=1.0)])
@@ -336,8 +337,8 @@ def test_the_other_tables(tmp_path):
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
     assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
     assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
-    assert "| linear, tiles of 4 x 8 x 8 | 30.0% | 35.6 (34.6 to 36.6) | 0.988 | +0.4 % |\n" in samples and "0.2" not in samples
-    assert "| linear 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % | 1.50 |\n" in quality
+    assert "| without an estimate, fewer pairs | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
+    assert "| dropped 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % | 1.50 |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % | 2.00 |\n" in quality
     assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
