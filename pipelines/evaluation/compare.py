@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
 
-from ..patch.apply import transformers_of
 from .comparison import compare
 from .configurations import Configuration, check_names, dense, parse_configuration
 from .folder import SCHEMA
@@ -22,10 +20,9 @@ from .quality import require_video_writer
 from .record import append_record, read_records, record_of
 from .scatter import plot_evaluation
 from .table import Evaluation
-from .team import OtherRankError, process_group, quit_last, share_over_world, world
 
-__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "OtherRankError", "append_record", "compare", "dense", "main",
-           "parse_configuration", "plot_evaluation", "read_prompts"]
+__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "append_record", "compare", "dense", "main", "parse_configuration",
+           "plot_evaluation", "read_prompts"]
 
 _PROMPT = "A cat walks on the grass, realistic"
 
@@ -77,31 +74,27 @@ def _clips(prompts: Sequence[str], file: str | None, images: Sequence[str], seed
 
 
 def main(arguments: list[str] | None = None) -> Evaluation:
-    """Runs the command line; returns what was measured. Under torchrun all processes generate every clip together, by context parallelism,
-    and the first one writes and prints."""
-    first = world()[0] == 0
+    """Runs the command line; returns what was measured."""
     parser = _parser()
-    # All have the same arguments.
-    with ExitStack() if first else redirect_stderr(StringIO()), ExitStack() if first else redirect_stdout(StringIO()):
-        options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        with process_group():
-            evaluation = _run(options)
-            if first:
-                _publish(options, evaluation)
+        evaluation = _run(options)
+        _publish(options, evaluation)
     except KeyboardInterrupt:
         if options.output is not None:
             say(f"interrupted; the same command with --resume goes on in {options.output}")
         raise SystemExit(130) from None
-    except (OSError, OtherRankError, TypeError, ValueError) as error:
-        if not first:
-            quit_last(str(error))
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     return evaluation
 
 
 def _run(options: argparse.Namespace) -> Evaluation:
     """The comparison that the options ask for."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes > 1:
+        raise ValueError(f"a comparison must run in one process, got one of {processes} by torchrun: give each GPU a command with prompts "
+                         "of its own, the same --output and --resume")
     videos = options.output is not None and not options.latents and not options.no_videos
     if videos:
         require_video_writer()
@@ -127,10 +120,9 @@ def _run(options: argparse.Namespace) -> Evaluation:
     named = ("negative_prompt", "height", "width", "num_frames")
     call |= {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     if options.offload:
-        pipe.enable_model_cpu_offload(gpu_id=torch.cuda.current_device() if torch.cuda.is_available() else None)
+        pipe.enable_model_cpu_offload()
     else:
         pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-    share_over_world(transformers_of(pipe))
     return compare(pipe, configurations, call, clips, model=options.model, output=options.output, resume=options.resume, videos=videos,
                    fps=options.fps, say=say)
 
@@ -191,8 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    if world()[0] == 0:
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ import torch
 from diffusers.utils import load_image
 from torch import Tensor
 
-from ssta.ranks import check_ranks
-
 from ..patch.apply import SSTAHandle, transformers_of
 from ..patch.report import Stopwatch
 from ..schedule.progress import Progress
 from .configurations import Configuration, running
 from .folder import Folder, Reference, settings_of
-from .measurement import Clip, Measurement, plain
-from .parts import RankReport, exact_mass, whole_report, without_estimate
+from .measurement import Clip, Measurement, exact_mass, without_estimate
 from .quality import describe, relative_difference, write_video
 from .table import Evaluation
-from .team import Team
 
 # How `LayerRun.implementation` begins where a layer attended densely.
 _DENSE = "dense, "
@@ -43,11 +38,8 @@ def compare(
 
     Clip by clip, all configurations one after the other, so that their times are of the same minutes and an interrupted comparison has
     whole pairs. Each configuration is warmed up once, by two steps in which kernels are compiled. What the first one generated is kept on
-    disk, its frames in 16 bits, so memory does not grow with the clips.
-
-    Where several ranks share the pipeline's transformers, by context parallelism and SSTA's plan, all of them call this with the same
-    arguments. They generate every clip together; the first decides what is left to do, decodes, measures, writes and says. A configuration
-    without SSTA runs whole on each of them where the models' own processors cannot share it.
+    disk, its frames in 16 bits, so memory does not grow with the clips. Processes with clips of their own, one on each GPU, can share an
+    output folder.
 
     Args:
         pipe: a pipeline of a supported family, without SSTA.
@@ -63,14 +55,9 @@ def compare(
         fps: of the MP4s, frames in a second.
         say: told what is being done and how long the rest will take.
 
-    Returns:
-        The same on all ranks.
-
     Raises:
         ValueError: no configuration or clip, or one twice; an output folder that holds another comparison, or this one without ``resume``;
-            another backend that took the reference's kernels; ranks that do not share all transformers, by SSTA's plan, or were given
-            different things; or what ``apply_ssta`` refuses.
-        OtherRankError: what went wrong on another rank.
+            another backend that took the reference's kernels; a pipeline that several ranks share; or what ``apply_ssta`` refuses.
     """
     for name, given in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
         if not given:
@@ -81,62 +68,46 @@ def compare(
     call = {"output_type": "pt", **call}
     if call["output_type"] not in ("pt", "latent"):
         raise ValueError(f"output_type must be 'pt' or 'latent', got {call['output_type']!r}")
-    team = Team(transformers_of(pipe))
-    if team.size > 1:
-        check_ranks(team.group, configurations=tuple(configurations), clips=tuple(clips), call=plain(call))
+    shared = [type(transformer).__name__ for _, transformer in transformers_of(pipe) if getattr(transformer, "_parallel_config", None)]
+    if shared:
+        raise ValueError(f"pipe must run on one rank, got {shared[0]} after enable_parallelism: give each GPU a process with clips of its "
+                         "own and the same output")
     with ExitStack() as stack:
-        def opened() -> Folder:
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssta-compare-")) if output is None else output)
-            return Folder.open(path, settings_of(pipe, model, call, configurations, team.size), resume)
-
-        folder: Folder = team.first(opened)
-        work = _Comparison(pipe, configurations, call, folder, team, videos, fps, say if team.is_first else lambda text: None)
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssta-compare-")) if output is None else output)
+        folder = Folder.open(path, settings_of(pipe, model, call, configurations), resume)
+        work = _Comparison(pipe, configurations, call, folder, videos, fps, say)
         for clip in clips:
             work.clip(clip, clips)
         names = [configuration.name for configuration in configurations]
-        return team.first(lambda: Evaluation(folder.settings, {
-            name: {clip: folder.measurement(clip, name) for clip in clips} for name in names}))
+        return Evaluation(folder.settings, {name: {clip: folder.measurement(clip, name) for clip in clips} for name in names})
 
 
 class _Comparison:
     """The work of ``compare``: what is in it for every clip."""
 
-    def __init__(self, pipe: Any, configurations: Sequence[Configuration], call: dict, folder: Folder, team: Team, videos: bool,
-                 fps: int, say: Callable[[str], None]) -> None:
-        # The folder is the first rank's to look into.
-        self.pipe, self.configurations, self.call, self.folder, self.team = pipe, configurations, call, folder, team
+    def __init__(self, pipe: Any, configurations: Sequence[Configuration], call: dict, folder: Folder, videos: bool, fps: int,
+                 say: Callable[[str], None]) -> None:
+        self.pipe, self.configurations, self.call, self.folder = pipe, configurations, call, folder
         self.videos, self.fps, self.say = videos, fps, say
         # By configuration, once it is warm: the kernels of its dense steps and layers, as far as they were seen, in order.
         self.dense_kernels: dict[str, dict[str, None]] = {}
 
     def clip(self, clip: Clip, clips: Sequence[Clip]) -> None:
         """Whatever is not finished of one clip."""
-        reference: Reference | None = None
-
-        def decide() -> set[str]:
-            nonlocal reference
-            first, *others = [configuration.name for configuration in self.configurations]
-            missing = {name for name in others if not self.folder.finished(clip, name)}
-            kept = self.folder.finished(clip, first) and (not missing or self.folder.has_reference(clip))
-            reference = self.folder.reference(clip) if kept and missing else None
-            return missing if kept else {first, *missing}
-
-        left = self.team.first(decide)
-        for configuration in self.configurations:
-            if configuration.name in left:
-                generated, measured, device = self._generate(clip, configuration)
-                if configuration is self.configurations[0]:
-                    reference = generated
-                self.team.first(partial(self._finish, clip, configuration, generated, measured, reference, device, clips))
-
-    def _finish(self, clip: Clip, configuration: Configuration, generated: Reference, measured: Measurement, reference: Reference | None,
-                device: torch.device, clips: Sequence[Clip]) -> None:
-        """Keeps, measures and says what was generated."""
-        if generated is reference:
-            self.folder.keep(clip, generated)
+        first, *others = self.configurations
+        missing = [configuration for configuration in others if not self.folder.finished(clip, configuration.name)]
+        if self.folder.finished(clip, first.name) and (not missing or self.folder.has_reference(clip)):
+            reference = self.folder.reference(clip) if missing else None
         else:
+            reference, measured, _ = self._generate(clip, first)
+            self.folder.keep(clip, reference)
+            self._finish(clip, first, measured, clips)
+        for configuration in missing:
+            generated, measured, device = self._generate(clip, configuration)
             assert reference is not None
-            measured = self._measured(clip, configuration, generated, measured, reference, device)
+            self._finish(clip, configuration, self._measured(clip, configuration, generated, measured, reference, device), clips)
+
+    def _finish(self, clip: Clip, configuration: Configuration, measured: Measurement, clips: Sequence[Clip]) -> None:
         self.folder.finish(clip, configuration.name, measured)
         self._progress(clip, configuration, measured, clips)
 
@@ -146,11 +117,7 @@ class _Comparison:
             call["prompt"] = clip.prompt
         if clip.image is not None:
             call["image"] = load_image(clip.image)
-        if not self.team.is_first:
-            # One decodes for all.
-            call["output_type"] = "latent"
-        ranks = self.team.ranks(configuration.config is None, configuration.backend)
-        with self.team.sharing(ranks), running(self.pipe, configuration) as handle:
+        with running(self.pipe, configuration) as handle:
             if configuration.name not in self.dense_kernels:
                 self.say(f"{configuration.name}: two steps to warm up")
                 self._warm_up(call, clip.seed, configuration, handle)
@@ -158,29 +125,18 @@ class _Comparison:
             seen = self.dense_kernels[configuration.name]
             # A generation that starts in the middle may have no dense step among two. Looking waits for the device, so once will do.
             with ExitStack() if seen else self._looking(handle, seen, once=True):
-                generated, seconds, wall, device = self._run(call, clip.seed)
+                generated, seconds, wall, device = _generate(self.pipe, call, clip.seed)
             if handle is None:
-                return generated, Measurement(seconds, wall, ranks=ranks), device
-            parts = self.team.together(partial(RankReport.of, handle, seen))
-        report = whole_report(parts)
-        seen.update(dict.fromkeys(kernel for part in parts for kernel in part.dense_kernels))
-        kernels = tuple(dict.fromkeys(run.implementation for part in parts for run in part.report))
-        return generated, Measurement(
-            seconds, wall, report.mean_density(), exact_mass(report), without_estimate(report), kernels, tuple(seen), report[0].thw,
-            ranks=ranks), device
-
-    def _run(self, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:
-        """``_generate`` on all ranks, which then know that none of them failed."""
-        found: list[tuple[Reference, float, float, torch.device]] = []
-        with self.team.starting_together():
-            self.team.together(lambda: found.append(_generate(self.pipe, call, seed)))
-        return found[0]
+                return generated, Measurement(seconds, wall), device
+            report = handle.report()
+        kernels = tuple(dict.fromkeys(run.implementation for run in report))
+        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), without_estimate(report), kernels,
+                                      tuple(seen), report[0].thw), device
 
     def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> None:
         seen: dict[str, None] = {}
         with self._looking(handle, seen):
-            self._run(call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
-        seen = dict.fromkeys(kernel for part in self.team.together(lambda: list(seen)) for kernel in part)
+            _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
         self.dense_kernels[configuration.name] = seen
         first = self.configurations[0]
         if configuration.all_dense and configuration.backend != first.backend and seen == self.dense_kernels.get(first.name):

@@ -14,7 +14,6 @@ from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.family import Family, family_of, own_presets
-from ..patch.installation import uninstall
 from ..schedule.changes import changed
 from ..schedule.presets import PRESETS, preset_names, preset_settings
 from ..schedule.schedule import Schedule
@@ -154,8 +153,7 @@ def _value(name: str, text: str) -> object:
 
 @contextmanager
 def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | None]:
-    """The pipeline with the configuration, until the end of the ``with``; gives the handle of ``apply_ssta``, None without SSTA. Models
-    that several ranks share stay shared. At the beginning of each generation these compare what they were given."""
+    """The pipeline with the configuration, until the end of the ``with``; gives the handle of ``apply_ssta``, None without SSTA."""
     with ExitStack() as stack:
         impl, backend = "auto", configuration.backend
         if backend in IMPLEMENTATIONS:
@@ -165,12 +163,7 @@ def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | No
         if configuration.config is None:
             yield None
             return
-        handle = apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl, check_ranks=True)
-        try:
-            yield handle
-        finally:
-            for _, model, _, _ in handle.layers():
-                uninstall(model, stays_split=True)
+        yield stack.enter_context(apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl))
 
 
 @contextmanager

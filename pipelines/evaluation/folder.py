@@ -38,7 +38,7 @@ class Reference:
 
 
 def settings_of(
-    pipe: Any, model: str | None, call: Mapping[str, Any], configurations: Sequence[Configuration], ranks: int = 1,
+    pipe: Any, model: str | None, call: Mapping[str, Any], configurations: Sequence[Configuration],
 ) -> dict[str, Any]:
     """Whatever a result depends on besides the clip, as JSON holds it: the keys of a record, see docs/evaluation.md."""
     transformers = transformers_of(pipe)
@@ -58,7 +58,6 @@ def settings_of(
         "transformers": [type(transformer).__name__ for _, transformer in transformers],
         "dtype": str(next(transformers[0][1].parameters()).dtype).removeprefix("torch."),
         "device": device,
-        "ranks": ranks,
         "versions": versions,
         "call": {name: plain(call[name]) for name in sorted(call)},
         "reference": configurations[0].name,
@@ -90,8 +89,7 @@ class Folder:
         if file.exists():
             if not resume:
                 raise ValueError(f"output must be a folder without a comparison, got {path} with one; resume it, or choose another folder")
-            # Comparisons from before there were several ranks do not say how many.
-            before = {"ranks": 1, **read_json(file, "run.json")}
+            before = read_json(file, "run.json")
             for where, old, new in _conflicts(before, settings):
                 raise ValueError(f"resume must go on with the comparison of {file}, got another: {where} is {old} there and {new} here")
             kept = settings | {"configurations": {**before["configurations"], **settings["configurations"]}}

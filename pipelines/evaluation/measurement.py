@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..patch.report import RunReport
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -57,7 +59,6 @@ class Measurement:
         psnr: in dB, of the frames.
         ssim: of the frames.
         lpips: of the frames; None where that package is not installed.
-        ranks: how many ranks denoised it together. Seconds are compared only with those of as many.
     """
 
     seconds: float
@@ -72,7 +73,21 @@ class Measurement:
     psnr: float | None = None
     ssim: float | None = None
     lpips: float | None = None
-    ranks: int = 1
+
+
+def exact_mass(report: RunReport) -> tuple[float, float, float] | None:
+    """``Measurement.exact_mass`` of a report."""
+    masses = [run.exact_mass for run in report if run.exact_mass is not None]
+    if not masses:
+        return None
+    mean, fifth, worst = zip(*masses)
+    return sum(mean) / len(mean), min(fifth), min(worst)
+
+
+def without_estimate(report: RunReport) -> float | None:
+    """``Measurement.without_estimate`` of a report."""
+    heads = [run.without_estimate for run in report if run.without_estimate is not None]
+    return sum(without for without, _ in heads) / sum(of for _, of in heads) if heads else None
 
 
 def plain(value: Any) -> Any:
@@ -98,12 +113,12 @@ def plain(value: Any) -> Any:
 
 
 def measurement_of(found: Mapping[str, Any]) -> Measurement:
-    """A Measurement again, out of ``plain``. Records of older versions lack ranks and heads without an estimate.
+    """A Measurement again, out of ``plain``. Records of older versions lack heads without an estimate.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    found = {"ranks": 1, "without_estimate": None, **found}
+    found = {"without_estimate": None, **found}
     return Measurement(**{field.name: _number(found[field.name]) for field in fields(Measurement)})
 
 

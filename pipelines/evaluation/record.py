@@ -11,7 +11,7 @@ from .measurement import Clip, Measurement, measurement_of, plain, read_json, wr
 from .table import METRICS, Evaluation
 
 # A run is recognised by these settings. Runs that differ in any of them are listed beside each other.
-_IDENTITY = ("pipeline", "transformers", "dtype", "device", "ranks", "versions", "call", "reference")
+_IDENTITY = ("pipeline", "transformers", "dtype", "device", "versions", "call", "reference")
 _MEANS = (*METRICS, "speed_up", "density")
 
 
@@ -76,8 +76,7 @@ def append_record(path: Path, evaluation: Evaluation) -> None:
 
 
 def _same(run: Any, record: Mapping[str, Any]) -> bool:
-    # Without ranks it was made before there were several.
-    if not isinstance(run, dict) or any({"ranks": 1, **run}.get(key) != record[key] for key in _IDENTITY):
+    if not isinstance(run, dict) or any(run.get(key) != record[key] for key in _IDENTITY):
         return False
     known = run.get("configurations", {})
     return all(known[name] == configuration for name, configuration in record["configurations"].items() if name in known)

@@ -17,8 +17,7 @@ _AXES = {"lpips": "LPIPS against {} (less is better)", "psnr": "PSNR against {},
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path | None = None) -> Figure:
     """Speed-up against LPIPS; where that was not measured against PSNR, and where nothing was decoded against the latents' difference. Bars
-    are standard errors over the clips; what runs without SSTA is a line, the noise floor, without a speed-up where it ran on another number
-    of ranks. A configuration that changed nothing has no place
+    are standard errors over the clips; what runs without SSTA is a line, the noise floor. A configuration that changed nothing has no place
     on an axis of dB, and is left out there.
 
     Args:

@@ -84,24 +84,20 @@ class Evaluation:
         return next(iter(self.measurements))
 
     def values(self, name: str, metric: str) -> dict[Clip, float]:
-        """By clip, a field of ``Measurement`` of configuration ``name``, or "speed_up": the reference's seconds over its own, where both
-        ran on as many ranks. Clips without are left out."""
+        """By clip, a field of ``Measurement`` of configuration ``name``, or "speed_up": the reference's seconds over its own. Clips without
+        are left out."""
         found = self.measurements[name]
         if metric == "speed_up":
             reference = self.measurements[self.reference]
-            return {clip: reference[clip].seconds / measured.seconds for clip, measured in found.items()
-                    if clip in reference and reference[clip].ranks == measured.ranks}
+            return {clip: reference[clip].seconds / measured.seconds for clip, measured in found.items() if clip in reference}
         return {clip: getattr(measured, metric) for clip, measured in found.items() if getattr(measured, metric) is not None}
 
     def spread(self, name: str, metric: str) -> Spread | None:
         return Spread.of(list(self.values(name, metric).values()))
 
     def pair(self, first: str, second: str, metric: str) -> Pair | None:
-        """None where no clip has the metric for both; seconds are compared only where both ran on as many ranks."""
+        """None where no clip has the metric for both."""
         one, other = self.values(first, metric), self.values(second, metric)
-        if metric == "seconds":
-            ranks = [{clip: measured.ranks for clip, measured in self.measurements[name].items()} for name in (first, second)]
-            other = {clip: value for clip, value in other.items() if ranks[0].get(clip) == ranks[1][clip]}
         # Equal first: inf - inf is not a number.
         differences = [0.0 if one[clip] == other[clip] else one[clip] - other[clip] for clip in one if clip in other]
         spread = Spread.of(differences)
@@ -144,23 +140,11 @@ class Evaluation:
         clips = max(map(len, self.measurements.values()))
         if clips > 1:
             parts.append("± is the standard error over the clips")
-        parts += self._ranks()
         for name in list(self.measurements)[1:]:
             values = self.values(name, "latent_difference")
             if values and self.settings["configurations"][name]["config"] is None and not any(values.values()):
                 parts.append(f"{name} gave exactly what {self.reference} did: it ran the same kernels and is no noise floor")
         return "\n\n".join(parts)
-
-    def _ranks(self) -> list[str]:
-        """What has to be said where anything ran on several ranks."""
-        found = {name: sorted({measured.ranks for measured in clips.values()}) for name, clips in self.measurements.items()}
-        all_ranks = {ranks for several in found.values() for ranks in several}
-        if all_ranks == {1}:
-            return []
-        if len(all_ranks) == 1:
-            return [f"measured on {all_ranks.pop()} ranks"]
-        every = "; ".join(f"{name} on {' and '.join(map(str, ranks))}" for name, ranks in found.items())
-        return [f"measured on several numbers of ranks, whose seconds are not compared: {every}"]
 
     def _cell(self, name: str, metric: str) -> str:
         spread = self.spread(name, metric)

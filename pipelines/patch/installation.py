@@ -141,7 +141,7 @@ def install(
 
 def uninstall(model: nn.Module, stays_split: bool = False) -> None:
     """Takes back what ``install`` did. On several ranks a model whose stock processors cannot attend to a share becomes whole, unless it
-    ``stays_split``: for one to which SSTA was never quite applied, or is about to be again."""
+    ``stays_split``: for one to which SSTA was never quite applied."""
     installation = installation_of(model)
     assert installation is not None
     _undo(model, installation, stays_split)

@@ -330,13 +330,6 @@ class SSTAProcessor:
             by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
 
-    @property
-    def exact_mass(self) -> Tensor | None:
-        """The share of the softmax mass that was computed exactly in what ran last, on the CPU: ``[B, heads, tiles]``, of this rank's
-        heads, NaN for heads without an estimate; None where nothing is estimated. Synchronises the device."""
-        run = self._last
-        return None if run is None or run.mass is None or is_fake(run.mass.shares) else run.mass.tensor().cpu()
-
 
 def _given(x: Given) -> Any:
     return x

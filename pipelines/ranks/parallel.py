@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import ContextParallelSplitHook, apply_context_parallel, remove_context_parallel
+from diffusers.hooks.context_parallel import ContextParallelSplitHook, remove_context_parallel
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.sea_cache import SeaCacheConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -39,60 +39,21 @@ def cp_plan(transformer: nn.Module) -> Plan:
     return _split(family_of(transformer)).plan(transformer)
 
 
-def shared_by(models: Iterable[tuple[str, nn.Module]]) -> Any:
-    """diffusers' ParallelConfig of the ranks that share the models, the first one's; None where they run on one rank.
-
-    Raises:
-        ValueError: models that are not all split over the same ranks, or in another way than their families' plans, or by tensors.
-    """
-    found: dict[tuple[int, ...], tuple[str, Any]] = {}
-    for _, model in models:
-        config = getattr(model, "_parallel_config", None)
-        if config is not None:
-            _checked(model, family_of(model))
-        ranks = () if config is None else tuple(dist.get_process_group_ranks(config.context_parallel_config._flattened_mesh.get_group()))
-        found.setdefault(ranks, (type(model).__name__, config))
-    if len(found) > 1:
-        (one, (first, _)), (other, (second, _)), *_ = found.items()
-        raise ValueError(f"pipe must have all transformers on the same ranks, got {first} on {list(one) or 'one'} and {second} on "
-                         f"{list(other) or 'one'}")
-    return next(iter(found.values()))[1]
-
-
-def share_out(model: nn.Module, config: Any) -> None:
-    """Splits a model that is whole by its family's plan, with a ParallelConfig that was set up, as ``enable_parallelism`` does.
-
-    Raises:
-        ValueError: as ``cp_plan``.
-    """
-    plan = cp_plan(model)
-    for module in model.modules():
-        processor: Any = getattr(module, "processor", None)
-        if hasattr(processor, "_parallel_config"):
-            processor._parallel_config = config
-    apply_context_parallel(model, config.context_parallel_config, plan)
-    model._parallel_config = config
-
-
-def make_whole(model: Any) -> Any:
-    """Takes the plan out of a model, so that every rank has the whole of it; returns the ParallelConfig that it had."""
-    config = model._parallel_config
+def _make_whole(model: Any) -> None:
+    """Takes the plan out of a model, so that every rank has the whole of it."""
     remove_context_parallel(model, _hooked(model))
     for _, processor in _configured(model):
         processor._parallel_config = None
     model._parallel_config = None
-    return config
 
 
-def stock_shares(model: nn.Module, backend: str | None) -> bool:
-    """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with diffusers' ``backend``
-    (None = its own choice) and the model's heads, without rings."""
-    config, family = getattr(model, "_parallel_config", None), family_of(model)
-    if config is None:
-        return True
+def _stock_shares(model: nn.Module, family: Family) -> bool:
+    """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with the backend of
+    diffusers' and the heads that it has, without rings."""
+    config: Any = model._parallel_config
     context = config.context_parallel_config
     sites = list(family.sites(model))
-    names = {AttentionBackendName(backend or getattr(site.module.processor, "_attention_backend", None)
+    names = {AttentionBackendName(getattr(site.module.processor, "_attention_backend", None)
                                   or _AttentionBackendRegistry.get_active_backend()[0]) for site in sites}
     return (_split(family).stock and context.ring_degree == 1 and all(_deals(site.module, context) for site in sites)
             and all(map(_AttentionBackendRegistry._is_context_parallel_available, names)))
@@ -254,8 +215,8 @@ class Parallelism:
                 vars(model)["_cp_plan"] = self._own_plan
         config, split = getattr(model, "_parallel_config", None), self._family.split
         shared = config is not None and config.context_parallel_config is not None
-        if shared and not stays_split and split is not None and not stock_shares(model, None):
-            make_whole(model)
+        if shared and not stays_split and split is not None and not _stock_shares(model, self._family):
+            _make_whole(model)
             config = None
         for processor in originals:
             if hasattr(processor, "_parallel_config"):

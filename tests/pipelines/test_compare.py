@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from hanging import HANG
 from PIL import Image
-from rank_compare import agree
 from tiny_hunyuan import SPARSE
 from tiny_pipelines import PIPELINES, latents, wan_with_frames, wan_with_prompts
 
@@ -23,8 +17,7 @@ from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta
 from ssta.pipelines.evaluation import comparison
 from ssta.pipelines.evaluation.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
 from ssta.pipelines.evaluation.folder import Folder
-from ssta.pipelines.evaluation.measurement import measurement_of
-from ssta.pipelines.evaluation.parts import exact_mass
+from ssta.pipelines.evaluation.measurement import exact_mass
 
 STOCK = Configuration("stock", None)
 CLIP = Clip()
@@ -322,44 +315,29 @@ def test_the_command_without_a_folder(command, capsys):
     assert "_native_math" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_command_on_two_ranks(command, tmp_path, capsys):
-    """The first rank writes and prints what one process would, and the record says on how many it was measured."""
-    arguments = ["--config", SMALL, "--prompt", "a cat", "--prompt", "a dog on the grass", "--json", tmp_path / "table.json"]
-    run = torchrun(*arguments, "--output", tmp_path / "two", "--no-videos")
-    assert run.returncode == 0, run.stderr
-    alone, _ = command(*arguments, "--output", tmp_path / "one")
-    runs = json.loads((tmp_path / "table.json").read_text())["runs"]
-    assert [run["ranks"] for run in runs] == [2, 1]
-    two, one = ([{name: measurement_of(found) for name, found in clip["results"].items()} for clip in run["clips"]] for run in runs)
-    for together, single in zip(two, one):
-        assert all(found.ranks == 2 for found in together.values())
-        # diffusers' own exchange adds in another order.
-        assert together["stock"].latent_difference < 1e-4
-        for name in ("dense", SMALL):
-            assert agree(together[name], single[name]), name
-    shown = (tmp_path / "two" / "table.txt").read_text()
-    assert run.stdout == shown and "measured on 2 ranks" in shown and run.stderr.count("[6/6]") == 1
-    with pytest.raises(SystemExit):
-        command(*arguments, "--output", tmp_path / "two", "--resume")
-    assert "got another: ranks is 2 there and 1 here" in capsys.readouterr().err
+def test_processes_with_clips_of_their_own_share_a_folder(command, tmp_path, monkeypatch):
+    """What each GPU's process generated, one process with all clips puts together, and generates nothing."""
+    arguments = ["--config", SMALL, "--floor", "none", "--latents", "--output", tmp_path / "out", "--resume"]
+    prompts = ("a cat", "a dog on the grass")
+    parts = [command(*arguments, "--prompt", prompt)[0] for prompt in prompts]
+    monkeypatch.setattr(comparison, "_generate", lambda *_: pytest.fail("generated again"))
+    whole = command(*arguments, "--prompt", prompts[0], "--prompt", prompts[1])[0]
+    for prompt, part in zip(prompts, parts):
+        assert of(whole, SMALL, Clip(prompt)) == of(part, SMALL, Clip(prompt))
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess:
-    driver = Path(__file__).parents[1] / "support" / "compare_on_ranks.py"
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(driver), "some/model",
-                           *SIZE, *map(str, arguments)], capture_output=True, text=True, timeout=HANG,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def test_more_processes_than_gpus(command, monkeypatch, capsys):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_torchrun_is_not_how_to_use_several_gpus(command, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         command()
-    assert "--nproc-per-node must be at most the number of GPUs here, 1, got at least 2" in capsys.readouterr().err
+    assert "a comparison must run in one process, got one of 2 by torchrun" in capsys.readouterr().err
+
+
+def test_a_pipeline_that_ranks_share_is_refused():
+    pipe = PIPELINES["wan"].build()
+    pipe.transformer._parallel_config = object()
+    with pytest.raises(ValueError, match="pipe must run on one rank, got WanTransformer3DModel after enable_parallelism"):
+        compare(pipe, [STOCK], {})
 
 
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):

@@ -22,7 +22,7 @@ CLIPS = [Clip("a cat", 0), Clip("a cat", 1), Clip("a dog", 0, "dog.png")]
 def made(measurements: dict[str, list[Measurement]], clips=CLIPS, **settings) -> Evaluation:
     configurations = {name: plain(Configuration(name, None if name == "stock" else SSTAConfig(), Schedule())) for name in measurements}
     common = {"schema": "ssta.compare/1", "model": "some/model", "pipeline": "P", "transformers": ["T"], "dtype": "bfloat16",
-              "device": "cpu", "ranks": 1, "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
+              "device": "cpu", "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
               "configurations": configurations}
     return Evaluation(common | settings, {name: dict(zip(clips, found)) for name, found in measurements.items()})
 
@@ -48,33 +48,6 @@ def test_a_spread_is_mean_deviation_and_standard_error():
     assert Spread.of([1.0, 2.0, 3.0]) == Spread(2.0, 1.0, 1 / math.sqrt(3), 3)
     assert Spread.of([4.0]) == Spread(4.0, None, None, 1) and Spread.of([]) is None
     assert Spread.of([math.inf, 1.0]) == Spread(math.inf, None, None, 2)
-
-
-def test_times_of_other_numbers_of_ranks_are_not_compared():
-    found = made({"dense": [replace(measured, ranks=2) for measured in DENSE], "stock": [measured(60.0, 2.5)] * 3,
-                  "a": [measured(30.0, 0.5, ranks=2)] * 3, "b": [measured(31.0, 0.5, ranks=2), measured(31.0), measured(31.0)]}, ranks=2)
-    assert found.spread("stock", "speed_up") is None and found.spread("stock", "psnr").mean == 60
-    assert found.spread("a", "speed_up").mean == 4
-    assert found.pair("a", "stock", "seconds") is None and found.pair("a", "stock", "psnr").better == 0
-    # Of three clips one is of as many ranks.
-    assert found.pair("a", "b", "seconds").difference == Spread(0.0, None, None, 1) and found.spread("b", "speed_up").clips == 1
-    said = str(found).splitlines()[-1]
-    assert said == "measured on several numbers of ranks, whose seconds are not compared: dense on 2; stock on 1; a on 2; b on 1 and 2"
-    assert len(plot_evaluation(found).axes[0].get_legend().get_texts()) == 3
-
-
-def test_a_run_without_ranks_was_on_one(tmp_path, evaluation):
-    file = tmp_path / "table.json"
-    append_record(file, evaluation)
-    before = json.loads(file.read_text())
-    del before["runs"][0]["ranks"]
-    for clip in before["runs"][0]["clips"]:
-        for found in clip["results"].values():
-            assert found.pop("ranks") == 1
-    file.write_text(json.dumps(before))
-    append_record(file, evaluation)
-    append_record(file, replace(evaluation, settings={**evaluation.settings, "ranks": 2}))
-    assert [run["ranks"] for run in json.loads(file.read_text())["runs"]] == [1, 2]
 
 
 def test_pairs_are_of_the_same_clips_and_turn_with_their_order(evaluation):
@@ -144,7 +117,7 @@ def test_clips_have_names_of_their_own():
 
 def test_a_record_says_everything(evaluation):
     record = json.loads(json.dumps(record_of(evaluation), allow_nan=False))
-    assert set(record) == {"pipeline", "transformers", "dtype", "device", "ranks", "versions", "call", "reference", "configurations",
+    assert set(record) == {"pipeline", "transformers", "dtype", "device", "versions", "call", "reference", "configurations",
                            "clips", "aggregates", "pairs"}
     assert [(clip["prompt"], clip["seed"], clip["image"]) for clip in record["clips"]] == [
         ("a cat", 0, None), ("a cat", 1, None), ("a dog", 0, "dog.png")]

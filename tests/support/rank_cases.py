@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from rank_compare import compared, one_rank_fails, unequal_comparisons, whole_where_stock_cannot_share
 from rank_families import (
     beyond_the_heads,
     four,
@@ -40,8 +39,7 @@ TWO = {
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
     **{case.__name__: case for case in (settings, masks, copied, order, packed, pipelines, cached, compiled, reported, example, mistakes,
                                         caches_that_look, shared_patterns, ranks_that_differ, settings_that_differ,
-                                        another_negative_prompt, without_rope,
-                                        compared, whole_where_stock_cannot_share, one_rank_fails, unequal_comparisons)},
+                                        another_negative_prompt, without_rope)},
 }
 FOUR = {
     **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)
