@@ -346,15 +346,6 @@ class BlockLists:
         first, last = require_int("first", first, 0), require_int("last", last, 0)
         return replace(self, **slice_keys(self.counts, self.indices, self.kv_offsets, self.kv_lengths, self.num_kv_blocks, first, last))
 
-    def keeping(self, kept: Tensor, **fields: Any) -> BlockLists:
-        """The lists of the key blocks alone for which ``kept``, bool ``[Nk]``, is True, in their order and under their numbers; with other
-        ``fields`` of the constructor. Results over kept blocks and over the others are by ``merge_attention`` those over all. Does not
-        synchronise."""
-        blocks = len(kept)
-        listed = in_range(self.indices, self._used(), blocks)
-        counts, indices = compact_lists(self.indices, listed & kept[self.indices.clamp(0, max(blocks - 1, 0))], self.capacity)
-        return replace(self, counts=counts, indices=indices, **fields)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLists:
         """The same lists on ``device``; self where they are there already."""
         moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}

@@ -67,33 +67,25 @@ def remember(capacity: int) -> Callable:
     """
 
     def decorate(make: Callable) -> Callable:
-        kept: OrderedDict = OrderedDict()
+        kept: Kept = Kept(capacity)
         held_by_graphs: dict = {}
-        lock = threading.Lock()
 
         @wraps(make)
         def remembered(*key):
             if traced():
                 return make(*key)
             capturing = captured()
-            with lock:
-                result = kept.get(key)
-                if result is not None:
-                    kept.move_to_end(key)
-                elif held_by_graphs:
-                    result = held_by_graphs.get(key)
-                if result is not None:
-                    if capturing:
-                        held_by_graphs[key] = result
-                    return result
-            # A tensor made in inference mode could not be saved for a later backward pass.
-            with torch.inference_mode(False), torch.no_grad():
-                result = make(*key)
-            if not capturing:
-                with lock:
+            result = kept.get(key)
+            if result is None:
+                result = held_by_graphs.get(key)
+            if result is None:
+                # A tensor made in inference mode could not be saved for a later backward pass.
+                with torch.inference_mode(False), torch.no_grad():
+                    result = make(*key)
+                if not capturing:
                     kept[key] = result
-                    while len(kept) > capacity:
-                        kept.popitem(last=False)
+            elif capturing:
+                held_by_graphs[key] = result
             return result
 
         # For tests, which look at what is kept.
