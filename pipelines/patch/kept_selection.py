@@ -19,8 +19,9 @@ class KeptSelection:
 
     def __init__(self) -> None:
         self._bits: Tensor | None = None
-        # The lists without their entries; or the fields of one, because a compiled graph can only hand out tensors and numbers.
-        self._blocks: BlockLists | tuple | None = None
+        self._tiles = 0
+        # What follows counts and indices among the lists' fields.
+        self._fields: tuple = ()
         self._shape: tuple[int, ...] | None = None
         # The heads whose other tiles are estimated.
         self._useful: Tensor | None = None
@@ -29,28 +30,14 @@ class KeptSelection:
         """What was chosen for a query of ``shape``."""
         if self._shape != shape or self._bits is None:
             return None
-        if isinstance(self._blocks, BlockLists):
-            lists = BlockLists.from_mask(_unpacked(self._bits, _columns(self._blocks)), 1, 1)
-            return Selection(self._blocks.relisted(lists.counts, lists.indices), useful=self._useful)
-        assert self._blocks is not None
-        tiles, q_offsets, kv_offsets, q_lengths, kv_lengths, max_q_length, max_kv_length = self._blocks
-        return Selection(BlockLists.from_mask(_unpacked(self._bits, tiles), q_offsets, kv_offsets, q_lengths=q_lengths,
-                                              kv_lengths=kv_lengths, max_q_length=max_q_length, max_kv_length=max_kv_length),
-                         useful=self._useful)
+        lists = BlockLists.from_mask(_unpacked(self._bits, self._tiles), 1, 1)
+        return Selection(BlockLists.from_fields(lists.counts, lists.indices, *self._fields), useful=self._useful)
 
     def keep(self, selection: Selection, shape: tuple[int, ...]) -> None:
         """Keeps ``selection``, which was made for a query of ``shape``, in place of what was kept before."""
-        of = selection.blocks
-        self._bits, self._shape, self._useful = _packed(of.to_mask()), shape, selection.useful
-        if torch.compiler.is_compiling():
-            self._blocks = (_columns(of), of.q_offsets, of.kv_offsets, of.q_lengths, of.kv_lengths, of.max_q_length, of.max_kv_length)
-        else:
-            self._blocks = of.relisted(of.counts, of.indices.new_empty(0).expand(*of.counts.shape, 0))
-
-
-def _columns(blocks: BlockLists) -> int:
-    """Lists over tiles have as many columns as rows, and need not say so."""
-    return blocks.num_kv_blocks or blocks.num_q_blocks
+        mask = selection.blocks.to_mask()
+        self._bits, self._tiles, self._shape, self._useful = _packed(mask), mask.shape[-1], shape, selection.useful
+        self._fields = selection.blocks.to_fields()[2:]
 
 
 def _packed(mask: Tensor) -> Tensor:
