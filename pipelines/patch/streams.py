@@ -68,25 +68,22 @@ def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[S
         impl: which kernels may run, as ``ssta_attention`` takes it.
         tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
-    made = _made(queries, keys, values)
-    if not all(_by_kernel(stream, heads, across_heads, norms, impl) for streams in made for stream in streams):
-        q, k, v = (_by_modules(streams, heads, across_heads) for streams in made)
-        return q, k, v
-    deferred = (Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)) for streams in made)
-    if tiles:
-        query, key, value = deferred
-        return query, key, value
-    q, k, v = (x.materialize().transpose(1, 2) for x in deferred)
+    found = _finished((queries, keys, values), heads, across_heads, norms, impl)
+    q, k, v = found if tiles else [x.materialize().transpose(1, 2) if isinstance(x, Deferred) else x for x in found]
     return q, k, v
 
 
 def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS, impl: str = "auto"
              ) -> Tensor | Deferred:
     """One of q, k and v by itself, as ``joined`` makes them all: ``[B, S, H, D]``, or deferred where the kernel runs."""
-    made, = _made(streams)
-    if not all(_by_kernel(stream, heads, across_heads, norms, impl) for stream in made):
-        return _by_modules(made, heads, across_heads)
-    return Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in made))
+    return _finished((streams,), heads, across_heads, norms, impl)[0]
+
+
+def _finished(kinds: Sequence[Sequence[Stream]], heads: int, across_heads: bool, norms: Norms, impl: str) -> list[Any]:
+    made = _made(*kinds)
+    if all(_by_kernel(stream, heads, across_heads, norms, impl) for streams in made for stream in streams):
+        return [Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)) for streams in made]
+    return [_by_modules(streams, heads, across_heads) for streams in made]
 
 
 def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:
