@@ -56,10 +56,16 @@ def parallel_nsa_compression(
     spans = torch.stack([origin, torch.zeros_like(origin), seen], 1).int()
     ends = torch.cat([firsts, firsts.new_full((1,), rows)]).int()
     ids = torch.arange(-(-(TK // block_size) // MEANS_AT_ONCE), device=q.device).expand(len(spans), k.shape[2], -1)
-    lists_impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    lists = lists_from_ids(ids, None, Packed(packed.cu_q, ends, packed.q_tokens, rows), spans, MEANS_AT_ONCE, lists_impl)
+    out, lse = attend_to_blocks(q, k, v, ids, None, Packed(packed.cu_q, ends, packed.q_tokens, rows), spans, MEANS_AT_ONCE, scale, impl)
+    return out, torch.where((seen > 0).unflatten(0, q.shape[:2])[..., None], lse, 0.0)
+
+
+def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, packed: Packed, spans: Tensor, block_size: int,
+                     scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    """``token_attention`` of q, k and v ``[B, T, H, D]`` to the blocks ``ids``, which ``lists_from_ids`` takes with what follows them."""
+    impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    lists = lists_from_ids(ids, counts, packed, spans, block_size, impl)
     out, lse = token_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lists, scale=scale, impl=impl)
-    lse = torch.where((seen > 0)[:, None], lse, 0.0)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 
 

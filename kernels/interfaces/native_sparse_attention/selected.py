@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from ...checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int
-from ...routing import choose_token_impl
-from ...token_attention import token_attention
-from ...token_lists import TokenLists, lists_from_ids
-from .compressed import DIMS, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
+from .compressed import DIMS, attend_to_blocks, block_means, packed_sequences, parallel_nsa_compression, parallel_nsa_topk
 
 # Keys that the window branch takes as one block.
 WINDOW_BLOCK = 64
-# Blocks that a token selects where nothing else is asked for; fla's default.
+# Blocks that a token selects where nothing else is asked for; fla's default, and tilelang's.
 SELECTED_BLOCKS = 16
 # Dtypes of gates with which no result is wider than float32.
 GATES = (torch.float16, torch.bfloat16, torch.float32)
@@ -90,8 +87,7 @@ def selected_attention(
         block_counts = block_counts.flatten(0, 1)
     elif block_counts is not None:
         block_indices, block_counts = block_indices[..., :require_int("block_counts", block_counts, 0)], None
-    lists = lists_from_ids(block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, _lists_impl(q, v, impl))
-    out, lse = _attend(q, k, v, lists, scale, impl)
+    out, lse = attend_to_blocks(q, k, v, block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, scale, impl)
     return (out, lse) if return_lse else out
 
 
@@ -214,18 +210,7 @@ def native_sparse_attention(*problem, **options):
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
-    return (_attend_tensors if with_tensors else _for_size)(*problem, **options)
-
-
-def _for_size(batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
-              groups: int = 1, selected_blocks: int = 16) -> NativeSparseAttention:
-    sizes = dict(batch=batch, heads=heads, seq_len=seq_len, dim=dim, block_size=block_size, groups=groups, selected_blocks=selected_blocks)
-    sizes = {name: require_int(name, value, 1) for name, value in sizes.items()}
-    heads, groups = sizes["heads"], sizes["groups"]
-    require_bool("is_causal", is_causal)
-    if heads % groups:
-        raise ValueError(f"heads must be a multiple of groups = {groups}, got {heads}")
-    return NativeSparseAttention(**sizes, is_causal=is_causal, scale=scale)
+    return (_attend_tensors if with_tensors else NativeSparseAttention)(*problem, **options)
 
 
 def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
@@ -233,7 +218,7 @@ def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: 
     q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
     if require_int("dim", dim, 1) != q.shape[3]:
         raise ValueError(f"dim must be the head dimension of Q, {q.shape[3]}, got {dim}")
-    kernel = _for_size(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
+    kernel = NativeSparseAttention(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
     return kernel(q, k, v, BlockIndices, impl=impl)
 
 
@@ -245,11 +230,18 @@ class NativeSparseAttention:
     heads: int
     seq_len: int
     dim: int
-    is_causal: bool
-    scale: float | None
-    block_size: int
-    groups: int
-    selected_blocks: int
+    is_causal: bool = True
+    scale: float | None = None
+    block_size: int = 64
+    groups: int = 1
+    selected_blocks: int = SELECTED_BLOCKS
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "seq_len", "dim", "block_size", "groups", "selected_blocks"):
+            object.__setattr__(self, name, require_int(name, getattr(self, name), 1))
+        require_bool("is_causal", self.is_causal)
+        if self.heads % self.groups:
+            raise ValueError(f"heads must be a multiple of groups = {self.groups}, got {self.heads}")
 
     def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
         """Output in Q's shape and dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
@@ -264,8 +256,7 @@ class NativeSparseAttention:
             check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
         packed = packed_sequences(q, k, k.shape[1], None)
         spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
-        lists = lists_from_ids(BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, _lists_impl(q, v, impl))
-        return _attend(q, k, v, lists, self.scale, impl)[0]
+        return attend_to_blocks(q, k, v, BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, self.scale, impl)[0]
 
 
 def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str
@@ -275,14 +266,4 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: 
     spans = packed.spans(window=window)
     # As many blocks as a window can touch, from the one that it begins in.
     ids = spans[:, 1:2] // WINDOW_BLOCK + torch.arange((window - 2) // WINDOW_BLOCK + 2, device=q.device)
-    lists = lists_from_ids(ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, _lists_impl(q, v, impl))
-    return _attend(q, k, v, lists, None, impl)[0]
-
-
-def _lists_impl(q: Tensor, v: Tensor, impl: str) -> str:
-    return choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    out, lse = token_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lists, scale=scale, impl=impl)
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+    return attend_to_blocks(q, k, v, ids[:, None].expand(-1, k.shape[2], -1), None, packed, spans, WINDOW_BLOCK, None, impl)[0]
