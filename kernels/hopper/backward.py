@@ -19,10 +19,10 @@ from ..device import multiprocessors
 from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
-from ..lowering.inputs import strided
+from ..lowering.inputs import loaded, strided
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
-from ..lowering.tma import tma_ready, tma_tiles
+from ..lowering.tma import tma_tiles
 from .backward_iterator import Lists
 from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
@@ -138,7 +138,7 @@ def hopper_backward(
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run. So they may where a deterministic one waited too long; ``spin_timeouts`` counts that.
     """
-    q, k, v, dout = map(tma_ready, (q, k, v, dout))
+    q, k, v, dout = map(loaded, (q, k, v, dout))
     out = strided(out)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]

@@ -28,7 +28,7 @@ def loadable(x: Tensor) -> bool:
 
 
 def loaded(x: Tensor) -> Tensor:
-    """x, or a copy where it is not ``loadable``."""
+    """x, or a copy where it is not ``loadable``, even if x is contiguous and just begins at an odd place."""
     return x if loadable(x) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -8,20 +8,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .inputs import strided, tma_ok
+from .inputs import loaded
 from .quick_launch import Tiles
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def tma_ready(x: Tensor) -> Tensor:
-    """x, or a copy where the kernels or TMA cannot take it."""
-    # A copy even where x is contiguous, and just begins at an odd place.
-    return x if tma_ok(x) and strided(x) is x else x.clone(memory_format=torch.contiguous_format)
-
-
 def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [B, H, tokens, D], float16 or bfloat16, in tiles of ``rows`` tokens of one head; x must be ``tma_ready``.
+    """x [B, H, tokens, D], float16 or bfloat16, in tiles of ``rows`` tokens of one head; x must be ``loadable``.
 
     Raises:
         TypeError: another dtype.
@@ -61,8 +55,8 @@ def batch_tokens(x: Tensor) -> int | None:
 
 
 def chunks_ready(x: Tensor) -> Tensor:
-    """``tma_ready(x)``, or a copy where ``tma_chunks`` cannot count its tokens."""
-    x = tma_ready(x)
+    """``loaded(x)``, or a copy where ``tma_chunks`` cannot count its tokens."""
+    x = loaded(x)
     return x if batch_tokens(x) is not None else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -344,7 +344,7 @@ def _modules():
     fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, tma_ready=lambda x: x, chunks_ready=lambda x: x,
+             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, chunks_ready=lambda x: x,
                                                 batch_tokens=real_tma.batch_tokens, FAR=FAR)}
     modules = {}
     for name, members in fakes.items():
