@@ -10,12 +10,18 @@ from types import ModuleType
 
 from ..checks import require_bool
 
-# Package -> its modules -> what our module of the package's name gives them: what programs import. Of flex-block-attn that is the one
-# function that its released package exports; the masks of its first commits had other arguments and another window than ssta.masks.
-_MODULES = {
+# Package -> its modules -> what is in them of ours: what programs import. Of flex-block-attn that is the one function that its released
+# package exports; the masks of its first commits had other arguments and another window than ssta.masks.
+_BLOCK_SPARSE_ATTN = ("block_sparse_attn_func", "block_streaming_attn_func", "token_streaming_attn_func")
+_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flex_block_attn": {
         "flex_block_attn": ("flex_block_attn_func",),
         "flex_block_attn.flex_block_attn_interface": ("flex_block_attn_func",),
+    },
+    "block_sparse_attn": {
+        "block_sparse_attn": _BLOCK_SPARSE_ATTN,
+        "block_sparse_attn.block_sparse_attn_interface": _BLOCK_SPARSE_ATTN,
+        "block_sparse_attn.bert_padding": ("pad_input", "unpad_input"),
     },
 }
 _installed: dict[str, Installation] = {}
@@ -55,7 +61,9 @@ def install(name: str, *, replace: bool = False) -> Installation:
     keeps. Nothing else changes: no file is written, and other processes know nothing of it.
 
     Args:
-        name: "flex_block_attn", with ``flex_block_attn_func`` and the module ``flex_block_attn_interface``.
+        name: "flex_block_attn", with ``flex_block_attn_func`` and the module ``flex_block_attn_interface``; or "block_sparse_attn", with
+            ``block_sparse_attn_func``, ``block_streaming_attn_func`` and ``token_streaming_attn_func``, the module
+            ``block_sparse_attn_interface`` and the module ``bert_padding`` with ``pad_input`` and ``unpad_input``.
         replace: stand in for a package of that name that is installed or imported, until ``uninstall``. Without it, such a package is
             never hidden.
 
@@ -113,7 +121,7 @@ def _find(name: str) -> str | None:
 
 def _make(name: str) -> dict[str, ModuleType]:
     """The package's modules by their full names."""
-    ours = import_module(f".{name}", __package__)
+    ours = import_module(__package__)
     made = {}
     for full, names in _MODULES[name].items():
         module = made[full] = ModuleType(full, f"{ours.__name__} under the name that programs import; {__name__}.uninstall takes it back.")

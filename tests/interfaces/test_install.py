@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from ssta.kernels import interfaces
 from ssta.kernels.interfaces import flex_block_attn_func, install, uninstall
 
 NAME = "flex_block_attn"
@@ -53,6 +54,18 @@ def test_programs_get_our_function():
     assert importlib.util.find_spec(NAME) is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(NAME)
+
+
+def test_a_library_whose_name_is_a_function_of_another():
+    magi = interfaces.block_sparse_attn
+    with install("block_sparse_attn"):
+        import block_sparse_attn
+        from block_sparse_attn.block_sparse_attn_interface import block_streaming_attn_func
+
+    assert block_sparse_attn.block_streaming_attn_func is block_streaming_attn_func is interfaces.block_streaming_attn_func
+    assert block_sparse_attn.block_sparse_attn_func is interfaces.block_sparse_attn_func
+    assert interfaces.block_sparse_attn is magi is interfaces.magi_attention.block_sparse_attn
+    assert "block_sparse_attn" not in sys.modules
 
 
 @pytest.mark.parametrize("module", [f"{NAME}.utils", f"{NAME}.ssta_attention"])
@@ -141,7 +154,7 @@ def test_what_others_put_there_since_is_theirs(package):
 @pytest.mark.parametrize("name", ["flashinfer", "", None, ["flex_block_attn"]])
 @pytest.mark.parametrize("call", [install, uninstall])
 def test_unknown_names(call, name):
-    with pytest.raises(ValueError, match=r"name must be one of \['flex_block_attn'\], got"):
+    with pytest.raises(ValueError, match=r"name must be one of \['block_sparse_attn', 'flex_block_attn'\], got"):
         call(name)
 
 

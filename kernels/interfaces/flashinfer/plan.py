@@ -14,7 +14,7 @@ from ...blocks import BlockLists
 from ...checks import DTYPES, require_bool, require_int, require_integers, require_mask, resolve_scale
 from ...routing import KERNEL_DTYPES
 from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, require_values, unpack_heads
-from .within_blocks import attention_within_blocks, listed_keys
+from ..within_blocks import attention_within_blocks, listed_keys
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

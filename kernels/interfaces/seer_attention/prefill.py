@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...attention import block_sparse_attention
-from ...blocks import BlockLists
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_mask
 from ..arguments import require_values
+from ..packed import Cut, packed_blocks
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -93,16 +93,13 @@ def block_2d_sparse_attn_varlen_func(
     """
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
-    batch, number = packed.sequences, -(-max_seqlen // block_size)
-    check_tensor("block_mask", block_mask, (torch.bool,), (batch, None, number, number), "[B, Hq or Hkv, N, N]", q.device)
+    number = -(-max_seqlen // block_size)
+    check_tensor("block_mask", block_mask, (torch.bool,), (packed.sequences, None, number, number), "[B, Hq or Hkv, N, N]", q.device)
     if block_mask.shape[1] not in (k.shape[1], q.shape[1]):
         raise ValueError(f"block_mask must have {k.shape[1]} or {q.shape[1]} heads, got {block_mask.shape[1]}")
-    # All sequences as one, whose blocks are theirs: causality between tokens of one sequence is that of their places in the whole.
-    lists = BlockLists.from_mask(block_mask.tril(), block_size, block_size)
-    first = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None, None, None] * number
-    counts, indices = (x.transpose(0, 1).flatten(1, 2)[None] for x in (lists.counts, lists.indices + first))
-    q_offsets, kv_offsets = (_block_offsets(cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
-    blocks = BlockLists(counts, indices, q_offsets, kv_offsets, max_q_length=block_size, max_kv_length=block_size)
+    # Causality between tokens of one sequence is that of their places in the whole.
+    q_cut, kv_cut = (Cut.of(cu[:-1], cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
+    blocks = packed_blocks(block_mask.tril(), q_cut, kv_cut, block_size)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = block_sparse_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
     return out[0].transpose(0, 1)
@@ -201,10 +198,3 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor) -
         raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_q)}")
     check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
     return q, k, v, Packed.checked(cu_q, cu_k, q.shape[0], k.shape[0])
-
-
-def _block_offsets(cu: Tensor, block_size: int, number: int) -> Tensor:
-    """int32 [B * number + 1]: where the blocks of all sequences begin; those past a sequence's end are empty."""
-    before = torch.arange(number, dtype=torch.int32, device=cu.device) * block_size
-    starts = torch.minimum(cu[:-1, None] + before, cu[1:, None])
-    return torch.cat([starts.flatten(), cu[-1:]])

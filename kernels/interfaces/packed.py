@@ -1,0 +1,38 @@
+"""Packed sequences whose blocks begin anew in each of them, as one sequence of ragged blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks import BlockLists
+
+
+class Cut(NamedTuple):
+    """Where the blocks of every sequence lie in the whole, int32 ``[B, number]`` each."""
+
+    starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, first: Tensor, bounds: Tensor, size: int, number: int) -> Cut:
+        """``number`` blocks of ``size`` tokens for each of B sequences, the first block beginning at ``first [B]``; what lies outside of
+        the sequence's tokens, ``bounds [B + 1]``, is cut. int32 both. Does not synchronise."""
+        begins = first[:, None] + torch.arange(number, dtype=torch.int32, device=first.device) * size
+        starts, ends = (x.clamp(bounds[:-1, None], bounds[1:, None]) for x in (begins, begins + size))
+        return cls(starts, ends - starts)
+
+    def offsets(self) -> Tensor:
+        """int32 ``[B * number + 1]``, as BlockLists takes them."""
+        return torch.cat([self.starts.flatten(), (self.starts + self.lengths)[-1:, -1]])
+
+
+def packed_blocks(mask: Tensor, q_cut: Cut, kv_cut: Cut, size: int) -> BlockLists:
+    """The blocks of up to ``size`` tokens that a bool mask ``[B, H, Nq, Nk]`` keeps of each sequence: lists of ``[1, H, B * Nq]``."""
+    lists = BlockLists.from_mask(mask, size, size)
+    before = torch.arange(len(mask), dtype=torch.int32, device=mask.device)[:, None, None, None] * mask.shape[-1]
+    counts, indices = (x.transpose(0, 1).flatten(1, 2)[None] for x in (lists.counts, lists.indices + before))
+    return BlockLists(counts, indices, q_cut.offsets(), kv_cut.offsets(), q_cut.lengths.flatten(), kv_cut.lengths.flatten(),
+                      max_q_length=size, max_kv_length=size)
