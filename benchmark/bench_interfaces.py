@@ -3,8 +3,10 @@
     python benchmark/bench_interfaces.py [--tokens 49152] [--density 0.1] [--rounds 7] [--csv NAME]
 
 Random selections of the given density, head_dim 128, bfloat16. flex-block-attn with 16 heads in blocks of 384; MagiAttention by the table
-of its tuning guide, 64 query heads over 8; FlashInfer with 32 over 4, whose plan_ms is the time of plan() on the host's clock. Before
-any time is taken, the first query block of the last head is checked against float64.
+of its tuning guide, 64 query heads over 8; FlashInfer with 32 over 4, whose plan_ms is the time of plan() on the host's clock.
+Block-Sparse-Attention on the shapes of a layer of FlashVSR at 768 x 1408, whatever --tokens and --density: 12 heads, two latent frames of
+48 x 88 tokens to themselves and three cached steps in windows of 2 x 8 x 8, of which each head keeps as many as its own pipeline does, at
+random among those within 11 x 11 in space. Before any time is taken, the first query block of the last head is checked against float64.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from measure import RESULTS, backward_flops, forward_flops, interleaved, print_m
 from torch import Tensor
 from truth import Wrong, check
 
-from ssta.kernels.interfaces import BlockSparseAttentionWrapper, block_sparse_attn, flex_block_attn_func
+from ssta.kernels.interfaces import BlockSparseAttentionWrapper, block_sparse_attn, block_sparse_attn_func, flex_block_attn_func
 
 HEAD_DIM = 128
 MAGI_BLOCKS = ((1, 64), (8, 64), (16, 64), (64, 64), (128, 128), (384, 384), (128, 1))
 FLASHINFER_BLOCKS = (64, 128)
+# Rows and columns of windows of 128 tokens, steps that are seen, and kept pairs of windows for each pair of windows of a step: FlashVSR's
+# topk_ratio for its recommended sparse_ratio of 2 at 768 x 1408.
+FLASHVSR = (6, 11, 4, 2 * 768 * 1280 / (768 * 1408))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,6 +56,7 @@ def measure(options, group: int, kv_heads: int, device: str, dtype: torch.dtype)
     rows = flex_block_attn(options, 2 * kv_heads, device, dtype)
     for blocks in MAGI_BLOCKS:
         rows += magi_attention(options, blocks, kv_heads * group, group, device, dtype)
+    rows += flashvsr(options, 12 if device == "cuda" else 1, device, dtype)
     for block in FLASHINFER_BLOCKS:
         rows += flashinfer(options, block, 4 * group, group, device, dtype)
     return rows
@@ -77,6 +83,26 @@ def magi_attention(options, blocks: tuple[int, int], heads: int, group: int, dev
                   exact(q[:q_block, -1], k[:, -1], v[:, -1], kept[-1, 0], k_block))
     calls = {("forward", "ssta"): lambda: attend(q, k, v), ("backward", "ssta"): backward_of(lambda *x: attend(*x)[0], q, k, v)}
     return rows_of("MagiAttention", blocks, heads * tokens * kept.shape[-1] * k_block, calls, options.rounds, error)
+
+
+def flashvsr(options, heads: int, device: str, dtype: torch.dtype) -> list[dict]:
+    torch.manual_seed(0)
+    block, (high, wide, steps, ratio) = 128, FLASHVSR if device == "cuda" else (2, 3, 2, 1.0)
+    windows = high * wide
+    q = torch.randn(windows * block, heads, HEAD_DIM, device=device, dtype=dtype)
+    k, v = torch.randn(2, steps * windows * block, heads, HEAD_DIM, device=device, dtype=dtype).unbind()
+    place = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).to(device)
+    near = ((place[:, None] - place).abs() <= 5).all(-1).repeat(1, steps)
+    scores = torch.rand(heads, *near.shape, device=device).masked_fill(~near, 0.0)
+    mask = scores > scores.flatten(1).topk(int(windows * windows * ratio)).values[:, -1, None, None]
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    attend = partial(block_sparse_attn_func, cu_seqlens_q=ints([0, len(q)]), cu_seqlens_k=ints([0, len(k)]),
+                     head_mask_type=ints([1] * heads), streaming_info=None, base_blockmask=mask[None], max_seqlen_q_=len(q),
+                     max_seqlen_k_=len(k), p_dropout=0.0)
+    error = check("Block-Sparse-Attention", attend(q, k, v)[:block, -1],
+                  exact(q[:block, -1], k[:, -1], v[:, -1], mask[-1, 0].nonzero().flatten(), block))
+    calls = {("forward", "ssta"): lambda: attend(q, k, v), ("backward", "ssta"): backward_of(attend, q, k, v)}
+    return rows_of("Block-Sparse-Attention", (block, block), int(mask.sum()) * block * block, calls, options.rounds, error)
 
 
 def flashinfer(options, block: int, heads: int, group: int, device: str, dtype: torch.dtype) -> list[dict]:

@@ -5,6 +5,8 @@ import re
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import patch_model, report_model, unpatch_model
+from ssta.pipelines.schedule.defaults import small_tiles
+from ssta.pipelines.schedule.presets import PRESETS, apply_preset
 
 CATEGORY = "model_patches/SSTA"
 
@@ -35,6 +37,27 @@ def parse_blocks(text: str) -> tuple[int, ...]:
             raise ValueError(f'dense_blocks must be numbers of blocks, such as "0, 2-4, -1", got {text!r}')
         blocks += [int(found[1])] if found[1] else range(int(found[2]), int(found[3]) + 1)
     return tuple(dict.fromkeys(blocks))
+
+
+class SSTAPreset:
+    """Sparse attention for models that were trained densely, by the name of what it is to be: as ``apply_ssta(preset=...)``."""
+
+    CATEGORY = CATEGORY
+    FUNCTION = "apply"
+    RETURN_TYPES = ("MODEL",)
+    DESCRIPTION = ("Selective and sliding tile attention for Wan, HunyuanVideo, HunyuanVideo 1.5 and LTX, by name: near the dense video, "
+                   "balanced, or fast. All estimate what they leave out. The node SSTA has every setting.")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        means = "; ".join(f"{name}: {preset.density:.0%} of the pairs of tiles exactly after {preset.warm_up:.0%} dense steps"
+                          for name, preset in PRESETS.items())
+        return {"required": {"model": ("MODEL",), "preset": (list(PRESETS), {"default": "balanced", "tooltip": means})}}
+
+    def apply(self, model, preset: str) -> tuple:
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {preset!r}")
+        return (patch_model(model, *apply_preset(preset, small_tiles(), Schedule.warm_up())),)
 
 
 class SSTA:
@@ -133,6 +156,7 @@ class SSTARemove:
         return (unpatch_model(model),)
 
 
-NODE_CLASS_MAPPINGS = {"SSTA": SSTA, "SSTATrained": SSTATrained, "SSTAReport": SSTAReport, "SSTARemove": SSTARemove}
-NODE_DISPLAY_NAME_MAPPINGS = {"SSTA": "SSTA", "SSTATrained": "SSTA (checkpoint trained with it)", "SSTAReport": "SSTA report",
-                              "SSTARemove": "SSTA remove"}
+NODE_CLASS_MAPPINGS = {"SSTAPreset": SSTAPreset, "SSTA": SSTA, "SSTATrained": SSTATrained, "SSTAReport": SSTAReport,
+                       "SSTARemove": SSTARemove}
+NODE_DISPLAY_NAME_MAPPINGS = {"SSTAPreset": "SSTA preset", "SSTA": "SSTA", "SSTATrained": "SSTA (checkpoint trained with it)",
+                              "SSTAReport": "SSTA report", "SSTARemove": "SSTA remove"}

@@ -64,9 +64,14 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
         return made
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(map(repr, preset_names(family)))} for {family.model}, got {name!r}")
-    preset, default = PRESETS[name], family.default_config()
+    return apply_preset(name, family.default_config(), family.default_schedule())
+
+
+def apply_preset(name: str, default: SSTAConfig, schedule: Schedule) -> tuple[SSTAConfig, Schedule]:
+    """What one of ``PRESETS`` makes of a model's default configuration and schedule, whose tiles, window and dense layers stay."""
+    preset = PRESETS[name]
     shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
                     for frames, overrides in default.variants])
     config = SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=preset.density,
                         compensation=preset.compensation, variants=shapes)
-    return config, replace(family.default_schedule(), dense_steps=preset.warm_up)
+    return config, replace(schedule, dense_steps=preset.warm_up)

@@ -42,6 +42,7 @@ def test_interfaces_are_checked_and_measured(script, tmp_path, monkeypatch, caps
         ("flex-block-attn", "384", "384", "forward"), ("flex-block-attn", "384", "384", "backward"),
         ("MagiAttention", "64", "64", "forward"), ("MagiAttention", "64", "64", "backward"),
         ("MagiAttention", "128", "1", "forward"), ("MagiAttention", "128", "1", "backward"),
+        ("Block-Sparse-Attention", "128", "128", "forward"), ("Block-Sparse-Attention", "128", "128", "backward"),
         ("FlashInfer", "64", "64", "forward"), ("FlashInfer", "128", "128", "forward")]
     assert all(float(row["median_ms"]) > 0 and 0 <= float(row["error"]) < 1e-4 for row in rows)
 

@@ -10,7 +10,10 @@ import torch
 from comfy_stand_in import HunyuanVideo, LTXVModel, Patcher, WanModel
 
 import ssta
+from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import KEY, patch_model, report_model
+from ssta.pipelines.schedule.defaults import small_tiles
+from ssta.pipelines.schedule.presets import PRESETS
 
 PACK = Path(__file__).parents[2] / "comfyui"
 DEFAULTS = {"density": 0.15, "top_k": 0, "tile": "2x4x4", "dense_steps": 0.0, "dense_blocks": "", "compensation": "linear"}
@@ -43,11 +46,30 @@ def node(pack, name):
     return lambda **inputs: getattr(made, kind.FUNCTION)(**inputs)
 
 
+def node_inputs(pack, name):
+    return pack.NODE_CLASS_MAPPINGS[name].INPUT_TYPES()["required"]
+
+
 def test_nodes_are_whole(pack):
-    assert pack.NODE_CLASS_MAPPINGS.keys() == pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == {"SSTA", "SSTATrained", "SSTAReport", "SSTARemove"}
+    assert pack.NODE_CLASS_MAPPINGS.keys() == pack.NODE_DISPLAY_NAME_MAPPINGS.keys() == {
+        "SSTAPreset", "SSTA", "SSTATrained", "SSTAReport", "SSTARemove"}
     for kind in pack.NODE_CLASS_MAPPINGS.values():
         assert set(kind.INPUT_TYPES()) == {"required"} and kind.DESCRIPTION and kind.CATEGORY
         assert isinstance(kind.RETURN_TYPES, tuple) and callable(getattr(kind, kind.FUNCTION))
+
+
+def test_presets_are_the_library_s(pack, wan):
+    given = {}
+    for name in node_inputs(pack, "SSTAPreset")["preset"][0]:
+        (patched,) = node(pack, "SSTAPreset")(model=wan, preset=name)
+        patch = patched.get_attachment(KEY)
+        given[name] = {config.density for config in patch.configs if config}, patch.schedule.dense_steps, patch.configs[0]
+    assert given == {name: ({preset.density}, preset.warm_up, None) for name, preset in PRESETS.items()}
+    by_hand = patch_model(wan, small_tiles(), Schedule.warm_up()).run(VIDEO, CONTEXT)
+    (balanced,) = node(pack, "SSTAPreset")(model=wan, preset="balanced")
+    assert torch.equal(balanced.run(VIDEO, CONTEXT), by_hand)
+    with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast', got 'far'"):
+        node(pack, "SSTAPreset")(model=wan, preset="far")
 
 
 def test_apply_report_remove(pack, wan):

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 @pytest.fixture
 def demo(monkeypatch):
-    pytest.importorskip("diffusers", reason="the demo runs a diffusers model: pip install ssta[pipelines]")
+    pytest.importorskip("diffusers", reason="the demo runs a diffusers model: pip install '.[pipelines]'")
     monkeypatch.syspath_prepend(EXAMPLES)
     import demo
 

@@ -106,7 +106,7 @@ def test_every_kind_of_head(device, dtype, causal):
 
 
 @pytest.mark.parametrize("device, dtype", EVERYWHERE)
-@pytest.mark.parametrize("sink, local", [(70, 150), (0, 1), (128, 128), (300, 20)])
+@pytest.mark.parametrize("sink, local", [(70, 150), (0, 1), (128, 128), (70, 20), (300, 20)])
 def test_streaming_by_tokens(device, dtype, sink, local):
     case = Case(device, dtype, [sink, local] * 6, causal=True, exact=True)
     results = [[x.detach() for x in f(*(x.to(t) for x in case.inputs))] for f, t in (

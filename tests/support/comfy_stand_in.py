@@ -1,4 +1,4 @@
-"""A stand-in for what SSTA calls of ComfyUI, after 0.3.64 and 0.33: its ModelPatcher, its attention function and three small models.
+"""A stand-in for what SSTA calls of ComfyUI, after 0.3.64, 0.33 and 0.38: its ModelPatcher, its attention function and three small models.
 
 Names, signatures and the order of things are ComfyUI's (comfy/model_patcher.py, comfy/patcher_extension.py, comfy/ldm/modules/attention.py
 and the models' own files); tests/tools/comfy_laws.py runs the same laws against the real ones.
@@ -12,9 +12,22 @@ from torch import Tensor, nn
 SIGMAS = (1.0, 0.8, 0.5, 0.2, 0.0)
 
 
+class AttentionTensorContainer:
+    """What 0.38's Wan hands its queries, keys and values over in, so that attention can free them."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def take(self):
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None, "taken twice"
+        return tensor
+
+
 def _wrapped(func):
-    def wrapper(*args, **kwargs):
+    def wrapper(*args, preferred_attention=None, **kwargs):
         options = kwargs.get("transformer_options")
+        args = tuple(x.take() if isinstance(x, AttentionTensorContainer) else x for x in args)
         if "_inside_attn_wrapper" not in kwargs:
             kwargs["_inside_attn_wrapper"] = True
             if options is not None and "optimized_attention_override" in options:
@@ -91,7 +104,9 @@ class WanModel(DiffusionModel):
             if self.indexed:
                 transformer_options["block_index"] = i
             q, k, v = block(x).chunk(3, -1)
-            x = x + optimized_attention(q, k, v, heads=self.heads, transformer_options=transformer_options)
+            if self.indexed:
+                q, k, v = map(AttentionTensorContainer, (q, k, v))
+            x = x + optimized_attention(q, k, v, heads=self.heads, preferred_attention=None, transformer_options=transformer_options)
             x = x + optimized_attention(self.cross(x), context, context, heads=self.heads, transformer_options=transformer_options)
         return x
 

@@ -154,6 +154,14 @@ FAULTS = (
           ("tests/ssta/test_attention.py::test_invalid_text_changes_nothing_without_padding",
            "tests/ssta/test_attention.py::test_attention_is_the_definition_with_its_gradients")),
 
+    # Interfaces
+    Fault("Block-Sparse-Attention: streaming heads see a block less", "kernels/interfaces/mit_block_sparse_attn/patterns.py",
+          "(column >= seen - local)", "(column > seen - local)",
+          ("tests/interfaces/test_mit_block_sparse_attn.py::test_every_kind_of_head",)),
+    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "kernels/interfaces/mit_block_sparse_attn/patterns.py",
+          "(key > query_end - local)", "(key > query - local)",
+          ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
+
     # Ranks
     Fault("ranks send the wrong heads", "ssta/ranks/exchange.py",
           "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])",
