@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import TypeVar
 
 import torch
 
+Answer = TypeVar("Answer")
 HOPPER_SHARED_MEMORY = 227 * 1024
 # By major compute capability, matrix units that read shared memory by themselves while their warps go on. All others multiply what warps
 # have in registers (mma.sync), consumer Blackwell (12) among them, which has TMA nevertheless.
@@ -32,6 +35,19 @@ class DeviceLimits:
         return self.tma and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
 
 
+def _asked_once(function: Callable[[int], Answer]) -> Callable[[int], Answer]:
+    """``function`` of a GPU's number, whose answers are kept, and are constants to a compiler, which does not look behind ``lru_cache``."""
+    kept = lru_cache(function)
+
+    @wraps(function)
+    def answer(index: int) -> Answer:
+        return kept(index)
+
+    # What torch.compiler.assume_constant_result does, without the whole compiler, which that loads.
+    answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return answer
+
+
 def device_limits(device: torch.device) -> DeviceLimits:
     """Those of ``device``; where there is no GPU to ask (Triton's interpreter) Hopper's."""
     if device.type != "cuda":
@@ -39,7 +55,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache
+@_asked_once
 def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
@@ -55,7 +71,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache
+@_asked_once
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -67,6 +83,6 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache
+@_asked_once
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

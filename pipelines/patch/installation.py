@@ -169,6 +169,9 @@ def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> No
 
 
 def _copy_settings(source: Any, target: Any) -> None:
-    """Carries over what diffusers' set_attention_backend leaves on a processor."""
-    if hasattr(source, "_attention_backend") and hasattr(target, "_attention_backend"):
+    """Carries over what diffusers' set_attention_backend leaves on a processor. One that it left nothing on stays so: compiled blocks
+    look at that."""
+    if not hasattr(source, "_attention_backend"):
+        return
+    if getattr(target, "_attention_backend", source._attention_backend) != source._attention_backend:
         target._attention_backend = source._attention_backend

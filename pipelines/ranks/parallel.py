@@ -219,7 +219,8 @@ class Parallelism:
             _make_whole(model)
             config = None
         for processor in originals:
-            if hasattr(processor, "_parallel_config"):
+            # One that nothing was set on stays so: compiled blocks look at that.
+            if getattr(processor, "_parallel_config", config) is not config:
                 processor._parallel_config = config
 
 

@@ -1,6 +1,7 @@
 """Launch configurations that depend on how much there is to do, and those that were measured on one kind of GPU."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from ssta.kernels.device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config, split
 from ssta.kernels.portable import measured
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config, gathered_config
+from ssta.kernels.routing import choose_route
 
 
 @pytest.mark.parametrize("tokens, heads, head_dim, warpgroups", [
@@ -34,6 +36,25 @@ def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, t
     assert limits == DeviceLimits(shared << 10, tma, products=products) and limits.asynchronous == (products != "mma")
     config = forward_config(128, 384, 384, limits)
     assert (config.block_m, config.num_warps) == (128, 4 if limits.asynchronous else 8)
+
+
+def test_what_a_gpu_says_is_a_constant_to_a_compiler(monkeypatch):
+    """It warns of functions that keep their results, and traces them without."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fresh = {name: device._asked_once(lambda index, value=value: value) for name, value in
+             (("_capability", (9, 0)), ("_multiprocessors", 132), ("_device_limits", DeviceLimits(227 << 10, True)))}
+    for name, answer in fresh.items():
+        monkeypatch.setattr(device, name, answer)
+
+    def call(x):
+        gpu = torch.device("cuda")
+        chosen = choose_route("auto", gpu, torch.bfloat16, 128)
+        return x + device.multiprocessors(gpu) + device.device_limits(gpu).shared_memory, chosen.name
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, name = torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert float(out) == 132 + (227 << 10) and name == "hopper"
 
 
 @pytest.mark.parametrize("tiles, chunks, expected", [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import diffusers
 import pytest
@@ -91,6 +92,23 @@ def test_a_whole_model_compiles_and_follows_the_noise(schedule):
         for call in calls:
             run(compiled, call)
         assert graphs.count == known
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "ltx"])
+def test_compiled_blocks_are_as_they_were_once_ssta_is_removed(name):
+    tiny = TINY[name]
+    model, call = tiny.build(), tiny.call()
+    graphs = Graphs()
+    model.compile_repeated_blocks(fullgraph=True, backend=graphs)
+    before, known = run(model, call), graphs.count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("error", RuntimeWarning)
+        with apply_ssta(model, tile_thw=(2, 3, 4), schedule=Schedule(dense_layers=(0,))):
+            assert not torch.equal(run(model, call), before)
+        assert graphs.count > known
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(run(model, call), before)
 
 
 @pytest.fixture
