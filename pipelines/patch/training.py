@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -138,8 +138,8 @@ class Ramp:
             ramp.set(step)
             ...
 
-    It follows from the step's number alone, so that a training that is resumed has nothing to remember. It takes few values, because a
-    compiled block is compiled once for each of them: twice under ``frozen_checkpoint``, and torch compiles it eight times at most unless
+    or, in a loop of somebody else's, ``Ramp(handle, 0.15, steps=100).follow(optimizer)``. The density follows from the step's number alone,
+    so that a training that is resumed has nothing else to remember. It takes few values, because a compiled block is compiled once for each of them: twice under ``frozen_checkpoint``, and torch compiles it eight times at most unless
     ``torch._dynamo.config.recompile_limit`` says otherwise.
 
     Args:
@@ -169,7 +169,7 @@ class Ramp:
         reached = [i if last < steps else i * (levels - 1) // steps for i in range(1, last)]
         self.densities = ((target,) if start == target or not steps else
                           (start, *(start * (target / start) ** (i / (levels - 1)) for i in reached), target))
-        self._handle, self._steps = handle, steps
+        self._handle, self._steps, self._step = handle, steps, 0
         self._set: float | None = None
 
     def at(self, step: int) -> float:
@@ -183,7 +183,43 @@ class Ramp:
         if density != self._set:
             set_density(self._handle, density)
             self._set = density
+        self._step = step
         return density
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> Ramp:
+        """Counts the steps itself from now on: one for each of ``optimizer``'s, which are none where gradients are accumulated or a scaler
+        skips one. For use before the first forward; ends where SSTA is removed. Returns itself.
+
+        ``accelerator.register_for_checkpointing(ramp)`` saves the step with the rest and goes on from there.
+
+        Args:
+            optimizer: torch's, or accelerate's around it.
+
+        Raises:
+            TypeError: another one.
+            ValueError: what ``set_density`` raises.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be one of torch's, or accelerate's around it, got {type(optimizer).__name__}")
+        self.set(self._step)
+
+        def after_step(*_: Any) -> None:
+            if self._handle.layers():
+                self.set(self._step + 1)
+            else:
+                counting.remove()
+
+        counting = optimizer.register_step_post_hook(after_step)
+        return self
+
+    def state_dict(self) -> dict[str, int]:
+        """The step that was set last."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Sets the step that ``state_dict`` gave."""
+        self.set(state["step"])
 
 
 def frozen_checkpoint(function: Any, *args: Any) -> Any:

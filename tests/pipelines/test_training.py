@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run
@@ -219,6 +220,55 @@ def test_a_ramp_falls_in_equal_factors_to_its_target():
         assert short.densities == pytest.approx((1, 0.25 ** (1 / 3 if levels == 4 else 1 / 2), 0.25), rel=1e-6)
     assert Ramp(handle, 0.25, 1, levels=10**9).densities == (1, 0.25)
     assert ramp.set(25) == handle.config.density == ramp.densities[2]
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_a_ramp_follows_the_optimizer_of_a_loop_that_knows_nothing_of_it(name, tmp_path):
+    """A LoRA in accelerate's loop, with gradients accumulated; what is resumed goes on with the bits of what never stopped."""
+    calls, reached = [TINY[name].call() for _ in range(8)], []
+
+    def train(first: int, last: int, resume: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = with_lora(TINY[name].build())
+        handle = apply_ssta(model, TILES, schedule=Schedule())
+        model.enable_gradient_checkpointing(frozen_checkpoint)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+        accelerator.register_for_checkpointing(Ramp(handle, 0.25, steps=3).follow(optimizer))
+        if resume:
+            accelerator.load_state(str(tmp_path))
+        velocities = teacher_student(model)
+        for call in calls[first:last]:
+            reached.append(handle.config.density)
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(*velocities(**call)))
+                optimizer.step(), optimizer.zero_grad()
+        if last < len(calls):
+            accelerator.save_state(str(tmp_path))
+        return [parameter.detach().clone() for parameter in trained]
+
+    whole = train(0, 8)
+    assert reached == pytest.approx([x for x in (1, 0.25 ** (1 / 3), 0.25 ** (2 / 3), 0.25) for _ in range(2)])
+    start = train(0, 0)
+    assert all(not torch.equal(x, y) for x, y in zip(whole, start))
+    train(0, 4)
+    resumed = train(4, 8, resume=True)
+    assert all(torch.equal(x, y) for x, y in zip(whole, resumed))
+
+
+def test_a_ramp_ends_with_its_ssta():
+    model = TINY["wan"].build()
+    handle, optimizer = apply_ssta(model, TILES, schedule=Schedule()), torch.optim.SGD(model.parameters())
+    ramp = Ramp(handle, 0.25, steps=1).follow(optimizer)
+    assert handle.config.density == 1 and ramp.state_dict() == {"step": 0}
+    optimizer.step()
+    assert handle.config.density == 0.25
+    handle.remove()
+    optimizer.step(), optimizer.step()
+    assert ramp.state_dict() == {"step": 1}
+    with pytest.raises(TypeError, match="optimizer must be one of torch's, or accelerate's around it, got list"):
+        ramp.follow([])
 
 
 @pytest.mark.parametrize("options, error, message", [
