@@ -139,8 +139,9 @@ class Ramp:
             ...
 
     or, in a loop of somebody else's, ``Ramp(handle, 0.15, steps=100).follow(optimizer)``. The density follows from the step's number alone,
-    so that a training that is resumed has nothing else to remember. It takes few values, because a compiled block is compiled once for each of them: twice under ``frozen_checkpoint``, and torch compiles it eight times at most unless
-    ``torch._dynamo.config.recompile_limit`` says otherwise.
+    so that a training that is resumed has nothing else to remember. It takes few values, because a compiled block is compiled once for each
+    of them: twice under ``frozen_checkpoint``, and torch compiles it eight times at most unless ``torch._dynamo.config.recompile_limit``
+    says otherwise.
 
     Args:
         handle: what ``apply_ssta`` returned.
