@@ -21,8 +21,9 @@ class Cut(NamedTuple):
         """``number`` blocks of ``size`` tokens for each of B sequences, the first block beginning at ``first [B]``; what lies outside of
         the sequence's tokens, ``bounds [B + 1]``, is cut. int32 both. Does not synchronise."""
         begins = first[:, None] + torch.arange(number, dtype=torch.int32, device=first.device) * size
-        starts, ends = (x.clamp(bounds[:-1, None], bounds[1:, None]) for x in (begins, begins + size))
-        return cls(starts, ends - starts)
+        low, high = bounds[:-1, None], bounds[1:, None]
+        starts = begins.clamp(low, high)
+        return cls(starts, (begins + size).clamp(low, high) - starts)
 
     def offsets(self) -> Tensor:
         """int32 ``[B * number + 1]``, as BlockLists takes them."""
