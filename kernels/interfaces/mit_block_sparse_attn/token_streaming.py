@@ -22,7 +22,8 @@ def attend_partly_seen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     """(out, lse) and attention to the blocks ``partly`` ``[B, Hq, rows, columns]``, of which a query sees, up to its own, the first
     tokens and the last ones, (sink, local) of ``streaming_info`` ``[Hq, 2]``.
 
-    q ``[1, Hq, Tk, D]``, each query in its key's row; k, v ``[1, Hkv, Tk, D]``. Takes 384 bytes for each query of each head.
+    q ``[1, Hq, Tk, D]``, each query in its key's row; k, v ``[1, Hkv, Tk, D]``. Takes 384 bytes for each query of each head, and three
+    times as many while the masks are made.
     """
     heads, kv_heads, tokens = q.shape[1], k.shape[1], k.shape[2]
     lists = BlockLists.from_mask(partly, BLOCK, BLOCK, capacity=PARTLY_SEEN)
