@@ -40,24 +40,27 @@ def streamed_blocks(row, q_len, k_len, sink, local, causal):
 
 
 def visible(lengths, kinds, info, mask, causal, exact=False):
-    """bool [H, Tq, Tk], one token at a time."""
+    """bool [H, Tq, Tk], one sequence and head after the other."""
     seen = torch.zeros(len(kinds), sum(q for q, _ in lengths), sum(k for _, k in lengths), dtype=torch.bool)
     q_at = k_at = 0
     for b, (q_len, k_len) in enumerate(lengths):
+        query, key = torch.arange(q_len)[:, None], torch.arange(k_len)
+        last = query + k_len - q_len
         for h, kind in enumerate(kinds):
             sink, local = info[2 * h:2 * h + 2]
-            number = sum(x == 1 for x in kinds[:h])
-            for i in range(q_len):
-                last = i + k_len - q_len
-                keys = torch.arange(max(last + 1, 0) if causal else k_len)
-                if kind > 0:
-                    keys = keys[mask[b, number, i // BLOCK, keys // BLOCK]]
-                elif kind < 0 and exact:
-                    keys = keys[(keys < sink) | (keys > last - local)]
-                elif kind < 0:
-                    kept = streamed_blocks(i // BLOCK, q_len, k_len, sink, local, causal)
-                    keys = keys[torch.isin(keys // BLOCK, ints(list(kept), "cpu"))]
-                seen[h, q_at + i, k_at + keys] = True
+            if kind > 0:
+                kept = mask[b, kinds[:h].count(1)][query // BLOCK, key // BLOCK]
+            elif kind < 0 and exact:
+                kept = (key < sink) | (key > last - local)
+            elif kind < 0:
+                kept = torch.zeros(-(-q_len // BLOCK), -(-k_len // BLOCK), dtype=torch.bool)
+                for row, blocks in enumerate(kept):
+                    for block in streamed_blocks(row, q_len, k_len, sink, local, causal) & {*range(len(blocks))}:
+                        blocks[block] = True
+                kept = kept[query // BLOCK, key // BLOCK]
+            else:
+                kept = torch.ones(q_len, k_len, dtype=torch.bool)
+            seen[h, q_at:q_at + q_len, k_at:k_at + k_len] = kept & (key <= last) if causal else kept
         q_at, k_at = q_at + q_len, k_at + k_len
     return seen
 
