@@ -211,7 +211,7 @@ def triton_backward(
         M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
 
     if gathered:
-        gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal, configs and for_dq)
+        gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal)
     else:
         chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)
         parts = triton.cdiv(q_blocks.length, for_dq.block_m)

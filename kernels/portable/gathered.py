@@ -32,7 +32,7 @@ from ..lowering.primitives import (
     store_rows,
     tanh,
 )
-from .config import LaunchConfig, gathered_config
+from .config import gathered_config
 
 
 class ElementMask(NamedTuple):
@@ -176,10 +176,8 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, lists, bounds, kv_bounds, heads, 
 
 def gathered_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, elements: ElementMask | None = None,
-    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, of what ``elements`` leave visible; ``config`` overrides the launch
-    table."""
+    """(out, lse) as ``block_sparse_attention`` describes them, of what ``elements`` leave visible."""
     elements = elements or ElementMask()
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
@@ -190,8 +188,7 @@ def gathered_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert elements.order is None or elements.order.shape == blocks.indices.shape
     limited = causal or elements.mask is not None or elements.order is not None
-    config = config or gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1,
-                                       ordered=elements.order is not None)
+    config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1, ordered=elements.order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
     mask = None if elements.mask is None else elements.mask.contiguous().view(torch.uint8)
     mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
@@ -210,12 +207,12 @@ def gathered_forward(
 
 
 def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists,
-                scale: float, causal: bool, config: LaunchConfig | None = None) -> None:
+                scale: float, causal: bool) -> None:
     """Writes dq, [B, Hq, Sq, D]. ``lse2`` and ``delta`` as ``triton_backward`` prepares them."""
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
-    config = config or gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
+    config = gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
     parts = triton.cdiv(rows.length, config.block_m)
     _dq_kernel[(rows.number * parts, batch * heads)](
         *map(view, (q, k, v, dout, dq)), lse2, delta, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..patch.canvas import from_coordinates
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.streams import Projected, later, projection_of
+from ..patch.streams import Projected, projection_of, projections
 from ..ranks.split import Split, stock_plan
 
 
@@ -31,13 +31,7 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         layout = self.around(hidden_states.shape[1], before=None)
-        q: Projected
-        k: Projected
-        v: Projected
-        if attn.fused_projections:
-            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            q, k, v = (later(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = projections(attn, hidden_states)
 
         def by_head(projected: Projected) -> Tensor:
             return projection_of(projected).unflatten(-1, (attn.heads, -1))

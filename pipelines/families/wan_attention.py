@@ -8,7 +8,7 @@ from ssta import TokenLayout
 from ssta.layout import Input
 
 from ..patch.processor import SSTAProcessor
-from ..patch.streams import Projected, Stream, later
+from ..patch.streams import Stream, projections
 
 
 class WanSSTAProcessor(SSTAProcessor):
@@ -27,13 +27,7 @@ class WanSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None, got shape {tuple(attention_mask.shape)}; SSTA does not attend causally: "
                              "call remove_ssta, or generate with a causal_block_size of 1")
         layout = self.around(hidden_states.shape[1])
-        q: Projected
-        k: Projected
-        v: Projected
-        if attn.fused_projections:
-            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            q, k, v = (later(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = projections(attn, hidden_states)
         query, key, value = self.joined([Stream(q, attn.norm_q, rotary_emb)], [Stream(k, attn.norm_k, rotary_emb)], [Stream(v)], layout,
                                         heads=attn.heads, across_heads=True)
         del q, k, v

@@ -91,6 +91,14 @@ def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:
     return partial(linear, x)
 
 
+def projections(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
+    """q, k and v that an attention module makes of x ``[B, S, C]``, flat; its projections may be fused into one."""
+    if attn.fused_projections:
+        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+        return q, k, v
+    return later(attn.to_q, x), later(attn.to_k, x), later(attn.to_v, x)
+
+
 def projection_of(projected: Projected) -> Tensor:
     return projected if isinstance(projected, Tensor) else projected()
 
