@@ -62,6 +62,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_vsa.py
 	$(BIN)/python benchmark/bench_host.py
 	$(BIN)/python benchmark/bench_pipeline.py
+	$(BIN)/python benchmark/bench_recipe.py$(if $(HAS_GPU),, --model wan)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(if $(HAS_GPU),gpu,2) benchmark/bench_parallel.py
 	$(BIN)/python benchmark/bench_errors.py
 	$(BIN)/python benchmark/bench_tokens.py

@@ -46,7 +46,7 @@ from shapes import LAYERS
 
 HERE = Path(__file__).parent
 DOCUMENTS = (HERE.parent / "README.md", *(HERE / f"{name}.md" for name in ("README", "kernels", "interfaces", "ranks", "quality")),
-             *(HERE.parent / "docs" / f"{name}.md" for name in ("settings", "sparse-checkpoints")))
+             *(HERE.parent / "docs" / f"{name}.md" for name in ("recipes", "settings", "sparse-checkpoints")))
 # The lines about staleness in a document.
 NOTE = re.compile(r"^\*\*(?:Stale|Unknown)\*\*: .*\n", re.M)
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
@@ -251,6 +251,19 @@ def speed_ups_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def recipe_table(rows: list[Row]) -> list[list[str]]:
+    """One line a model and recipe."""
+    lines = [["model", "recipe", "s a step", "dense = 1", "off from the same with dense attention", "off from dense in 16 bits",
+              "memory besides the weights, MiB", "weights of the blocks, MiB"]]
+    for model, found in grouped(rows, lambda row: row["model"]).items():
+        dense = next((float(row["step_s"]) for row in found if row["what"] == "dense" and row["step_s"]), None)
+        for row in found:
+            ratio = figures(float(row["step_s"]) / dense) if dense and row["step_s"] else "–"
+            lines.append([model, row["what"].replace("8 bits", row["quantized"]), figures(row["step_s"]), ratio, figures(row["error"]),
+                          figures(row["error_dense"]), figures(row["extra_mib"]), figures(row["blocks_mib"])])
+    return lines
+
+
 # Exactness
 
 
@@ -284,6 +297,7 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
+          "recipe": ("recipe", recipe_table),
           "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),

@@ -11,7 +11,8 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -55,25 +56,49 @@ class Example:
     prepare: Callable[[Any], None] = field(default=lambda pipe: None)
 
 
-def main(example: Example, about: str, arguments: list[str] | None = None) -> Path:
+class Way:
+    """How a command line runs its pipeline; examples/fastest.py has another one."""
+
+    def options(self, parser: argparse.ArgumentParser) -> None:
+        """Adds what this way has."""
+        parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+
+    def check(self, options: argparse.Namespace, family: Family, kind: type) -> None:
+        """That the options go together for a transformer of class ``kind``, before anything is loaded.
+
+        Raises:
+            ValueError: they do not.
+        """
+
+    @contextmanager
+    def running(self, pipe: Any, options: argparse.Namespace, steps: int, config: SSTAConfig, schedule: Schedule) -> Iterator[Any]:
+        """The pipeline as the options want it; gives SSTA's handle, None without SSTA."""
+        with apply_ssta(pipe, config, schedule=schedule) as handle:
+            share_out(pipe)
+            if options.compile:
+                for transformer in transformers(pipe):
+                    transformer.compile_repeated_blocks(fullgraph=True)
+            yield handle
+
+
+def main(example: Example, about: str, arguments: list[str] | None = None, way: Way | None = None) -> Path:
     """Runs the command line; returns the file of the video."""
-    options = parse(example, about, arguments)
+    way = way or Way()
+    options = parse(example, about, arguments, way)
     if not torch.cuda.is_available() and not options.cpu:
         fail("a CUDA GPU is needed for a model of this size; --cpu runs on the CPU all the same, which takes hours")
     join_ranks(options)
     try:
         require_video_writer()
         require_output(options.output)
-        config, schedule = settings(options, family(example, options))
+        known, kind = family(example, options)
+        config, schedule = settings(options, known)
+        way.check(options, known, kind)
         pipe = load(example, options)
         call = call_of(example, options, pipe)
-        with apply_ssta(pipe, config, schedule=schedule) as handle:
-            share_out(pipe)
-            if options.compile:
-                for transformer in transformers(pipe):
-                    transformer.compile_repeated_blocks(fullgraph=True)
-            video = generate("sparse", pipe, call, options.seed)
-            if is_first():
+        with way.running(pipe, options, call["num_inference_steps"], config, schedule) as handle:
+            video = generate("dense" if handle is None else "sparse", pipe, call, options.seed)
+            if is_first() and handle is not None:
                 print(handle.report(), flush=True)
         dense = None
         if options.side_by_side:
@@ -93,7 +118,7 @@ def main(example: Example, about: str, arguments: list[str] | None = None) -> Pa
     return options.output
 
 
-def parse(example: Example, about: str, arguments: list[str] | None) -> argparse.Namespace:
+def parse(example: Example, about: str, arguments: list[str] | None, way: Way) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--prompt", default="A cat walks on the grass, realistic", help="what to show")
     parser.add_argument("--negative-prompt", help="what not to show")
@@ -111,7 +136,7 @@ def parse(example: Example, about: str, arguments: list[str] | None) -> argparse
     parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")
     parser.add_argument("--side-by-side", action="store_true", help="also generate with dense attention, and measure the difference")
     parser.add_argument("--offload", action="store_true", help="keep only the model that is running on the GPU")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    way.options(parser)
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")
     parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="file to write: " + ", ".join(VIDEO_FILES))
     options = parser.parse_args(arguments)
@@ -166,12 +191,12 @@ def transformers(pipe: Any) -> list[Any]:
     return [transformer for transformer in found if transformer is not None]
 
 
-def family(example: Example, options: argparse.Namespace) -> Family:
-    """The family of the pipeline's transformer, by the class that the pipeline asks for: nothing is loaded for it."""
+def family(example: Example, options: argparse.Namespace) -> tuple[Family, type]:
+    """The family of the pipeline's transformer and the class that the pipeline asks for: nothing is loaded for it."""
     kind = getattr(diffusers, example.pipeline if options.image is None else example.image_pipeline)
     wanted = inspect.signature(kind.__init__).parameters["transformer"].annotation
     # Some may also be called without a transformer: WanTransformer3DModel | None.
-    return next(filter(None, map(family_of_class, get_args(wanted) or (wanted,))))
+    return next((known, one) for one in get_args(wanted) or (wanted,) if (known := family_of_class(one)) is not None)
 
 
 def load(example: Example, options: argparse.Namespace) -> Any:

@@ -16,7 +16,7 @@ from tiny_pipelines import wan_with_frames
 from ssta.pipelines.evaluation.quality import require_video_writer
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if "generate import" in path.read_text())
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if "generate import Example" in path.read_text())
 
 
 @pytest.fixture
@@ -126,13 +126,13 @@ def test_a_video_that_begins_with_an_image(script, monkeypatch):
     monkeypatch.setattr(generate, "load_image", lambda path: f"the image {path}")
     monkeypatch.setattr(diffusers.HunyuanVideo15ImageToVideoPipeline, "from_pretrained", lambda model, **_: pytest.fail(model))
     example, about = module.HUNYUAN_VIDEO_15, module.__doc__
-    options = generate.parse(example, about, ["--image", "cat.png", "--num-frames", "49"])
+    options = generate.parse(example, about, ["--image", "cat.png", "--num-frames", "49"], generate.Way())
     assert generate.call_of(example, options, FromImage()) == {
         "image": "the image cat.png", "prompt": options.prompt, "num_frames": 49, "num_inference_steps": 50, "output_type": "pt"}
     with pytest.raises(pytest.fail.Exception, match="720p_i2v"):
         generate.load(example, options)
     with pytest.raises(ValueError, match="--height must be left out: FromImage takes none"):
-        generate.call_of(example, generate.parse(example, about, ["--height", "96"]), FromImage())
+        generate.call_of(example, generate.parse(example, about, ["--height", "96"], generate.Way()), FromImage())
 
 
 def test_missing_weights_packages_and_devices_are_said(script, monkeypatch, tmp_path):
