@@ -132,11 +132,11 @@ def cooked(pipe: Any, recipe: Recipe, steps: int, share_out: Callable[[Any], Non
             quantize(model, recipe.quantize)
     with ExitStack() as stack:
         handle = stack.enter_context(apply_ssta(pipe, **sparse)) if recipe.sparse else None
-        if recipe.ranks > 1:
-            share_out(pipe)
-        # Before blocks are compiled, which then contain the cache's hooks.
+        # Before tokens are shared out, of which it then sees a rank's own, and before blocks are compiled, which then contain its hooks.
         if recipe.cache is not None:
             stack.enter_context(cached(pipe, recipe.cache, recipe.cache_options, steps))
+        if recipe.ranks > 1:
+            share_out(pipe)
         if recipe.compile:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             for model in models:

@@ -93,7 +93,7 @@ class RunReport(list):
             return "no layer has run with SSTA yet"
         shares = [run.time_share for run in self if run.time_share is not None]
         share = f"{sum(shares) / self.models:.1%}" if shares else "-"
-        total = {"layer": "all", "density": f"{self.mean_density():.1%}", "time share": share}
+        total = {"layer": "all, dense steps included", "density": f"{self.mean_density():.1%}", "time share": share}
         lines = [*map(_cells, self), total]
         # Columns that only some configurations have are left out where they are empty.
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]

@@ -122,6 +122,8 @@ class LeftOut:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self._names = list(inspect.signature(metadata._cls.forward).parameters)[1:]
+        # What diffusers finds out at the first call, which a compiler cannot trace.
+        metadata.cached_parameter_indices = {name: index for index, name in enumerate(self._names)}
 
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:
         if name in self._names and name not in (kwargs or {}) and self._names.index(name) >= len(args):

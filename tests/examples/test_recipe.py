@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import diffusers
 import pytest
+import recipe_cases
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from ranks import on_ranks, values_of
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -145,6 +147,13 @@ def test_all_together(recipe, lora, known):
     out, report, _ = generated(recipe, made(recipe, switches, lora, graphs))
     assert graphs.count and distance(out, expected) < 1e-3 and calls < 2 * STEPS
     assert [run.steps for run in report] == [STEPS] * 3
+
+
+@pytest.mark.slow
+def test_several_ranks_with_each_switch():
+    found = values_of(on_ranks(recipe_cases.run, 2))
+    wrong = [f"{case}, rank {rank}: {trace}" for rank, traces in enumerate(found) for case, trace in traces.items() if trace]
+    assert not wrong and all(traces.keys() == recipe_cases.CASES.keys() for traces in found), "\n".join(wrong)
 
 
 def test_sparse_is_near_dense_in_the_same_recipe(recipe, lora, known):

@@ -162,6 +162,13 @@ FAULTS = (
           "(key > query_end - local)", "(key > query - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
 
+    # Pipelines
+    Fault("a field that is changed holds on some canvases only", "pipelines/schedule/changes.py",
+          "for name, value in dict(overrides).items() if name not in settled}", "for name, value in dict(overrides).items()}",
+          ("tests/pipelines/test_training.py::test_a_density_takes_the_place_of_any_budget_in_all_variants",)),
+    Fault("the doctor passes what is NaN", "pipelines/doctor.py",
+          ".nan_to_num(nan=float(\"inf\"))", ".nan_to_num()", ("tests/pipelines/test_doctor.py::test_wrong_attention_fails",)),
+
     # Ranks
     Fault("ranks send the wrong heads", "ssta/ranks/exchange.py",
           "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])",
