@@ -76,8 +76,8 @@ class BlockLists:
 
     def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None, tokens: int = 0, *,
                  kv_lengths: Tensor | None = None) -> BlockLists:
-        """The same blocks with other lists and, where given, other valid lengths: ``lengths [B|1, H|1, Nq]`` of both axes, then also with
-        their first tokens, of the same shape, in sequences of ``tokens``; or ``kv_lengths`` of the keys alone.
+        """The same blocks with other lists and, where given, other valid lengths: ``lengths [B|1, H|1, Nq]`` of both axes, or
+        ``kv_lengths`` of the keys alone; then also with the blocks' first tokens, of the same shape, in sequences of ``tokens``.
 
         For use inside the package, on every call: what is handed over follows from these blocks, and is not checked again; and nobody
         writes to these blocks' tensors.
@@ -92,7 +92,8 @@ class BlockLists:
         values.pop("_flipped", None)
         values["_facts"] = None
         if kv_lengths is not None:
-            values.update(kv_lengths=kv_lengths, _bounds={})
+            bounds = {} if starts is None else {(False, self.num_kv_blocks, tokens, self.max_kv_length): (starts, kv_lengths)}
+            values.update(kv_lengths=kv_lengths, _bounds=bounds)
         if lengths is not None:
             bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
             values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .attention import prepare, ssta_3d_attention, ssta_attention
+from .cache import TileCache
 from .config import SSTAConfig
 from .dense import dense_attention
 from .layout import TileLayout, tile_layout
@@ -21,9 +22,9 @@ __version__ = "0.1.0"
 # What only a person's curiosity needs is loaded when first asked for.
 _LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_density": "plot", "plot_selection": "plot"}
 
-__all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain", "plot_block_mask",
-           "plot_density", "plot_selection", "prepare", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention", "tile_layout",
-           "video_sparse_attention"]
+__all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain",
+           "plot_block_mask", "plot_density", "plot_selection", "prepare", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention",
+           "tile_layout", "video_sparse_attention"]
 
 
 def __getattr__(name: str):

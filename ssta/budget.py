@@ -85,10 +85,19 @@ def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torc
         if window > level + 1e-6:
             counts.append(torch.full((tiles,), max(window, 1) - window, dtype=torch.float64, device=device))
             continue
-        bounds = (torch.arange(rows, rows + tiles + 1, dtype=torch.float64, device=device) * level + SLACK).floor()
-        counts.append(bounds.diff().clamp(min=max(window, 1)) - window)
+        counts.append(counts_at(torch.arange(rows, rows + tiles + 1, dtype=torch.float64, device=device), level, window))
         rows += tiles
     return torch.cat(counts).int()[None, None]
+
+
+def counts_at(rows: Tensor, level: float | Tensor, window: int) -> Tensor:
+    """Tiles beyond their window of consecutive rows that have ``level`` each in the mean, window included: float64 ``[N]``, whole numbers.
+
+    Args:
+        rows: float64 ``[N + 1]``, the rows' numbers, and the one after them.
+    """
+    bounds = (rows * level + SLACK).floor()
+    return bounds.diff().clamp(min=max(window, 1)) - window
 
 
 def row_counts(

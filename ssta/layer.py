@@ -19,7 +19,21 @@ from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
-    from .kernels.tail import BlockEstimates
+    from .kernels.tail import BlockEstimates, KeyStatistics
+
+
+class Held(NamedTuple):
+    """What is known of keys in the order of the tiles that a cache holds, and follows them where they are written to.
+
+    Attributes:
+        lengths: int32 ``[1, 1, T']``, how many of each key tile's tokens count, from its first one on.
+        statistics: of the video tiles; None where nothing is estimated.
+        k_per_row: int32 ``[1, 1, N]``, the budget beyond the window; None where it does not depend on what is held.
+    """
+
+    lengths: Tensor
+    statistics: KeyStatistics | None
+    k_per_row: Tensor | None
 
 
 class Tiled(NamedTuple):
@@ -28,6 +42,7 @@ class Tiled(NamedTuple):
     Attributes:
         q: ``[B, H, P, D]``; k, v: ``[B, Hkv, P', D]``.
         q_means, k_means: float32 means of the video tiles, ``[B, H, N, D]`` and ``[B, Hkv, K, D]``; None from plain torch.
+        held: of keys that a cache holds; else None.
     """
 
     q: Tensor
@@ -35,6 +50,7 @@ class Tiled(NamedTuple):
     v: Tensor
     q_means: Tensor | None
     k_means: Tensor | None
+    held: Held | None = None
 
 
 class Tail(NamedTuple):
@@ -123,18 +139,22 @@ class Layer:
         self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
         self._routes: dict[tuple, Route] = Kept(64)
 
-    def run(self, q: Input, k: Input, v: Input, text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *,
-            keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
+    def run(self, q: Input | Tiled, k: Input | None = None, v: Input | None = None, text_mask: TextMask | Tensor | None = None,
+            selection: Selection | None = None, *, keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
         """Attention over the layer's sequences.
 
         Args:
-            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout.
+            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as one Tiled.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
             keep_scores: the selection keeps its scores.
             returned: int64, the slots that the result takes, in its order; None = the sequence's.
         """
-        tiled = self.gather(q, k, v)
+        if isinstance(q, Tiled):
+            tiled = q
+        else:
+            assert k is not None and v is not None, "a Tiled has all three"
+            tiled = self.gather(q, k, v)
         del q, k, v
         means = self.means(tiled)
         # What the video tiles are worth that will not be computed; None where they are dropped.
@@ -162,7 +182,7 @@ class Layer:
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
         if not self.moves:
-            return Tiled._make([*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None])
+            return Tiled(*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None)
         if hasattr(q, "wait"):
             return self._gather_arriving(q, k, v)
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
@@ -184,7 +204,7 @@ class Layer:
     def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates:
         """What the video tiles are worth that will not be computed; of layers that do not drop them."""
         return self.backend.estimate(tiled.q, tiled.k, tiled.v, self.q_blocks, self.kv_blocks, self.spec.scale,
-                                     self.spec.config.compensation_parts, useful)
+                                     self.spec.config.compensation_parts, useful, None if tiled.held is None else tiled.held.statistics)
 
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
@@ -193,12 +213,16 @@ class Layer:
 
     def select(self, tiled: Tiled, estimates: BlockEstimates | None, text_mask: TextMask | Tensor | None, keep_scores: bool) -> Selection:
         """The tiles that each tile attends to."""
-        active, lengths = text_lengths(self.kv_tiles, text_mask, self.backend)
+        held = tiled.held
+        active, lengths = text_lengths(self.kv_tiles, text_mask, self.backend) if held is None else (None, held.lengths)
         useful = None if estimates is None else estimates.useful
         if self.rule is None:
             return self.fixed.selection(self.backend, active, lengths, useful)
         scores = self.score(tiled, estimates)
-        return self.fixed.chosen(self.backend, scores, self.rule.budget(scores), active, lengths, useful, keep_scores)
+        budget = self.rule.budget(scores)
+        if held is not None and held.k_per_row is not None:
+            budget = budget._replace(k_per_row=held.k_per_row)
+        return self.fixed.chosen(self.backend, scores, budget, active, lengths, useful, keep_scores)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""

@@ -51,10 +51,12 @@ class Facts:
     def means(self) -> tuple[Tensor, Tensor]:
         """The descriptors of query and key tiles: float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share a
         pattern."""
-        (q, k, _, q_means, k_means), layer = self._tiled, self._layer
+        (q, k, _, q_means, k_means, _), layer = self._tiled, self._layer
         config = layer.spec.config
-        if q_means is None or k_means is None or config.pool_cells is not None:
-            q_means, k_means = descriptors(q, layer.tiles, config.pool_cells), descriptors(k, layer.kv_tiles, config.pool_cells)
+        if q_means is None or config.pool_cells is not None:
+            q_means = descriptors(q, layer.tiles, config.pool_cells)
+        if k_means is None or config.pool_cells is not None:
+            k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
         if config.mask_share_within_head:
             if layer.spec.peers is not None:
                 from .ranks.heads import all_heads

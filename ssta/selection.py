@@ -95,9 +95,10 @@ class FixedTiles:
     def _valid(self, blocks: BlockLists, counts: Tensor, indices: Tensor, lengths: Tensor | None) -> BlockLists:
         if lengths is None:
             return blocks.relisted(counts, indices)
+        starts, tokens = tile_starts(self.kv_tiles, len(lengths)), self.kv_tiles.num_slots
         if self.tiles is not self.kv_tiles:
-            return blocks.relisted(counts, indices, kv_lengths=lengths)
-        return blocks.relisted(counts, indices, lengths, tile_starts(self.tiles, len(lengths)), self.tiles.num_slots)
+            return blocks.relisted(counts, indices, None, starts, tokens, kv_lengths=lengths)
+        return blocks.relisted(counts, indices, lengths, starts, tokens)
 
 
 @remember(64)

@@ -30,8 +30,9 @@ TRITON = ("portable", "hopper", "lowering")
 DOOR = 12
 # What the floors above may take of kernels/ besides its door: ground that all floors stand on and that knows nothing of attention.
 COMMON = ("checks", "memo", "notices", "operators", "routing")
-# Files of ssta/ that may ask whether anybody watches: what a layer's call and what an exchange are to a compiler, a mode or a tracer.
-MAY_ASK = ("ssta/op.py", "ssta/ranks/world.py")
+# Files of ssta/ that may ask whether anybody watches: what calls of a layer and of a cache, and an exchange, are to a compiler, a mode or a
+# tracer.
+MAY_ASK = ("ssta/op.py", "ssta/cache_op.py", "ssta/ranks/world.py")
 
 
 @dataclass(frozen=True)

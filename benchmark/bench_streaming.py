@@ -1,0 +1,148 @@
+"""How fast is a chunk of streaming video through a TileCache? Five models' last chunks, the whole call of one layer.
+
+    python benchmark/bench_streaming.py [--stream TEXT ...] [--density 0.25] [--rounds 7] [--csv NAME]
+
+Random inputs as projections give them, bfloat16 on a GPU, one batch element, a full window. "call" is ``TileCache.attend(keep=False)``:
+tile order, the chunk's statistics, estimate, selection, attention, estimate of the rest, and back; "call that keeps" also stores the
+chunk and rolls the window. "all tiles" is the same cache with everything computed exactly, as in dense steps. "stateless" is
+``ssta_attention`` over the concatenated keys, which finds all statistics anew. "dense" is torch's SDPA over these keys, by cuDNN and by its
+FlashAttention. ``of_plain`` is the cache's memory over keys and values alone. Before a time is taken, sampled queries of "all tiles" are
+checked against float64, and how far the sparse call is off against how far the stateless one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from arguments import add_names, add_rounds, named, new_parser
+from measure import NO_TIMES, RESULTS, interleaved, print_machine, print_rows, write_rows
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from truth import Wrong, check
+
+from ssta import SSTAConfig, TileCache, TokenLayout, ssta_attention
+
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A layer of a model at a chunk with a full window.
+
+    Attributes:
+        thw: tokens of a chunk; tile: of a tile, about 128.
+        window, sink: frames.
+    """
+
+    name: str
+    thw: tuple[int, int, int]
+    window: int
+    sink: int
+    heads: int
+    head_dim: int
+    tile: tuple[int, int, int]
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Queries and keys."""
+        t, h, w = self.thw
+        return t * h * w, (t + self.window + self.sink) * h * w
+
+
+STREAMS = (Stream("Self-Forcing 1.3B", (3, 30, 52), 18, 0, 12, 128, (3, 10, 4)),
+           Stream("LongLive 2", (8, 22, 40), 24, 8, 24, 128, (8, 2, 8)),
+           Stream("LingBot 14B, 720p", (3, 45, 80), 42, 3, 40, 128, (3, 5, 8)),
+           Stream("Krea 14B", (3, 30, 52), 6, 0, 40, 128, (3, 10, 4)),
+           Stream("HY-WorldPlay", (4, 30, 53), 20, 0, 16, 128, (4, 6, 5)))
+STREAMS_CPU = (Stream("small", (3, 6, 8), 6, 1, 2, 32, (3, 3, 4)),)
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpu = torch.cuda.is_available()
+    streams = STREAMS if gpu else STREAMS_CPU
+    parser = new_parser(__doc__)
+    add_names(parser, "stream", streams)
+    parser.add_argument("--density", type=float, default=0.25, help="share of the tile pairs that is computed exactly (default 0.25)")
+    add_rounds(parser, 7 if gpu else 2)
+    options = parser.parse_args(argv)
+    if not 0 < options.density < 1:
+        parser.error(f"--density must lie in (0, 1), got {options.density}")
+    print_machine()
+    rows = []
+    try:
+        for stream in named(parser, "stream", options.stream, streams):
+            torch.manual_seed(0)
+            rows += measured(stream, options.density, options.rounds, torch.device("cuda" if gpu else "cpu"))
+    except Wrong as error:
+        raise SystemExit(f"{error}; no time is taken") from None
+    print_rows(rows)
+    if options.csv:
+        write_rows(RESULTS / f"{options.csv}.csv", rows)
+
+
+@torch.no_grad()
+def measured(stream: Stream, density: float, rounds: int, device: torch.device) -> list[dict]:
+    """A row for each way to attend."""
+    cache = TileCache(SSTAConfig(stream.tile, density=density, compensation="linear"), window=stream.window, sink=stream.sink)
+    number = (stream.window + stream.sink) // stream.thw[0] + 1
+    for _ in range(number):
+        cache.attend(*_chunk(stream, device), stream.thw)
+    q, k, v = _chunk(stream, device)
+    held, layout = cache.contents(), TokenLayout.video_text(stream.thw)
+    keys, values = (torch.cat([x, own], 2) for x, own in ((held.key, k), (held.value, v)))
+    kv_layout = TokenLayout(held.segments + layout.segments)
+    del held
+    calls: dict[str, Callable[[], Tensor]] = {
+        "call": lambda: cache.attend(q, k, v, stream.thw, keep=False),
+        "all tiles": lambda: cache.attend(q, k, v, stream.thw, keep=False, dense=True),
+        "stateless": lambda: ssta_attention(q, keys, values, layout, cache.config, kv_layout=kv_layout)}
+    for name, backend in (("dense, cuDNN", SDPBackend.CUDNN_ATTENTION), ("dense, flash", SDPBackend.FLASH_ATTENTION)) if (
+            device.type == "cuda") else (("dense", SDPBackend.MATH),):
+        calls[name] = _sdpa(q, keys, values, backend)
+    _check(stream, calls, q, keys, values)
+    # Last, for it changes what the others see.
+    times = interleaved(calls, rounds)
+    times |= interleaved({"call that keeps": lambda: cache.attend(q, k, v, stream.thw), "call": calls["call"]}, rounds) | {
+        "call": times["call"]}
+    plain = 2 * keys.numel() * keys.element_size()
+    queries, number = stream.tokens
+    return [dict(stream=stream.name, queries=queries, keys=number, heads=stream.heads, tile="x".join(map(str, stream.tile)),
+                 density=density, what=name, **{column: found[column] for column in NO_TIMES}, of_plain=cache.nbytes / plain,
+                 note=found["note"])
+            for name, found in times.items()]
+
+
+def _chunk(stream: Stream, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    shape = 1, stream.tokens[0], stream.heads, stream.head_dim
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32).transpose(1, 2)
+               for _ in range(3))
+    return q, k, v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v)
+    return call
+
+
+def _check(stream: Stream, calls: dict[str, Callable[[], Tensor]], q: Tensor, keys: Tensor, values: Tensor) -> None:
+    """
+    Raises:
+        Wrong: a result is off by more than rounding.
+    """
+    out, head = calls["all tiles"](), stream.heads - 1
+    rows = torch.linspace(0, q.shape[2] - 1, SAMPLES, device=q.device).long()
+    weights = (q[0, head, rows].double() @ keys[0, head].double().mT * stream.head_dim**-0.5).softmax(-1)
+    check(f"{stream.name}, all tiles,", out[0, head, rows], weights @ values[0, head].double(), 4)
+    # Of tiles that matter alike the two may choose different ones: what they are off by is compared.
+    off, expected = (float((calls[name]().double() - out.double()).norm()) for name in ("call", "stateless"))
+    if not abs(off - expected) <= 0.05 * expected:
+        raise Wrong(f"{stream.name}, call, is off from all tiles by {off:.3g}, where the stateless one is off by {expected:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""TileCache: keys and values of earlier chunks, in tiles whose statistics are known, for video that is generated chunk after chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recorded, recount
+from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
+from .checks import require_device, require_function, require_triple
+from .config import SSTAConfig
+from .inputs import check_inputs
+from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
+from .kernels.operators import on_device, refuse_forward_mode
+from .kernels.routing import require_impl
+from .op import attend
+from .ring import Counts, Geometry, Ring, ring_of
+from .sequence import DenseRun, TokenLayout, VideoGrid
+from .spec import LayerSpec
+
+# Of caches that are given none.
+DEFAULT = SSTAConfig(tile_thw=(4, 6, 8), density=0.25, compensation="linear")
+
+
+class Contents(NamedTuple):
+    """What a cache holds, in the order of the sequence.
+
+    Attributes:
+        key, value: ``[B, Hkv, S, D]``.
+        segments: what these tokens are: text and the sink as a DenseRun each, then the frames of each layer of tiles as a VideoGrid, the
+            oldest first.
+    """
+
+    key: Tensor
+    value: Tensor
+    segments: tuple[VideoGrid | DenseRun, ...]
+
+
+class TileCache:
+    """Keys and values of earlier chunks of a video, for one attention layer.
+
+    A chunk's queries attend to the first ``sink`` frames that were kept, exactly and always; of the others to the last ``window`` frames;
+    and to the chunk itself. Of the tiles of window and chunk ``config`` computes some exactly and estimates the rest. A kept chunk stays in
+    the tiles that it was cut into, with their means and covariances, which are computed once; frames that leave the window leave these
+    tiles exactly.
+
+    Memory is allocated at the first call, and written in place from then on; no call waits for the device. A CUDA graph or a compiled
+    function may hold calls of a chunk of one length, those that keep it too, and goes on being right as the window moves.
+
+    Args:
+        config: what is attended to; None = a quarter of the tile pairs, the others estimated. A chunk's frames are shared out evenly among
+            tiles of at most ``tile_thw[0]`` frames. ``density`` counts pairs with the tiles of window and chunk, and at density 1
+            everything is computed exactly. ``topk`` may name more tiles than there are yet. Windows of tiles (``kernel_thw``) stay inside
+            the chunk; one that is shorter than others has none.
+        window: frames, at least those of a chunk and those of a tile.
+        sink: frames.
+        chunk: the most frames of a chunk; None = those of the first call. Of those that are kept only the first may have fewer.
+        text: the most tokens of text, which everything attends to, exactly and always.
+        rotary: ``f(key, first)``, which applies positions to keys ``[B, Hkv, n * h * w, D]`` of n frames, the number of the first one being
+            the int64 tensor ``first``, on the device; without a wait and in new memory. Given one, ``attend`` takes keys without positions,
+            and the sink's are moved along: it ends where the window begins. As rotary scores depend on the distance alone, that is the same
+            as counting the frames that are held from 0 on.
+        scale: factor on the scores; default 1 / sqrt(D).
+        impl: as of ``ssta_attention``.
+
+    Attributes:
+        config, window, sink, text, rotary, scale, impl: as given.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+
+    def __init__(self, config: SSTAConfig | None = None, *, window: int, sink: int = 0, chunk: int | None = None,
+                 text: int = 0, rotary: Callable[[Tensor, Tensor], Tensor] | None = None, scale: float | None = None, impl: str = "auto"
+                 ) -> None:
+        self.config = DEFAULT if config is None else _checked(config)
+        self.window, self.sink = require_int("window", window, 1), require_int("sink", sink, 0)
+        self.text = require_int("text", text, 0)
+        self.rotary = None if rotary is None else require_function("rotary", rotary, "key", "first")
+        self.scale = None if scale is None else resolve_scale(scale, 1)
+        self.impl = require_impl(impl)
+        self._most = None if chunk is None else require_int("chunk", chunk, 1)
+        if self.window < self.config.tile_thw[0]:
+            raise ValueError(f"window must be at least a tile's {self.config.tile_thw[0]} frames (tile_thw {self.config.tile_thw}), got "
+                             f"{self.window}")
+        if self._most is not None and self._most > self.window:
+            raise ValueError(f"chunk must be at most the window's {self.window} frames, got {self._most}")
+        self._storage: Storage | None = None
+        self._geometry: Geometry | None = None
+        self._spec: LayerSpec | None = None
+        self._raw_sink: Tensor | None = None
+        self._first = 0
+        self._kept = 0
+        # By the frames of a chunk.
+        self._chunks: dict[int, Chunk] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], *, keep: bool = True, dense: bool = False,
+               start: int | None = None, text: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Attention of a chunk to what is held and to itself.
+
+        Args:
+            query: ``[B, H, t * h * w, D]``, positions already applied; any strides. Under autocast all three are cast to its dtype.
+            key, value: ``[B, Hkv, t * h * w, D]``, query's dtype and device. H must be a multiple of Hkv.
+            thw: (t, h, w) tokens of the chunk; h and w are the same for all of them.
+            keep: whether the chunk's keys and values stay, as of its last denoising pass; without, nothing is stored.
+            dense: compute everything exactly, as in dense steps.
+            start: the number of the chunk's first frame, where the caller knows it: it must be that of the frames kept so far.
+            text: keys and values ``[B, Hkv, n, D]`` of text, constants, which stay until others are given.
+
+        Returns:
+            ``[B, H, t * h * w, D]`` in query's dtype. Differentiable in query, key and value, once; what is held is a constant. A call that
+            records a gradient waits for the device, to gather what is held in the order of the sequence.
+
+        Raises:
+            TypeError, ValueError: the argument's name, what was required and what came. Nothing is stored then.
+        """
+        require_bool("keep", keep)
+        require_bool("dense", dense)
+        query, key, value = autocast_inputs(query=query, key=key, value=value)
+        refuse_forward_mode(query=query, key=key, value=value)
+        t, h, w = require_triple("thw", thw)
+        layout = TokenLayout.video_text((t, h, w))
+        check_inputs(query, key, value, layout, self.config)
+        if start is not None and require_int("start", start, 0) != self._kept:
+            raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
+                             "layer has a cache of its own")
+        if text is not None:
+            self._check_text(text, key)
+        self._fit(query, key, (t, h, w), keep)
+        chunk, storage, geometry = self._chunk(t), self._storage, self._geometry
+        assert storage is not None and geometry is not None
+        raw = key
+        if self.rotary is not None:
+            key = self._rotated(key, storage.counts.kept[0])
+        if text is not None:
+            self._put_text(storage, *text)
+        dense = dense or self.config.density == 1
+        if recorded(query, key, value):
+            out = self._attend_recorded(query, key, value, layout, dense)
+            if keep:
+                attend_chunk(query.detach(), key.detach(), value.detach(), storage, chunk, True, True)
+        else:
+            out = attend_chunk(query, key, value, storage, chunk, dense, keep)
+        if keep:
+            first = self._first if self._kept else t
+            if self._raw_sink is not None:
+                self._fill_raw_sink(raw, t)
+            others = [of for frames, of in self._chunks.items() if frames != t]
+            keep_chunk(storage, [chunk, *others], self._kept < self.sink, geometry.cuts(first))
+            if self._raw_sink is not None:
+                self._move_sink(self._raw_sink)
+            self._first, self._kept = first, self._kept + t
+        return out
+
+    def allocate(self, query: Tensor, key: Tensor, thw: tuple[int, int, int]) -> None:
+        """Takes the memory that ``attend`` of such tensors needs, which it otherwise does when first called: before ``torch.compile``.
+
+        Raises:
+            TypeError, ValueError: as ``attend``.
+        """
+        query, key = autocast_inputs(query=query, key=key)
+        thw = require_triple("thw", thw)
+        check_inputs(query, key, key, TokenLayout.video_text(thw), self.config)
+        self._fit(query, key, thw, True)
+        self._chunk(thw[0])
+
+    def reset(self) -> None:
+        """Forgets all frames and keeps the memory."""
+        self._first = self._kept = 0
+        if self._storage is not None:
+            with torch.no_grad(), on_device(self._storage.k):
+                self._layer().clear(self._storage)
+                recount(self._storage, self._chunks.values())
+
+    def contents(self) -> Contents:
+        """What is held, as ``ssta_attention`` takes it with a ``kv_layout`` of these segments and the chunk's. Waits for the device.
+
+        Raises:
+            ValueError: there is no memory yet.
+        """
+        storage = self._storage
+        if storage is None or self._geometry is None:
+            raise ValueError("contents must be asked for after a first call, got a cache without memory")
+        frames, *rest = (x.tolist() for x in storage.counts)
+        found = list(ring_of(self._geometry, storage.k.device).in_sequence(frames, *[number for number, in rest]))
+        places = torch.cat([torch.zeros(0, dtype=torch.int64, device=storage.k.device), *[places for _, places in found]])
+        return Contents(storage.k.index_select(2, places), storage.v.index_select(2, places), tuple([segment for segment, _ in found]))
+
+    @property
+    def frames(self) -> int:
+        """Frames that are held: of the sink and of the window. Frames that replayed CUDA graphs kept are not counted."""
+        return min(self._kept, self.sink + self.window)
+
+    @property
+    def kept(self) -> int:
+        """Frames that were kept since the last reset, as ``start`` counts them; those of replayed CUDA graphs are not counted."""
+        return self._kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory: keys, values, and what is known of their tiles; 0 before it is allocated."""
+        tensors = [] if self._storage is None else [*self._storage.tensors, *([] if self._raw_sink is None else [self._raw_sink])]
+        return sum([x.numel() * x.element_size() for x in tensors])
+
+    def to(self, device: torch.device | str) -> TileCache:
+        """Moves it to another device, in place; returns itself."""
+        device = require_device("device", device)
+        if self._storage is not None and self._storage.k.device != device:
+            self.load_state_dict(self.state_dict(), device)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held, as tensors, which are its own, and plain numbers: keys, values and where they lie; what is known of tiles follows
+        from these."""
+        storage, geometry, spec = self._storage, self._geometry, self._spec
+        if storage is None or geometry is None or spec is None:
+            return {}
+        raw = {} if self._raw_sink is None else {"raw_sink": self._raw_sink}
+        return {"key": storage.k, "value": storage.v, **raw, **storage.counts._asdict(), "geometry": tuple(geometry), "heads": spec.heads,
+                "first": self._first, "number": self._kept}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
+        """Takes over what ``state_dict`` of a cache with these settings gave.
+
+        Args:
+            device: where it goes; None = where the state's tensors are.
+
+        Raises:
+            ValueError: it is of a cache with another window, sink, chunk or tile.
+        """
+        if not state:
+            self.reset()
+            return
+        key, found = state["key"], Geometry(*state["geometry"])
+        wanted = self._geometry_of((self._most or found.chunk, found.height, found.width))
+        if found != wanted or ("raw_sink" in state) != (self.rotary is not None and self.sink > 0):
+            raise ValueError(f"state must be of a cache with {wanted} and{' ' if self.rotary else ' without '}a rotary, got {found}")
+        device = key.device if device is None else require_device("device", device)
+        self._allocate((key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
+        assert self._storage is not None and self._spec is not None
+        with torch.no_grad(), on_device(self._storage.k):
+            for own, x in zip(self._storage.tensors, (key, state["value"], *[state[name] for name in Counts._fields])):
+                own.copy_(x)
+            if self._raw_sink is not None:
+                self._raw_sink.copy_(state["raw_sink"])
+            layer = self._layer()
+            layer.describe_pages(self._storage, layer.ring.order)
+        self._first, self._kept = state["first"], state["number"]
+
+    def __repr__(self) -> str:
+        return (f"TileCache(window={self.window}, sink={self.sink}): {self.frames} frames held of {self._kept} kept, "
+                f"{self.nbytes / 2**20:,.1f} MiB")
+
+    # The rest is of use inside.
+
+    def _check_text(self, text: tuple[Tensor, Tensor], key: Tensor) -> None:
+        """That text fits.
+
+        Raises:
+            TypeError, ValueError: it does not.
+        """
+        if not isinstance(text, tuple) or len(text) != 2 or not all([isinstance(x, Tensor) for x in text]):
+            raise TypeError(f"text must be a tuple of its keys and values, got {type(text).__name__}")
+        wanted = key.shape[0], key.shape[1], key.shape[3], key.dtype, key.device
+        for x in text:
+            came = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            if came != wanted or x.shape[2] > self.text or x.shape != text[0].shape:
+                raise ValueError(f"text must have keys and values of at most the cache's {self.text} tokens, and key's batch, heads, "
+                                 f"head_dim, dtype and device {wanted}, got shape {tuple(x.shape)}, {x.dtype} on {x.device}")
+
+    def _put_text(self, storage: Storage, key: Tensor, value: Tensor) -> None:
+        ring = self._ring()
+        with torch.no_grad():
+            for x, own in ((key, storage.k), (value, storage.v)):
+                ring.tokens(own)[3].narrow(2, 0, x.shape[2]).copy_(x)
+            storage.counts.text.fill_(key.shape[2])
+            for chunk in self._chunks.values():
+                ring.count_text(chunk.known[0], key.shape[2])
+
+    def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
+        assert self.rotary is not None
+        found = self.rotary(key, first)
+        if not isinstance(found, Tensor) or found.shape != key.shape or found.dtype != key.dtype:
+            raise ValueError(f"rotary must return keys of shape {tuple(key.shape)} and {key.dtype}, got "
+                             f"{(tuple(found.shape), found.dtype) if isinstance(found, Tensor) else type(found).__name__}")
+        return found
+
+    def _fill_raw_sink(self, key: Tensor, frames: int) -> None:
+        """The keys of the sink as they came, before the chunk is counted in."""
+        assert self._storage is not None and self._raw_sink is not None
+        with torch.no_grad():
+            here, token = self._ring().fills(self._storage.counts, frames)
+            self._raw_sink.copy_(torch.where(here, key.index_select(2, token), self._raw_sink))
+
+    def _move_sink(self, raw: Tensor) -> None:
+        """The sink ends where the window begins."""
+        assert self._storage is not None
+        with torch.no_grad():
+            ring = self._ring()
+            ring.tokens(self._storage.k)[2].copy_(self._rotated(raw, ring.sink_start(self._storage.counts)))
+
+    def _ring(self) -> Ring:
+        assert self._storage is not None and self._geometry is not None
+        return ring_of(self._geometry, self._storage.k.device)
+
+    def _attend_recorded(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, dense: bool) -> Tensor:
+        """The same in the stateless form, which records a gradient."""
+        held = self.contents()
+        kv_layout = TokenLayout(held.segments + layout.segments)
+        key, value = torch.cat([held.key, key], 2), torch.cat([held.value, value], 2)
+        config = self._spec_of(layout.video[0].t).config
+        if dense:
+            layout, kv_layout = (TokenLayout((DenseRun(of.length),)) for of in (layout, kv_layout))
+            config = replace(config, density=None, compensation="none", compensation_parts=1, sampling_type=None)
+        return attend(query, key, value, layout, config, kv_layout=kv_layout, scale=self.scale, impl=self.impl).out
+
+    def _fit(self, query: Tensor, key: Tensor, thw: tuple[int, int, int], keep: bool) -> None:
+        """That a chunk fits what is held; takes memory where there is none for such a chunk and nothing would be lost.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        t, h, w = thw
+        have, came = self._geometry, (key.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device)
+        if t > self.window:
+            raise ValueError(f"thw must have at most the window's {self.window} frames, got {t}")
+        if not self._kept or have is None:
+            if self._most is not None and t > self._most:
+                raise ValueError(f"thw must have at most the {self._most} frames of the cache's chunks, got {t}")
+            if have is None or (have.height, have.width) != (h, w) or t > have.chunk or came != self._kind:
+                self._allocate(came, self._geometry_of((self._most or t, h, w)))
+            return
+        if (h, w) != (have.height, have.width):
+            raise ValueError(f"thw must have frames of {(have.height, have.width)} tokens, as those that are held, got {(h, w)}; reset() "
+                             "forgets these")
+        if came != self._kind:
+            raise ValueError("query and key must be of the batch, heads, key heads, head_dim, dtype and device of what is held, "
+                             f"{self._kind}, got {came}; reset() forgets it")
+        if t > have.chunk:
+            raise ValueError(f"thw must have at most the {have.chunk} frames of the cache's chunks, got {t}; TileCache(chunk={t}) takes "
+                             "shorter ones first")
+        if keep and t != have.chunk:
+            raise ValueError(f"thw must have the {have.chunk} frames of the cache's chunks where one is kept and not the first, got {t}")
+
+    def _geometry_of(self, thw: tuple[int, int, int]) -> Geometry:
+        """Where frames lie where the longest chunk is of ``thw`` tokens."""
+        return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
+
+    @property
+    def _kind(self) -> tuple | None:
+        """Batch, heads, key heads, head_dim, dtype and device of what is held."""
+        if self._storage is None or self._spec is None:
+            return None
+        k = self._storage.k
+        return k.shape[0], self._spec.heads, k.shape[1], k.shape[3], k.dtype, k.device
+
+    def _allocate(self, kind: tuple, geometry: Geometry) -> None:
+        """Takes memory."""
+        if compiling():
+            raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
+                             "key, thw) takes it")
+        batch, heads, kv_heads, dim, dtype, device = kind
+        thw = geometry.thw(geometry.chunk)
+        config = self.config.for_canvas(thw)
+        # At density 1 there is nothing to choose.
+        config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
+        spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, heads, kv_heads,
+                         dim, self.impl, True, False)
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=device)):
+            self._storage = None
+            self._storage = cached_layer(plan_of(geometry, spec), device).new(batch)
+            tokens = geometry.sink * geometry.frame
+            self._raw_sink = None if self.rotary is None or not tokens else self._storage.k.new_zeros(batch, kv_heads, tokens, dim)
+        self._geometry, self._spec, self._chunks = geometry, spec, {}
+
+    def _layer(self) -> CachedLayer:
+        assert self._storage is not None and self._geometry is not None and self._spec is not None
+        return cached_layer(plan_of(self._geometry, self._spec), self._storage.k.device)
+
+    def _spec_of(self, frames: int) -> LayerSpec:
+        """For a chunk of so many frames; a window is that of the longest."""
+        assert self._geometry is not None and self._spec is not None
+        spec, config = self._spec.of_thw(self._geometry.thw(frames)), self._spec.config
+        shorter = frames < self._geometry.chunk and config.selected_by == "ssta"
+        return spec._replace(config=replace(config, sparse_type="block_attn")) if shorter else spec
+
+    def _chunk(self, frames: int) -> Chunk:
+        """What calls for a chunk of so many frames need."""
+        found = self._chunks.get(frames)
+        if found is None:
+            assert self._storage is not None and self._geometry is not None and self._spec is not None
+            plan = plan_of(self._geometry, self._spec_of(frames))
+            with torch.inference_mode(False), torch.no_grad(), on_device(self._storage.k):
+                found = self._chunks[frames] = Chunk(plan, cached_layer(plan, self._storage.k.device).known(self._storage))
+        return found
+
+
+def _checked(config: SSTAConfig) -> SSTAConfig:
+    """A configuration that a cache can follow.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(config, SSTAConfig):
+        raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
+    for name, value, free in (("pad_type", config.pad_type, "none"), ("adaptive_pool", config.pool_cells, None),
+                              ("budget", config.budget, None)):
+        if value != free:
+            raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
+    if config.selected_by == "sta" or config.scored_by == "importance":
+        raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "
+                         f"{config.selected_by!r} and {config.scored_by!r}")
+    return config
