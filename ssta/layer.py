@@ -182,7 +182,7 @@ class Layer:
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
         if not self.moves:
-            return Tiled(*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None)
+            return Tiled._make([*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None, None])
         if hasattr(q, "wait"):
             return self._gather_arriving(q, k, v)
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
