@@ -46,12 +46,13 @@ class Lists(NamedTuple):
 
 
 class ChunkLists(NamedTuple):
-    """``chunks.Chunks`` with the strides of their rows; starts and sizes stand in rows of ``width``."""
+    """For each (batch, head, row) of the lists: full chunks from the front of ``starts``, partial ones from its back, their token counts in
+    ``sizes``; strides as in ``Bounds``."""
 
-    starts: Tensor
-    sizes: Tensor
-    full: Tensor
-    partial: Tensor
+    starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
+    sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
+    full: Tensor     # int32 [B|1, H|1, rows]
+    partial: Tensor  # int32 [B|1, H|1, rows]
     batch: int
     head: int
     group: int

@@ -26,19 +26,6 @@ HEADER = tl.constexpr(8)
 ENTRY = tl.constexpr(8)
 
 
-class Chunks(NamedTuple):
-    """For each row of the lists: full chunks from the front of ``starts``, partial ones from its back, their token counts in ``sizes``."""
-
-    starts: Tensor   # int32 [B|1, H|1, rows, width], first token of a chunk
-    sizes: Tensor    # int32, same shape, tokens of a partial chunk; not written for full ones
-    full: Tensor     # int32 [B|1, H|1, rows]
-    partial: Tensor  # int32 [B|1, H|1, rows]
-
-    def read_by(self, heads: int) -> ChunkLists:
-        """As a kernel of ``heads`` heads takes them."""
-        return ChunkLists(*self, *shared_strides(self.full, heads), self.starts.shape[-1])
-
-
 class Partition(NamedTuple):
     """How the tokens of one axis are partitioned into blocks, as the kernels take it."""
 
@@ -206,23 +193,24 @@ def _rank(lists, first_list, row, rows, SEGMENT: tl.constexpr):
     return rank
 
 
-def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None,
-                rows_are_queries: bool = True) -> Chunks:
+def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, heads: int, chunk: int, causal_shift: int | None = None,
+                rows_are_queries: bool = True) -> ChunkLists:
     """Cuts every listed block into chunks of ``chunk`` tokens.
 
     Args:
         blocks: the lists; of a transpose, rows are key blocks and items query blocks.
         rows, items: the partitions of the rows' and of the listed blocks' tokens.
+        heads: of the kernel that reads the chunks.
         chunk: tokens of a chunk, a power of two.
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
     plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries)
-    batch, heads, width = plan.extent
-    starts, sizes = torch.empty(2, batch, heads, rows.number, width, dtype=torch.int32, device=blocks.device)
-    full, partial = torch.empty(2, batch, heads, rows.number, dtype=torch.int32, device=blocks.device)
+    batch, list_heads, width = plan.extent
+    starts, sizes = torch.empty(2, batch, list_heads, rows.number, width, dtype=torch.int32, device=blocks.device)
+    full, partial = torch.empty(2, batch, list_heads, rows.number, dtype=torch.int32, device=blocks.device)
     _launch(_launch_chunks, plan, blocks, rows, items, starts, sizes, full, partial)
-    return Chunks(starts, sizes, full, partial)
+    return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), width)
 
 
 def queue_plan(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> ChunkPlan:
@@ -235,8 +223,8 @@ def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Part
     (batch, head) the longest list first.
 
     int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five are used:
-    first token, tokens, full chunks, partial chunks, row; then, as in ``Chunks`` and indexed by row, all starts; then all sizes, but where
-    no chunk can be partial.
+    first token, tokens, full chunks, partial chunks, row; then, as in ``ChunkLists`` and indexed by row, all starts; then all sizes, but
+    where no chunk can be partial.
     """
     data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
     _launch(_launch_queue, plan, blocks, rows, items, data)

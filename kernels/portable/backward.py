@@ -213,19 +213,19 @@ def triton_backward(
     if gathered:
         gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal)
     else:
-        chunks = chunk_lists(blocks, q_blocks, kv_blocks, for_dq.block_n, shift)
+        chunks = chunk_lists(blocks, q_blocks, kv_blocks, heads, for_dq.block_n, shift)
         parts = triton.cdiv(q_blocks.length, for_dq.block_m)
         k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))
         _dq_kernel[(q_blocks.number * parts, batch * heads)](
-            q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks.read_by(heads),
+            q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks,
             heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
             **shape, **for_dq.options())
 
-    chunks = chunk_lists(flipped, kv_blocks, q_blocks, for_dkv.block_m, shift, rows_are_queries=False)
+    chunks = chunk_lists(flipped, kv_blocks, q_blocks, heads, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
-        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks.read_by(heads), kv_blocks.bounds(kv_heads),
+        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads),
         view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
         PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, **for_dkv.options())
     return dq, dk, dv

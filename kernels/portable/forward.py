@@ -146,12 +146,12 @@ def triton_forward(
     out, lse = empty_outputs(q, rows, in_place)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    chunks = chunk_lists(blocks, rows, kv_partition(blocks, kv_len), config.block_n, kv_len - q_len if causal else None)
+    chunks = chunk_lists(blocks, rows, kv_partition(blocks, kv_len), heads, config.block_n, kv_len - q_len if causal else None)
     parts = triton.cdiv(rows.length, config.block_m)
     dim_pad = max(triton.next_power_of_2(dim), 16)
     k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
     _forward_kernel[(rows.number * parts, batch * heads)](
-        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks.read_by(heads),
+        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks,
         heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(dim, config.block_m, limits), **config.options())
     return out, lse

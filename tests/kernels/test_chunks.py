@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Trit
 def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     blocks = BlockLists.from_mask(torch.rand(2, 3, 5, 6) < 0.5, 16, ragged([40, 7, 0, 33, 16, 20], "cpu"))
     rows, items, shift = q_partition(blocks, 70), kv_partition(blocks, 116), 116 - 70 if causal else None
-    chunks = chunk_lists(blocks, rows, items, 16, shift)
+    chunks = chunk_lists(blocks, rows, items, 3, 16, shift)
     plan = queue_plan(blocks, rows, items, 16, shift)
     batch, heads, width = plan.extent
     assert (batch, heads, width) == (2, 3, chunks.starts.shape[3])
