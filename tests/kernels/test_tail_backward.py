@@ -130,8 +130,9 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, order=of.estimates.order)
     _, tail_lse, bias2, mixture = eager.combine(out, lse, q, k, v, *of.of.shape, of.blocks.counts, of.blocks.indices, estimates,
                                                 of.of.scale, True)
-    places = eager._Cut(of.of.shape[0], q.shape[2])
-    matrix = eager._matrices(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, mixture, places)
+    covariances = eager._covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order,
+                                     eager._Cut(of.of.shape[1], k.shape[2]))
+    matrix = eager._matrices(covariances, mixture, q.shape[3])
     dout, dlse = of.grads
     got = [dout.clone(), dlse.clone(), *(torch.zeros_like(x) for x in of.inputs[2:])]
     rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]

@@ -1,27 +1,35 @@
-"""Triton's interpreter without work that it does over and over, which is half of the time that our kernels' tests take, and
+"""Triton's interpreter without work that it does over and over, which is most of the time that our kernels' tests take, and
 with products of bfloat16.
 
 A launch replaces the functions of Triton's language by interpreted ones, and every call of one kernel function by another does so again.
-Every tensor works out the type of its shape, which nobody asks for, and looks its dtype up in a table that is made for it.
+Every sum of integers is computed three times more, for an assertion that is off. Every tensor works out the type of its shape, which
+nobody asks for, every type its name and its size, and two tensors of one type are compared, converted and broadcast as if they had two.
 It keeps bfloat16 as its bits and multiplies these; here it multiplies the numbers.
 """
 
 from __future__ import annotations
+
+from functools import cache, partial
 
 
 def quicken() -> None:
     """For Triton 3.6 on; a version that has it otherwise is left alone. To be called before any kernel runs."""
     try:
         import triton.language as tl
+        from triton.language.semantic import TritonSemantic
         from triton.runtime import interpreter
 
         replaced = interpreter._patch_lang, interpreter._LangPatchScope, interpreter._get_np_dtype
         shapes = tl.core.tuple.__init__, tl.core.tuple.__getattr__, tl.core._type_for_tuple_values
+        semantics = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.binary_op_sanitize_overflow_impl,
+                     TritonSemantic.computation_type_impl, tl.core._unwrap_if_constexpr)
     except (ImportError, AttributeError):
         return
     _replace_once(tl, interpreter, *replaced[:2])
     _remember_dtypes(tl, interpreter, replaced[2])
     _type_when_asked(tl.core.tuple, *shapes)
+    _as_they_are(tl, TritonSemantic, *semantics)
+    _types_once(tl)
     _multiply_numbers(tl, interpreter)
 
 
@@ -62,6 +70,57 @@ def _type_when_asked(shape, make, attribute, type_of) -> None:
         return attribute(self, name)
 
     shape.__init__, shape.__getattr__ = init, getattr
+
+
+def _as_they_are(tl, semantic, both, overflow, computed, unwrap) -> None:
+    """Of two operands those of one type, which need no conversion; and what no compiler has wrapped."""
+    tensor = tl.tensor
+
+    def unless_same(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if not div_or_mod and lhs.__class__ is tensor and rhs.__class__ is tensor:
+            if vars(lhs.type) is vars(rhs.type) and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        return both(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def if_asserted(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:
+            overflow(self, lhs, rhs, binary_op)
+
+    unwrapped = int, float, bool, str, type(None), tensor
+
+    semantic.binary_op_type_checking_impl = unless_same
+    semantic.binary_op_sanitize_overflow_impl = if_asserted
+    # Of scalar types, which are few.
+    remembered = cache(partial(computed, semantic(None)))
+    semantic.computation_type_impl = lambda self, *types: remembered(*types)
+    tl.core._unwrap_if_constexpr = lambda o: o if o.__class__ in unwrapped else unwrap(o)
+
+
+def _types_once(tl) -> None:
+    """What a type comes to, once for each kind of element and shape; equal types share it."""
+    block, tensor, scalar = tl.block_type, tl.tensor, tl.core.dtype
+    make, fill, equal = block.__init__, tensor.__init__, block.__eq__
+    known: dict = {}
+
+    def init(self, element_ty, shape):
+        key = element_ty.name, *[size if size.__class__ is int else tl.core._unwrap_if_constexpr(size) for size in shape]
+        if key not in known:
+            make(self, element_ty, shape)
+            known[key] = self.__dict__
+        self.__dict__ = known[key]
+
+    def of_type(self, handle, type):
+        kept = type.__dict__
+        if "of_tensors" not in kept:
+            fill(self, handle, type)
+            kept["of_tensors"] = {name: getattr(self, name) for name in ("shape", "numel", "type", "dtype")}
+        self.handle = handle
+        self.__dict__ |= kept["of_tensors"]
+
+    block.__init__, tensor.__init__ = init, of_type
+    block.__eq__ = lambda self, other: self.__dict__ is getattr(other, "__dict__", None) or equal(self, other)
+    same = scalar.__eq__
+    scalar.__eq__ = lambda self, other: self is other or same(self, other)
 
 
 def _multiply_numbers(tl, interpreter) -> None:
