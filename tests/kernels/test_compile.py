@@ -6,7 +6,7 @@ import sys
 
 import compile_kernels
 import pytest
-from pretend import CARDS, Loop, loops
+from pretend import CARDS, Loop, has_local_memory, loops
 
 # About as long each, for the workers that share them.
 SHARES = [*(f"sm_{card}" for card in CARDS if card != 90), "sm_90 portable", "sm_90 tail", "sm_90 hopper forward", "sm_90 hopper backward"]
@@ -49,3 +49,9 @@ ASSEMBLY = """
 def test_what_counts_as_reloaded():
     """One word: neither what is outside of the loop around the product, nor where its waiting was moved to, nor other loops."""
     assert loops(ASSEMBLY) == [Loop(instructions=3, products=1, reloads=1, spills=0)]
+
+
+def test_only_kernels_with_local_memory_are_looked_through():
+    said = "    {} bytes stack frame, {} bytes spill stores, 0 bytes spill loads\nptxas info    : Used 255 registers"
+    assert not has_local_memory(said.format(0, 0)) and has_local_memory(said.format(0, 8)) and has_local_memory(said.format(16, 0))
+    assert has_local_memory("ptxas info    : Used 255 registers"), "words that are not known"

@@ -56,7 +56,7 @@ class Compiled(NamedTuple):
     tensor_memory: int   # columns
     ttgir: str
     said: str            # by ptxas; "" where it was not asked
-    loops: list[Loop]
+    loops: list[Loop] | None   # None where nobody asked, or no register can be reloaded, for there is no local memory
 
     @property
     def spilled(self) -> int:
@@ -95,6 +95,12 @@ def loops(assembly: str) -> list[Loop]:
     return [Loop(span[1] - span[0], count(span, PRODUCTS), count(span, ("LDL",)), count(span, ("STL",))) for span in sorted(inner)]
 
 
+def has_local_memory(said: str) -> bool:
+    """Whether a kernel has any, where registers are spilled to, by what ptxas -v says of it."""
+    sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", said)
+    return len(sizes) != 3 or any(map(int, sizes))
+
+
 class Compiler:
     """Compiles what calls would launch on a card, each kernel once."""
 
@@ -102,13 +108,16 @@ class Compiler:
         self.card = CARDS[90]
         self.found: list[Compiled | str] = []
         self._wanted = re.compile("")
+        self._assembled = self._looped = True
         self._seen: set[str] = set()
-        self._said: dict[str, tuple[str, list[Loop]]] = {}
+        self._said: dict[str, tuple[str, list[Loop] | None]] = {}
 
-    def compile(self, call: Callable[[], None], card: Card, wanted: str = "", assembled: bool = True) -> list[Compiled | str]:
+    def compile(self, call: Callable[[], None], card: Card, wanted: str = "", assembled: bool = True, looped: bool = True
+                ) -> list[Compiled | str]:
         """What ``call`` would launch on ``card``, as far as it was not compiled for that before and its name fits ``wanted``; a string says
-        what does not compile. Without ``assembled`` ptxas is not asked, which takes most of the time."""
-        self.card, self._wanted, self.found, self._assembled = card, re.compile(wanted), [], assembled
+        what does not compile. Without ``assembled`` ptxas is not asked, which takes most of the time; without ``looped`` nobody looks for
+        loops."""
+        self.card, self._wanted, self.found, self._assembled, self._looped = card, re.compile(wanted), [], assembled, looped
         call()
         return self.found
 
@@ -116,6 +125,7 @@ class Compiler:
         """Lets this process launch nothing from here on; before any module with kernels is imported."""
         import torch
         from triton import knobs
+        from triton._C.libtriton import llvm
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
@@ -142,6 +152,9 @@ class Compiler:
             if compiler._wanted.search(name):
                 compiler._keep(name, lambda: compile_only(kernel, *args, grid=grid, warmup=True, **kwargs), kwargs)
 
+        optimize = llvm.optimize_module
+        # Memory and copies are known before.
+        llvm.optimize_module = lambda *args: optimize(*args) if compiler._assembled else None
         compile_only = JITFunction.run
         JITFunction.run = run
         driver.set_active(Driver())
@@ -162,7 +175,7 @@ class Compiler:
         if kernel.hash in self._seen:
             return
         self._seen.add(kernel.hash)
-        said, inner = self._said.pop(kernel.hash, ("", []))
+        said, inner = self._said.pop(kernel.hash, ("", None))
         memory = kernel.metadata
         self.found.append(Compiled(name, launched, self.card, memory.shared, memory.tmem_size or 0, kernel.asm["ttgir"], said, inner))
 
@@ -186,8 +199,8 @@ class Compiler:
                 source.write_text(ptx)
                 ptxas = Path(get_ptxas(self.card.capability).path)
                 said = _output(ptxas, "-v", f"--gpu-name={sm_arch_from_capability(self.card.capability)}", source, "-o", binary)
-                inner = loops(_output(ptxas.with_name("nvdisasm"), "-c", binary))
-                self._said[metadata["hash"]] = said, inner
+                looped = self._looped and has_local_memory(said)
+                self._said[metadata["hash"]] = said, loops(_output(ptxas.with_name("nvdisasm"), "-c", binary)) if looped else None
                 return binary.read_bytes()
 
         stages.update(cubin=cubin) if self._assembled else stages.update(ptx=no_ptx, cubin=no_cubin)
