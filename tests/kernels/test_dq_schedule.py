@@ -1,5 +1,6 @@
 """In which order the Hopper backward's programs add to dQ: every lock opens, nobody waits for ever, and the work is shared fairly."""
 
+import random
 from functools import partial
 
 import pytest
@@ -45,19 +46,26 @@ def of(x, batch, head, heads):
     return x[min(batch, x.shape[0] - 1), head * x.shape[1] // heads]
 
 
-def iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
-    """((batch, query head, query block), place in the list, chunks) of a tile, from the mask alone, before its list is rotated."""
-    mask, (starts, sizes) = blocks.to_mask(), blocks.q_bounds(q_len)
-    key = tile[ROW] - tile[PART] * KEYS
+def iterations(blocks, heads, kv_heads, q_len, kv_len, causal):
+    """((batch, query head, query block), place in the list, chunks) of each tile that is asked for, from the mask alone, before its list
+    is rotated."""
+    mask, bounds = blocks.to_mask(), blocks.q_bounds(q_len)
+    lists = {(batch, head): (of(mask, batch, head, heads).T.tolist(), *(of(x, batch, head, heads).tolist() for x in bounds))
+             for batch in range(2) for head in range(heads)}
     group = heads // kv_heads
-    found = []
-    for head in range(tile[HEAD] * group, (tile[HEAD] + 1) * group):
-        listed = of(mask, tile[BATCH], head, heads)[:, tile[BLOCK]].nonzero().flatten().tolist()
-        start, size = (of(x, tile[BATCH], head, heads) for x in (starts, sizes))
-        seen = [not causal or int(start[block] + size[block]) - 1 + kv_len - q_len >= key for block in listed]
-        chunks = [max(-(-int(size[block]) // QUERIES), 0) * seen[at] for at, block in enumerate(listed)]
-        found.append([((tile[BATCH], head, block), at, chunks[at]) for at, block in enumerate(listed)])
-    return found
+
+    def of_tile(tile):
+        key = tile[ROW] - tile[PART] * KEYS
+        found = []
+        for head in range(tile[HEAD] * group, (tile[HEAD] + 1) * group):
+            listed, start, size = lists[tile[BATCH], head]
+            listed = [block for block, there in enumerate(listed[tile[BLOCK]]) if there]
+            seen = [not causal or start[block] + size[block] - 1 + kv_len - q_len >= key for block in listed]
+            chunks = [max(-(-size[block] // QUERIES), 0) * seen[at] for at, block in enumerate(listed)]
+            found.append([((tile[BATCH], head, block), at, chunks[at]) for at, block in enumerate(listed)])
+        return found
+
+    return of_tile
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,8 +83,9 @@ def test_every_tile_is_listed_once(device, name, causal):
                 wanted |= {(batch, head, block, part, start + part * KEYS, size - part * KEYS) for part in range(-(-size // KEYS))}
     here = [tile for tile in tiles if tile[ROWS] > 0]
     assert sorted((tile[BATCH], tile[HEAD], tile[BLOCK], tile[PART], tile[ROW], tile[ROWS]) for tile in here) == sorted(wanted)
+    of_tile = iterations(blocks, heads, kv_heads, q_len, kv_len, causal)
     for tile in tiles:
-        chunks = sum(iteration[2] for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal) for iteration in member)
+        chunks = sum(iteration[2] for member in of_tile(tile) for iteration in member)
         assert tile[ITERATIONS] == (chunks if tile[ROWS] > 0 else -1) and tile[NEXT] == -1 and tile[ROTATION] == 0
     assert not first and lock_values is None
 
@@ -91,14 +100,14 @@ def test_every_lock_opens(device, name, programs, causal):
 
 def assert_every_lock_opens(blocks, heads, kv_heads, q_len, kv_len, programs, causal):
     tiles, first, lock_values = plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal)
-    lock_values = lock_values.tolist()
+    lock_values, of_tile, paces = lock_values.tolist(), iterations(blocks, heads, kv_heads, q_len, kv_len, causal), random.Random(0)
     paths, assigned = [], []
     for at in first:
         path = []
         while at >= 0:
             assigned.append(at)
             tile = tiles[at]
-            for member in iterations(tile, blocks, heads, kv_heads, q_len, kv_len, causal):
+            for member in of_tile(tile):
                 begin = tile[ROTATION] * len(member) // ROTATION_UNITS.value
                 for (batch, head, block), place, chunks in member[begin:] + member[:begin]:
                     if chunks:
@@ -111,7 +120,7 @@ def assert_every_lock_opens(blocks, heads, kv_heads, q_len, kv_len, programs, ca
         following = [(program, *path[at]) for program, (at, path) in enumerate(zip(done, paths)) if at < len(path)]
         ready = [program for program, block, lock_value in following if semaphores.get(block, 0) == lock_value]
         assert ready, "everyone waits"
-        program = ready[int(torch.randint(len(ready), ()))]
+        program = paces.choice(ready)
         block, lock_value = paths[program][done[program]]
         semaphores[block] = lock_value + 1
         done[program] += 1

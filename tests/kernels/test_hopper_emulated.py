@@ -33,11 +33,13 @@ def walks(monkeypatch):
 
 
 def assert_right(q, k, v, blocks, causal, late, scale=0.125):
+    """Gives what the kernel gave."""
     out, lse = run("forward", q, k, v, blocks, scale, causal, late=late)
     exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, scale, causal)
     tolerance = 5e-3 if q.dtype == torch.float16 else 2e-2
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * v.abs().max().item() / 4)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+    return out, lse
 
 
 # (late, dtype): the first walk over a list is as float16 has it, but for the maxima.
@@ -55,7 +57,7 @@ def test_small_blocks(name, causal, speed, every_row_fails):
     assert_right(*inputs(2, heads, kv_heads, q_len, kv_len, 64, dtype=dtype), blocks, causal, late)
 
 
-@pytest.mark.parametrize("name, speed", zip(patterns("cpu"), cycle(SPEEDS)))
+@pytest.mark.parametrize("name, speed", [*zip(patterns("cpu"), cycle(SPEEDS))])
 def test_a_result_in_the_place_of_q_is_the_same(name, speed):
     """Programs run one after another, so the later ones find rows beside their own overwritten."""
     (late, dtype), (blocks, heads, kv_heads, q_len, kv_len) = speed, patterns("cpu")[name]
@@ -93,8 +95,7 @@ def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
     mask[:, 2] = False
     blocks = BlockLists.from_mask(mask, ragged([384, 200, 70, 331, 0], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     q, k, v = inputs(1, 2, 1, 985, 1002, 128, dtype=dtype)
-    assert_right(q, k, v, blocks, False, late)
-    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    expected = assert_right(q, k, v, blocks, False, late)
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 
@@ -127,9 +128,8 @@ def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts
     sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 50, keys, keys, 0, keys, keys]
     blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
     q, k, v = inputs(1, 4, 2, 249, 6 * keys + 53, dim, dtype=dtype)
-    assert_right(q, k, v, blocks, False, late)
+    expected = assert_right(q, k, v, blocks, False, late)
     assert programs == [6 if dim == 128 else 9]
-    expected = run("forward", q, k, v, blocks, 0.125, False, late=late)
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 

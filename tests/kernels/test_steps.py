@@ -62,9 +62,9 @@ def test_strange_strides_and_no_tokens_at_all(row):
 @rows
 @dtypes
 @pytest.mark.parametrize("padding", ["none", "zero", "repeat"])
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 1)])
-def test_gathered_blocks_are_the_tokens_of_each_and_their_means(row, padding, heads, kv_heads, dtype):
+def test_gathered_blocks_are_the_tokens_of_each_and_their_means(row, padding, dtype):
     """Of one order, and of two: keys of another sequence than the queries'."""
+    heads, kv_heads = (2, 2) if dtype == torch.float32 else (4, 1)
     q, k, v = (projected(h, LAYOUT.length, 24, dtype) for h in (heads, kv_heads, kv_heads))
     k = k.contiguous()
     steps, plain = both(row, dtype, 24)

@@ -264,8 +264,8 @@ def test_halves_are_cut_across_the_first_principal_direction(dtype):
 
 def test_kernels_and_plain_torch_cut_blocks_alike():
     """Of keys without a direction that stands out: ten iterations find none, so that what they start from decides."""
-    lengths = [2 + 7 * i % 23 for i in range(60)]
-    case = tail_case(lengths, 60, dim=32, kv_heads=2, parts=2, dtype=torch.float32, device=DEVICE)
+    lengths = [2 + 7 * i % 23 for i in range(23)]
+    case = tail_case(lengths, 23, dim=32, kv_heads=2, parts=2, dtype=torch.float32, device=DEVICE)
     case.k = torch.randn_like(case.k)
     assert torch.equal(case.estimate().order, case.specified_estimates().order)
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from cases import spread
 from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import cases, layer_of
@@ -169,16 +170,14 @@ def layer_call(name, mask=None, **options):
     return lambda q, k, v: ssta_attention(q, k, v, LAYOUT, config, text_mask=mask, return_blocks=True, **options)
 
 
-@every_config
-@pytest.mark.parametrize("grad", [False, True], ids=["", "gradient"])
+@pytest.mark.parametrize("name, grad, masked, by_token", spread(CONFIGS, (False, True), (False, True), (False, True)))
 @pytest.mark.slow
-def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad):
+def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad, masked, by_token):
     torch._dynamo.reset()
-    for masked, by_token in ((False, True), (True, False)):
-        call = layer_call(name, MASK.to(DEVICE) if masked else None)
-        tensors = inputs(grad=grad, by_token=by_token)
-        weight = torch.randn_like(tensors[0])
-        same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
+    call = layer_call(name, MASK.to(DEVICE) if masked else None)
+    tensors = inputs(grad=grad, by_token=by_token)
+    weight = torch.randn_like(tensors[0])
+    same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
 
 
 @every_config
@@ -273,7 +272,7 @@ def test_lists_that_a_layer_returns_can_be_copied():
 @pytest.mark.parametrize("name", ["topk", "repetitions", "threshold", pytest.param("halves", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
-    """Forward and backward, by hand and in one graph: twice the error that plain torch makes in the same dtype."""
+    """Forward and backward, by hand and in one graph: at most twice the error that plain torch makes in the same dtype."""
     config = config_of(name)
     if config.compensation != "none":
         # By "error" tiles whose estimates are rounded otherwise might be selected, which are about as good.
@@ -289,9 +288,10 @@ def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
 
     torch._dynamo.reset()
     exact, plain, eager = run("reference", torch.float64), run("torch"), run(impl)
-    traced = run(impl, wrap=lambda call: torch.compile(call, fullgraph=True, backend="aot_eager"))
     assert torch.equal(eager[1], plain[1]) and torch.equal(plain[1], exact[1])
-    same(traced, eager)
+    if name == "halves":
+        # Of all steps.
+        same(run(impl, wrap=lambda call: torch.compile(call, fullgraph=True, backend="aot_eager")), eager)
     for got, rounded, wanted in zip((eager[0], *eager[2:]), (plain[0], *plain[2:]), (exact[0], *exact[2:])):
         assert got.stride() == rounded.stride()
         error, allowed = ((x.double() - wanted).norm() / wanted.norm() for x in (got, rounded))
