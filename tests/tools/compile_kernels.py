@@ -4,8 +4,8 @@
 
 Too much shared or tensor memory, registers reloaded in a loop over chunks, many bytes spilled elsewhere, a serialised wgmma (C751x),
 registers that are not reassigned (C7507), or one copy of a tile where it should be loaded ahead makes it exit with 1: such a kernel would
-not start, or be slow. Words in the labels choose cases. The usual ones are one for each way through a kernel and kind of GPU, with ptxas asked
-on one of the kinds that multiply alike; --all adds what should tell nothing new.
+not start, or be slow. Words in the labels choose cases. The usual ones are one for each way through a kernel and kind of GPU, with ptxas
+asked on one of the kinds that multiply alike; --all adds what should tell nothing new.
 """
 
 from __future__ import annotations
