@@ -85,7 +85,7 @@ class Row:
 
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
-    Row("hopper", dict(combine="portable.tail:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS"),
+    Row("hopper", dict(combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS"),
         _hopper_merge_cannot),
     Row("hopper", dict(key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
                        estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics"), _hopper_statistics_cannot),
@@ -93,7 +93,7 @@ ROWS = (
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
         key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
-        combine="portable.tail:combine", combine_backward="portable.tail:combine_backward"), _triton_cannot),
+        combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward"), _triton_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", take="eager.moves:take", score="eager.ranking:score",
         select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", key_statistics="eager.tail:key_statistics",

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..memo import Kept
-from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, descriptors_known, hooked
+from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, _Direct, aligned, current_stream, descriptors_known, hooked
 
 # Of what a step works in, bytes: where its tensors begin.
 ALIGNMENT = 256
@@ -69,6 +70,12 @@ class Plan:
         self.results.append(self._base(torch.empty(shape, dtype=dtype, device="meta")))
         return self.results[-1]
 
+    def result_like(self, x: Tensor) -> Tensor:
+        """The same, of x's shape and dtype, in its memory order."""
+        assert not self.needed
+        self.results.append(self._base(torch.empty_like(x)))
+        return self.results[-1]
+
     def working(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that the step alone needs, until ``memory_again`` ends around it."""
         x = torch.empty(shape, dtype=dtype, device="meta")
@@ -104,39 +111,89 @@ class Plan:
         return Place(base, before + int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
 
 
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """For ``Plan.call``: out = a @ b of batches of matrices."""
+    torch.bmm(a, b, out=out)
+
+
 class Planned:
     """What a Plan has written down, for calls with tensors of its kind.
 
     The first call launches with tensors, which compiles; later ones by address, if Triton's launchers are known, no launch hook listens,
-    and all tensors begin at multiples of 16 bytes, as torch's own do.
+    and all inputs begin at multiples of 16 bytes, as torch's own tensors do.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.device, self.steps, self.needed = plan.device, plan.steps, plan.needed
-        self.results = [(x.shape, x.stride(), x.dtype) for x in plan.results]
-        self.by_address: list[Callable[[int, list[int], list[Tensor]], None]] | None = None
+        # An empty one is the same for all calls.
+        self.results = [(None if x.numel() else torch.empty_like(x, device=plan.device), x.shape, x.stride(), x.dtype)
+                        for x in plan.results]
+        self.by_address: _ByAddress | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The results, on the current device and stream."""
         device = self.device
-        results = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.results]
-        bases = [*inputs, *results, torch.empty(self.needed // 2, dtype=torch.bfloat16, device=device)]
-        # Behind them what a kernel gets in the place of a tensor that it does not read.
-        addresses = [*[x.data_ptr() for x in bases], 0]
-        if self.by_address is None or not aligned(addresses) or hooked():
-            self._with_tensors(bases, aligned(addresses))
-            return results
-        stream = current_stream()
-        for step in self.by_address:
-            step(stream, addresses, bases)
+        results = [torch.empty_strided(shape, strides, dtype=dtype, device=device) if empty is None else empty
+                   for empty, shape, strides, dtype in self.results]
+        bases = [*inputs, *results]
+        if self.needed:
+            bases.append(torch.empty(self.needed // 2, dtype=torch.bfloat16, device=device))
+        usual = aligned([x.data_ptr() for x in inputs])
+        if self.by_address is None or not usual or hooked():
+            self._with_tensors(bases, usual)
+        else:
+            self.by_address(current_stream(), bases)
         return results
 
     def _with_tensors(self, bases: list[Tensor], usual: bool) -> None:
         for step in self.steps:
             step.with_tensors(bases)
         if usual and any([isinstance(step, _Launch) for step in self.steps]):
-            settled = [step.by_address() for step in self.steps]
-            self.by_address = None if None in settled else settled  # type: ignore[assignment]
+            self.by_address = _ByAddress.of(self.steps)
+
+
+class _ByAddress:
+    """The steps of a plan, which all take what they need from two lists that a call makes once."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[int, list[int], list[Tensor], list[Tensor]], None]] = []
+        # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
+        self._addresses: dict[tuple[int, int], int] = {}
+        self._tensors: dict[Place, int] = {}
+
+    @classmethod
+    def of(cls, steps: Sequence[_Launch | _Call]) -> _ByAddress | None:
+        """None unless all kernels are compiled, and launched directly."""
+        found = cls()
+        for step in steps:
+            by_address = step.by_address(found)
+            if by_address is None:
+                return None
+            found.steps.append(by_address)
+        return found
+
+    def addresses_of(self, places: Sequence[Place | None]) -> Callable[[list[int]], tuple]:
+        """Picks the places' addresses. None: something that is not read, whose address is 0."""
+        spots = [(-1, 0) if place is None else (place.base, place.offset) for place in places]
+        return _picker([self._addresses.setdefault(spot, len(self._addresses)) for spot in spots])
+
+    def tensors_of(self, places: Sequence[Place]) -> Callable[[list[Tensor]], tuple]:
+        """Picks the places' tensors."""
+        return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
+
+    def __call__(self, stream: int, bases: list[Tensor]) -> None:
+        begins = [*[x.data_ptr() for x in bases], 0]
+        addresses = [begins[base] + offset for base, offset in self._addresses]
+        tensors = [place.of(bases) for place in self._tensors]
+        for step in self.steps:
+            step(stream, addresses, tensors, bases)
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:
+    """What stands at these places of a list."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda found: tuple([found[number] for number in numbers])
 
 
 class _Spot(NamedTuple):
@@ -164,39 +221,42 @@ class _Launch(NamedTuple):
         tensors = [None if place is None else place.of(bases) for place in self.places]
         self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
 
-    def by_address(self) -> Callable[[int, list[int], list[Tensor]], None] | None:
-        """The same of addresses, once it is compiled."""
+    def by_address(self, call: _ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None] | None:
+        """The same for later calls; None where it is not launched directly."""
         direct = self.quick.direct(self.key, [0 if place is None else place.offset for place in self.places])
         if direct is None:
             return None
-        launch, grid, settled, flat, spots = direct.launch, self.grid, direct.settled, direct.flat, self.spots
-        rest = (*self.numbers, *self.constants.values())
-        places = [(-1, 0) if place is None else (place.base, place.offset) for place in self.places]
-        # Their own objects are found faster than what they describe.
-        names = [object() for _ in spots]
+        launch, grid, settled, flat = direct.launch, self.grid, direct.settled, direct.flat
+        rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.places)
+        described = self._described(direct, call) if self.spots else None
+
+        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor]) -> None:
+            descriptors = described(addresses, bases) if described else ()
+            if flat:
+                launch(*grid, stream, *settled, *descriptors, *pointers(addresses), *rest)
+            else:
+                launch(*grid, stream, *settled, [*descriptors, *pointers(addresses), *rest])
+
+        return run
+
+    def _described(self, direct: _Direct, call: _ByAddress) -> Callable[[list[int], list[Tensor]], list]:
+        """Gives the kernel's arguments for all descriptors."""
+        pick = call.addresses_of([None if spot is None else spot.place for spot in self.spots])
+        # Their own objects are found faster than what they describe. Numbers leave out those that are None.
+        present = [spot is not None for spot in self.spots]
+        named = [(spot, object(), sum(present[:at])) for at, spot in enumerate(self.spots)]
 
         def described(addresses: list[int], bases: list[Tensor]) -> list:
             arguments: list = []
-            number = 0
-            for spot, name in zip(spots, names):
+            for address, (spot, name, number) in zip(pick(addresses), named):
                 if spot is None:
                     arguments.append(None)
                     continue
-                known = descriptors_known.get((addresses[spot.place.base] + spot.place.offset, name))
+                known = descriptors_known.get((address, name))
                 arguments += direct.describe(number, spot.place.of(bases), name, spot.make) if known is None else known
-                number += 1
             return arguments
 
-        def run(stream: int, addresses: list[int], bases: list[Tensor]) -> None:
-            arguments = described(addresses, bases) if spots else []
-            arguments += [addresses[base] + offset for base, offset in places]
-            arguments += rest
-            if flat:
-                launch(*grid, stream, *settled, *arguments)
-            else:
-                launch(*grid, stream, *settled, arguments)
-
-        return run
+        return described
 
 
 class _Call(NamedTuple):
@@ -208,8 +268,9 @@ class _Call(NamedTuple):
     def with_tensors(self, bases: list[Tensor]) -> None:
         self.function(*[place.of(bases) for place in self.places])
 
-    def by_address(self) -> Callable[[int, list[int], list[Tensor]], None]:
-        return lambda stream, addresses, bases: self.with_tensors(bases)
+    def by_address(self, call: _ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None]:
+        function, arguments = self.function, call.tensors_of(self.places)
+        return lambda stream, addresses, tensors, bases: function(*arguments(tensors))
 
 
 class Plans:

@@ -5,19 +5,22 @@ The formulas are those of ``combine_backward`` in eager/tail.py, with W_qu = e^(
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import DeviceLimits, device_limits, multiprocessors
-from ..lowering.arguments import view
-from ..lowering.inputs import strided
-from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, of_head, row_pointers, store_rows
-from ..lowering.quick_launch import FUSED
+from ..lowering.plans import Plan, product
+from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
+from ..lowering.quick_launch import power_of_2
 from ..tail import Blocks
 from .config import LaunchConfig
+from .tail_config import launcher, strides
 from .tail_rows import part_shares
+from .tail_statistics import head_at
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
@@ -51,7 +54,9 @@ def _with_moments(x, moments, acc):
 
 @triton.jit
 def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2,
-                      matrix, offsets, heads, group, tokens, blocks, units, scale_log2, scale,
+                      matrix, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row, exact_batch, exact_head, exact_row,
+                      out_batch, out_head, out_row, dexact_batch, dexact_head, dexact_row, dq_batch, dq_head, dq_row,
+                      heads, group, tokens, blocks, units, scale_log2, scale,
                       PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """dO_E, dz_E and dq of some rows of a query block; and what the units' pass wants to know of them: c, and z in base 2."""
     block, before = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * M
@@ -70,27 +75,28 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     a, b, _ = part_shares(row_exact, row_tail)
     # Rows of which nothing is estimated pass on what arrives.
     a, b = tl.where(estimated, a, 1.0), tl.where(estimated, b, 0.0)
-    do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
+    do_of = head_at(dout, batch, head, dout_batch, dout_head)
+    do = load_rows(do_of, row, dout_row, rows, M, DIM, DIM_PAD, True)
     wide = do.to(tl.float32)
-    merged = load_rows(of_head(out, batch, head), row, out.row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
+    merged = load_rows(head_at(out, batch, head, out_batch, out_head), row, out_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
     delta = tl.sum(merged * wide, 1)
     row_dlse = tl.zeros([M], tl.float32)
     if dlse is not None:
         row_dlse = tl.load(dlse + at, mask=inside, other=0.0)
         delta -= row_dlse
-    own = load_rows(of_head(exact, batch, head), row, exact.row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
+    own = load_rows(head_at(exact, batch, head, exact_batch, exact_head), row, exact_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
     # Where the exact part has nothing, whatever its out holds.
     own_dot = tl.sum(tl.where((a == 0.0)[:, None], 0.0, own) * wide, 1)
-    store_rows(of_head(dexact, batch, head), row, dexact.row, rows, a[:, None] * wide, M, DIM, DIM_PAD)
+    store_rows(head_at(dexact, batch, head, dexact_batch, dexact_head), row, dexact_row, rows, a[:, None] * wide, M, DIM, DIM_PAD)
     tl.store(dexact_lse + at, tl.where(estimated, a * (own_dot - delta), row_dlse), mask=inside)
 
-    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
+    queries = load_rows(head_at(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
     c = -delta
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     # M dO of each row, by columns of M.
     m = matrix + ((batch * heads + head) * blocks + block) * DIM * DIM
     for column in range(0, DIM, C):
-        part = _patch(of_head(dout, batch, head) + row.to(tl.int64) * dout.row + column, dout.row, rows, DIM - column, M, C)
+        part = _patch(do_of + row.to(tl.int64) * dout_row + column, dout_row, rows, DIM - column, M, C)
         acc = _with_moments(part, tl.trans(_patch(m + column, DIM, DIM, DIM - column, DIM_PAD, C)), acc)
     c += scale * tl.sum(acc * queries.to(tl.float32), 1)
     acc = acc * b[:, None]
@@ -101,36 +107,36 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     tl.store(lse2 + at, row_lse2, mask=inside)
     tl.store(shift + at, c, mask=inside)
 
-    kv_head = head // group
-    keys_of, values_of = of_head(k_mean, batch, kv_head), of_head(v_mean, batch, kv_head)
+    means = (batch * (heads // group) + head // group) * units * DIM
     bias_of = bias2 + ((batch * heads + head) * blocks + block) * units
     for first in range(0, units, N):
         unit = first + tl.arange(0, N)
         unit_bias = tl.load(bias_of + unit, mask=unit < units, other=float("-inf"))
-        keys = load_rows(keys_of, first, k_mean.row, units - first, N, DIM, DIM_PAD, True)
-        values = load_rows(values_of, first, v_mean.row, units - first, N, DIM, DIM_PAD, True)
+        keys = load_rows(k_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
+        values = load_rows(v_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
         logits2 = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + unit_bias[None, :]
         weights = tl.exp2(logits2 - row_lse2[:, None])
         dlogits = weights * (tl.dot(do, tl.trans(values), input_precision="ieee") + c[:, None])
         acc = tl.dot(dlogits.to(keys.dtype), keys, acc, input_precision="ieee")
-    store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
+    store_rows(head_at(dq, batch, head, dq_batch, dq_head), row, dq_row, rows, acc * scale, M, DIM, DIM_PAD)
 
 
 @triton.jit
-def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
-                       share, scale_log2, scale,
+def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, q_batch, q_head, q_row,
+                       dout_batch, dout_head, dout_row, kv_heads, group, tokens, blocks, units, share, scale_log2, scale,
                        M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """dkb and dvb of N units, from the ``share`` query blocks of a split; logits stand transposed, [N units, M queries]."""
     first, split = tl.program_id(0) * N, tl.program_id(2)
     kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
     unit = first + tl.arange(0, N)
-    keys = load_rows(of_head(k_mean, batch, kv_head), first, k_mean.row, units - first, N, DIM, DIM_PAD, True)
-    values = load_rows(of_head(v_mean, batch, kv_head), first, v_mean.row, units - first, N, DIM, DIM_PAD, True)
+    means = (batch * kv_heads + kv_head) * units * DIM
+    keys = load_rows(k_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
+    values = load_rows(v_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
     dk_acc = tl.zeros([N, DIM_PAD], tl.float32)
     dv_acc = tl.zeros([N, DIM_PAD], tl.float32)
     place = tl.arange(0, M)
     for head in range(kv_head * group, kv_head * group + group):
-        q_head, do_head = of_head(q, batch, head), of_head(dout, batch, head)
+        queries_of, do_of = head_at(q, batch, head, q_batch, q_head), head_at(dout, batch, head, dout_batch, dout_head)
         before = (batch * kv_heads * group + head) * tokens
         bias_of = bias2 + (batch * kv_heads * group + head) * blocks * units
         for block in range(split * share, tl.minimum(split * share + share, blocks)):
@@ -138,8 +144,8 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
             start, length = _block_rows(offsets, block)
             for row in range(start, start + length, M):
                 rows = start + length - row
-                queries = load_rows(q_head, row, q.row, rows, M, DIM, DIM_PAD, True)
-                do = load_rows(do_head, row, dout.row, rows, M, DIM, DIM_PAD, True)
+                queries = load_rows(queries_of, row, q_row, rows, M, DIM, DIM_PAD, True)
+                do = load_rows(do_of, row, dout_row, rows, M, DIM, DIM_PAD, True)
                 row_lse2 = tl.load(lse2 + before + row + place, mask=place < rows, other=float("inf"))
                 c = tl.load(shift + before + row + place, mask=place < rows, other=0.0)
                 logits2 = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_log2 + unit_bias[:, None]
@@ -153,20 +159,21 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
 
 
 @triton.jit
-def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, heads, tokens, blocks, scale,
+def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row,
+                        heads, tokens, blocks, scale,
                         M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of a query block's dM."""
     block, column = tl.program_id(0), tl.program_id(2) * C
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     start, length = _block_rows(offsets, block)
-    q_head, do_head = of_head(q, batch, head), of_head(dout, batch, head) + column
+    queries_of, do_of = head_at(q, batch, head, q_batch, q_head), head_at(dout, batch, head, dout_batch, dout_head) + column
     before = (batch * heads + head) * tokens
     place = tl.arange(0, M)
     acc = tl.zeros([DIM_PAD, C], tl.float32)
     for row in range(start, start + length, M):
         rows = start + length - row
-        queries = load_rows(q_head, row, q.row, rows, M, DIM, DIM_PAD, True)
-        do = _patch(do_head + tl.cast(row, tl.int64) * dout.row, dout.row, rows, DIM - column, M, C)
+        queries = load_rows(queries_of, row, q_row, rows, M, DIM, DIM_PAD, True)
+        do = _patch(do_of + tl.cast(row, tl.int64) * dout_row, dout_row, rows, DIM - column, M, C)
         row_exact = tl.load(exact_lse + before + row + place, mask=place < rows, other=0.0)
         row_tail = tl.load(tail_lse + before + row + place, mask=place < rows, other=float("-inf"))
         _, b, _ = part_shares(row_exact, row_tail)
@@ -178,7 +185,8 @@ def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, heads, t
 
 
 @triton.jit
-def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, kv_heads, tokens, units,
+def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, k_batch, k_head, k_row,
+                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units,
                         PARTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
     unit, column = tl.program_id(0), tl.program_id(2) * C
@@ -191,13 +199,13 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
     place, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), column + tl.arange(0, C)
     dkey = tl.load(dk_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
     dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
-    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
-    dk_head, dv_head = of_head(dk, batch, kv_head), of_head(dv, batch, kv_head)
+    k, v = head_at(k, batch, kv_head, k_batch, k_head), head_at(v, batch, kv_head, v_batch, v_head)
+    dk, dv = head_at(dk, batch, kv_head, dk_batch, dk_head), head_at(dv, batch, kv_head, dv_batch, dv_head)
     dc = dcovariance + of_unit * DIM * DIM
     to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
     to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
-    key = tl.load(of_head(k_mean, batch, kv_head) + unit * k_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    value = tl.load(of_head(v_mean, batch, kv_head) + unit * v_mean.row + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    key = tl.load(k_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    value = tl.load(v_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     for at in range(first, last, M):
         rows = at + place < last
         token = start + at + place
@@ -207,89 +215,98 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         new_dk = tl.zeros([M, C], tl.float32) + dkey[None, :]
         new_dv = tl.zeros([M, C], tl.float32) + dvalue[None, :]
         mask = rows[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(k_head + token * k.row + dims[None, :], mask=mask, other=0.0)
-        values = tl.load(v_head + token * v.row + dims[None, :], mask=mask, other=0.0)
+        keys = tl.load(k + token * k_row + dims[None, :], mask=mask, other=0.0)
+        values = tl.load(v + token * v_row + dims[None, :], mask=mask, other=0.0)
         keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
-        new_dv = _with_moments(keys.to(k.ptr.dtype.element_ty), to_values, new_dv)
-        new_dk = _with_moments(values.to(v.ptr.dtype.element_ty), to_keys, new_dk)
+        new_dv = _with_moments(keys.to(k.dtype.element_ty), to_values, new_dv)
+        new_dk = _with_moments(values.to(v.dtype.element_ty), to_keys, new_dk)
         mask = rows[:, None] & (columns < DIM)[None, :]
         new_dk, new_dv = tl.where(sound, new_dk * factor, 0.0), tl.where(sound, new_dv * factor, 0.0)
-        tl.store(dk_head + token * dk.row + columns[None, :], new_dk.to(dk.ptr.dtype.element_ty), mask=mask)
-        tl.store(dv_head + token * dv.row + columns[None, :], new_dv.to(dv.ptr.dtype.element_ty), mask=mask)
+        tl.store(dk + token * dk_row + columns[None, :], new_dk.to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + token * dv_row + columns[None, :], new_dv.to(dv.dtype.element_ty), mask=mask)
 
 
-def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, dict[str, int]]:
+_launch_rows, _launch_units, _launch_matrix, _launch_tokens = map(
+    launcher, (_tail_rows_kernel, _tail_units_kernel, _tail_matrix_kernel, _tail_tokens_kernel))
+
+
+def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
-    dim_pad = max(triton.next_power_of_2(dim), 16)
+    dim_pad = max(power_of_2(dim), 16)
     wide = dim_pad > 128 or dtype == torch.float32
     # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
     columns = min(dim_pad, 128 if not wide else 32 if dtype == torch.float32 else 64)
     shape = dict(DIM=dim, DIM_PAD=dim_pad)
-
-    def passing(config: LaunchConfig) -> dict[str, int]:
-        return dict(M=config.block_m, N=config.block_n, **shape, **config.options())
-
-    matrices = dict(M=32 if wide else 64, C=columns, **shape, num_warps=8, **FUSED)
-    return dict(rows=passing(_WIDE if wide else _ROWS) | dict(C=min(columns, 64)),
-                units=passing(_WIDE if wide else _UNITS if limits.tma else _UNITS_BEFORE_HOPPER),
-                matrix=matrices | dict(num_stages=1 if wide else 2), tokens=matrices | dict(num_stages=1))
+    rows, units = (_WIDE, _WIDE) if wide else (_ROWS, _UNITS if limits.tma else _UNITS_BEFORE_HOPPER)
+    matrix = LaunchConfig(32 if wide else 64, columns, 8, 1 if wide else 2)
+    return dict(rows=(dict(M=rows.block_m, N=rows.block_n, C=min(columns, 64)) | shape, rows),
+                units=(dict(M=units.block_m, N=units.block_n) | shape, units),
+                matrix=(dict(M=matrix.block_m, C=columns) | shape, matrix),
+                tokens=(dict(M=matrix.block_m, C=columns) | shape, replace(matrix, num_stages=1)))
 
 
-def triton_tail_backward(
-    dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
+def gradients(
+    plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
     exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
-    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor,
-    mixture: Tensor, scale: float,
+    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
+    dcovariance: Tensor, scale: float,
 ) -> None:
     """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
 
     Args:
-        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v, last strides 1; dexact_lse like exact_lse.
+        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v; dexact_lse like exact_lse.
         dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
         exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
         tail_lse: the tail's; -inf where nothing is estimated.
-        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``.
+        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``; as of all that are shaped so the last strides are 1.
         q_blocks, kv_blocks: those that are compensated.
         bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
             estimates nothing of it.
         log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
         order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
-        k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite.
+        k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
         matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
             the query heads of a key/value head are rows of one product.
+        dcovariance: ``[B, Hkv, U, D * D]`` of that dtype, contiguous, to work in.
         scale: factor on the scores.
     """
-    exact, out, dout, q, k, v, k_mean, v_mean = map(strided, (exact, out, dout, q, k, v, k_mean, v_mean))
-    batch, heads, tokens, dim = q.shape
-    kv_heads, (blocks, units) = k.shape[1], bias2.shape[2:]
-    (offsets, _, longest), (kv_offsets, kv_number, _) = q_blocks, kv_blocks
-    group, parts = heads // kv_heads, units // kv_number
-    launches = tail_launches(dim, q.dtype, device_limits(q.device))
-    q_view, do_view, k_view, v_view = map(view, (q, dout, k_mean, v_mean))
-    lse2, shift = torch.empty_like(lse), torch.empty_like(lse)
+    (batch, heads, tokens, dim), kv_heads, (blocks, units) = q.shape, k.shape[1], bias2.shape[2:]
+    (offsets, _, longest), (kv_offsets, kv_number, _), group = q_blocks, kv_blocks, heads // kv_heads
+    launches = tail_launches(dim, q.dtype, device_limits(plan.device))
+    lse2, shift = (plan.working(*lse.shape, dtype=lse.dtype) for _ in range(2))
 
-    row_parts = triton.cdiv(longest, launches["rows"]["M"])
-    _tail_rows_kernel[(blocks * row_parts, batch * heads)](
-        q_view, do_view, view(exact), view(out), view(dexact), view(dq), k_view, v_view, exact_lse, lse, tail_lse, dlse, dexact_lse,
-        lse2, shift, bias2, matrix, offsets, heads, group, tokens, blocks, units, scale * LOG2E, scale,
-        PARTS=row_parts, **launches["rows"])
+    sizes, config = launches["rows"]
+    parts = -(-longest // config.block_m)
+    _launch_rows(plan, (blocks * parts, batch * heads, 1),
+                 (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2, matrix,
+                  offsets),
+                 (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units), (scale * LOG2E, scale),
+                 dict(PARTS=parts) | sizes, config)
 
-    chunks = triton.cdiv(units, launches["units"]["N"])
-    splits = max(1, min(blocks, 4 * multiprocessors(q.device) // (chunks * batch * kv_heads)))
-    share = triton.cdiv(blocks, splits)
-    splits = triton.cdiv(blocks, share)
-    dk_mean, dv_mean = (torch.empty(splits, batch, kv_heads, units, dim, dtype=torch.float32, device=q.device) for _ in range(2))
-    _tail_units_kernel[(chunks, batch * kv_heads, splits)](
-        q_view, do_view, k_view, v_view, dk_mean, dv_mean, lse2, shift, bias2, offsets, kv_heads, group, tokens, blocks, units,
-        share, scale * LOG2E, scale, **launches["units"])
-    dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
+    sizes, config = launches["units"]
+    chunks = -(-units // config.block_n)
+    splits = max(1, min(blocks, 4 * multiprocessors(plan.device) // (chunks * batch * kv_heads)))
+    share = -(-blocks // splits)
+    splits = -(-blocks // share)
+    some = [plan.working(splits, *k_mean.shape, dtype=torch.float32) for _ in range(2)]
+    _launch_units(plan, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
+                  (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), sizes, config)
+    dmeans = [plan.working(*k_mean.shape, dtype=torch.float32) for _ in range(2)]
+    for x, total in zip(some, dmeans):
+        plan.call(_sum, x, total)
 
-    patches = triton.cdiv(dim, launches["matrix"]["C"])
-    dmatrix = torch.empty_like(matrix)
-    _tail_matrix_kernel[(blocks, batch * heads, patches)](
-        q_view, do_view, dmatrix, exact_lse, tail_lse, offsets, heads, tokens, blocks, scale, **launches["matrix"])
-    dcovariance = torch.bmm(mixture.mT, dmatrix)
-    del dmatrix
-    _tail_tokens_kernel[(units, batch * kv_heads, patches)](
-        view(k), view(v), view(dk), view(dv), k_view, v_view, dk_mean, dv_mean, dcovariance, log_count, order, kv_offsets, kv_heads,
-        k.shape[2], units, PARTS=parts, **launches["tokens"])
+    sizes, config = launches["matrix"]
+    patches = -(-dim // sizes["C"])
+    dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
+    _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
+                   (*strides(q, dout), heads, tokens, blocks), (scale,), sizes, config)
+    plan.call(product, mixture.mT, dmatrix, dcovariance.flatten(0, 1))
+
+    sizes, config = launches["tokens"]
+    _launch_tokens(plan, (units, batch * kv_heads, patches),
+                   (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
+                   (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), (), dict(PARTS=units // kv_number) | sizes, config)
+
+
+def _sum(x: Tensor, out: Tensor) -> None:
+    torch.sum(x, 0, out=out)

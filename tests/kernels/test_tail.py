@@ -9,7 +9,7 @@ from backend_rows import DEVICE, rows
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from tail_cases import no_worse, same_estimates, tail_case
 
-from ssta.kernels.portable import tail as portable
+from ssta.kernels.portable import tail, tail_combine
 from ssta.kernels.tail import BlockEstimates, useful_heads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -95,8 +95,8 @@ def test_heads_done_in_groups_are_the_heads(monkeypatch):
         calls.append((*case.exact(blocks)[0], blocks))
     whole = case.estimate()
     added = [case.add(*call, whole) for call in calls]
-    monkeypatch.setattr(portable, "ESTIMATE_ROOM", 0.0)
-    monkeypatch.setattr(portable, "MERGE_ROOM", 0.0)
+    monkeypatch.setattr(tail, "ESTIMATE_ROOM", 0.0)
+    monkeypatch.setattr(tail_combine, "MERGE_ROOM", 0.0)
     grouped = case.estimate()
     torch.testing.assert_close(grouped.half_variance, whole.half_variance)
     torch.testing.assert_close(grouped.mass, whole.mass)
@@ -104,13 +104,31 @@ def test_heads_done_in_groups_are_the_heads(monkeypatch):
         torch.testing.assert_close(case.add(*call, grouped), wanted)
 
 
+@pytest.mark.parametrize("room, at_once", [(1e9, 16), (270, (8, 3)), (270 - 1e-9, (8, 3)), (230, (3, 3)), (200, (8, 2)), (0, (1, 1))])
+def test_biases_of_more_heads_at_once_than_matrices(room, at_once):
+    """As far as there is room, and never for more groups of matrices."""
+    found = tail_combine._at_once(16, room, 63, 5.5)
+    assert min(found) >= 16 if at_once == 16 else found == at_once
+
+
+def test_heads_whose_biases_are_made_together_are_the_heads(monkeypatch):
+    case = tail_case([20, 9, 12], 2, heads=6, kv_heads=3, batch=2, device=DEVICE)
+    blocks, estimates = case.some_blocks(), case.estimate()
+    (out, lse), _ = case.exact(blocks)
+    wanted = case.add(out, lse, blocks, estimates)
+    monkeypatch.setattr(tail_combine, "_at_once", lambda *_: (2, 1))
+    tail_combine._merged.kinds.clear()
+    torch.testing.assert_close(case.add(out, lse, blocks, estimates), wanted)
+    tail_combine._merged.kinds.clear()
+
+
 @pytest.mark.parametrize("row, parts, room", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, 0.0), ("torch", 2, 0.0)])
 def test_statistics_of_keys_that_were_found_before(row, parts, room, monkeypatch):
     """Found once for all keys, or for some blocks and for others: the estimates, and what is made of them, have the same bits."""
     case = tail_case([20, 33, 17, 9, 12], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     backend, blocks = case.backend(row), case.some_blocks()
-    monkeypatch.setattr(portable, "ESTIMATE_ROOM", room)
-    monkeypatch.setattr(portable, "MERGE_ROOM", room)
+    monkeypatch.setattr(tail, "ESTIMATE_ROOM", room)
+    monkeypatch.setattr(tail_combine, "MERGE_ROOM", room)
     offsets, _, longest = case.shape[1]
     every = backend.key_statistics(case.k, case.v, case.shape[1], parts, True)
     first = backend.key_statistics(case.k[:, :, :53], case.v[:, :, :53], (offsets[:3], 2, longest), parts, True)

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 from backend_rows import DEVICE, GPU, rows
+from planned import planned
 from tail_cases import TailCase, in_float64, tail_case
 
 from ssta.kernels import BlockLists
 from ssta.kernels.eager import tail as eager
-from ssta.kernels.portable.tail_backward import triton_tail_backward
+from ssta.kernels.portable.tail_backward import gradients
 from ssta.kernels.tail import BlockEstimates, by_kv_head
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -138,8 +139,9 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]
     matrix, mixture = by_kv_head(matrix.flatten(3), kv_heads), by_kv_head(mixture, kv_heads)
     of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix, mixture)]
-    triton_tail_backward(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
-                         *(x.contiguous() for x in of_units), of.of.scale)
+    planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
+                       *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
+                       of.of.scale)
     assert_close(got, expected, 2e-6)
 
 

@@ -112,12 +112,13 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists, tail
     from ssta.kernels.backend import Where, choose
-    from ssta.kernels.portable import tail as portable
+    from ssta.kernels.portable import tail as before
+    from ssta.kernels.portable import tail_combine as after
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    portable.ESTIMATE_ROOM = portable.MERGE_ROOM = tail.WAITING_ROOM = portable.BACKWARD_ROOM = float("inf")
+    before.ESTIMATE_ROOM = after.MERGE_ROOM = tail.WAITING_ROOM = after.BACKWARD_ROOM = 1e9
     # Each card has plans of its own.
-    for plans in (portable._estimates, portable._scores, portable._merged, portable._covariances):
+    for plans in (before._estimates, before._scores, after._merged, after._gradients):
         plans.kinds.clear()
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))

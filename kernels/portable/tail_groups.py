@@ -1,0 +1,34 @@
+"""Which heads a step of the tail does at once, so that the matrices that it works with fit into the room that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def evenly(heads: int, most: int) -> int:
+    """How many of ``heads`` are done at once, at most ``most`` and at least one, in as few groups as that takes; ``most`` where all are."""
+    return most if most >= heads else -(-heads // -(-heads // max(most, 1)))
+
+
+def head_groups(batch: int, kv_heads: int, group: int, at_once: int) -> Iterator[tuple[tuple, tuple]]:
+    """Indices of groups' (query heads, key heads): ``at_once`` key heads of one batch element or, where there are no more, all of all. A
+    key head has ``group`` query heads."""
+    if batch * kv_heads <= at_once:
+        yield (slice(None),) * 2, (slice(None),) * 2
+        return
+    for b in range(batch):
+        for h in range(0, kv_heads, at_once):
+            yield (slice(b, b + 1), slice(h * group, (h + at_once) * group)), (slice(b, b + 1), slice(h, h + at_once))
+
+
+def mean_bytes(q: Tensor, k: Tensor) -> int:
+    """Of q, k, v and attention's result, no less than q's: what rooms are shares of."""
+    return max(q.numel(), (q.numel() + k.numel()) // 2) * q.element_size()
+
+
+def of_group(index: tuple, *xs: Tensor | None) -> list[Any]:
+    """The same heads of several tensors, of those that are there."""
+    return [None if x is None else x[index] for x in xs]
