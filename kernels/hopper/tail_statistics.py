@@ -84,6 +84,12 @@ def _store_upper(out, x, row: gl.constexpr, SLAB: gl.constexpr):
 
 
 @gluon.jit
+def _put_mean(buffer, mean):
+    """For the other warpgroup, which waits for it."""
+    buffer.store(mean)
+
+
+@gluon.jit
 def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_count, moments, size_of_moments, SLAB: gl.constexpr):
     """A multiplying partition: 64 rows of every block's matrices."""
     ROWS: gl.constexpr = work.result.shape[3]
@@ -124,7 +130,7 @@ def _multiply(work, group: gl.constexpr, covariance_desc, k_mean, v_mean, log_co
             step += 1
         inverse = 1.0 / gl.maximum(size, 1).to(gl.float32)
         slot = (tile & 1) * 2
-        work.means.index(slot + group).store(gl.sum(total, axis=0) * inverse)
+        _put_mean(work.means.index(slot + group), gl.sum(total, axis=0) * inverse)
         barrier()
         mbarrier.arrive(work.meant.index(0), count=1)
         mbarrier.wait(work.meant.index(0), tile & 1)

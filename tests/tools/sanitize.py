@@ -35,6 +35,7 @@ from triton.experimental.gluon import language as gl
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention
 from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels.backend import Where, choose
 from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa
 from ssta.kernels.interfaces.native_sparse_attention.selected import selected_attention
 
@@ -47,7 +48,8 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
 # Functions that store words which an mbarrier hands to other warps: (file, name).
-HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"))
+HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"),
+               ("hopper/tail_statistics.py", "_put_mean"))
 # Where a program's own shared memory begins: CUDA keeps what is before.
 RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -89,6 +91,28 @@ def layer(padding: str) -> None:
                           pad_type=padding)
     config = SSTAConfig(tile_thw=(4, 6, 6), kernel_thw=(1, 1, 1), density=0.6, pad_type=padding)
     ssta_attention(q, k, v, TokenLayout.video_text((5, 9, 11), text), config, text_mask=mask)
+
+
+def estimate(row: str, dim: int, parts: int) -> None:
+    """The estimate, keys' statistics known and not, its merge, and the gradients, over partial, short and empty blocks with grouped heads,
+    all of which but the last are estimated."""
+    lengths = [128, 150, 0, 33, 70]
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, dout = (make(1, sum(lengths), 4, dim).transpose(1, 2) for _ in range(2))
+    k, v = (make(1, sum(lengths), 2, dim).transpose(1, 2) for _ in range(2))
+    mask = torch.rand(1, 4, 5, 5, device="cuda") < 0.4
+    mask[..., 4] = mask[..., 4, :] = True
+    lists, blocks, scale = BlockLists.from_mask(mask, offsets, offsets), (offsets, 4, 150), dim**-0.5
+    exact, exact_lse = block_sparse_attention(q, k, v, lists, return_lse=True)
+    steps = choose(row, Where("cuda", torch.cuda.get_device_capability(), False, torch.bfloat16, dim, parts))
+    known = steps.key_statistics(k, v, blocks, parts, True)
+    found = steps.estimate(q, k, v, blocks, blocks, scale, parts)
+    for estimates in (found, steps.estimate(q, k, v, blocks, blocks, scale, parts, found.useful, known)):
+        steps.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, parts)
+        out, lse = exact.clone(), exact_lse.clone()
+        _, *kept = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, estimates, scale, True)
+    steps.combine_backward(dout, None, exact, exact_lse, out, lse, kept[0], q, k, v, blocks, blocks, *kept[1:], found.log_count,
+                           found.order, found.k_mean, found.v_mean, scale)
 
 
 def token_lists() -> None:
@@ -153,6 +177,8 @@ FAMILIES = {
     "gathered keys": gathered_keys,
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),
+    "estimate, hopper": partial(estimate, "hopper", 128, 1),
+    "estimate, triton, halves": partial(estimate, "triton", 64, 2),
     "token lists": token_lists,
     "selection": selection,
     "decode": decode,
