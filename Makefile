@@ -65,6 +65,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmark/bench_recipe.py$(if $(HAS_GPU),, --model wan)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(if $(HAS_GPU),gpu,2) benchmark/bench_parallel.py
 	$(BIN)/python benchmark/bench_errors.py
+	$(BIN)/python benchmark/bench_streaming.py
 	$(BIN)/python benchmark/bench_tokens.py
 	$(BIN)/python benchmark/bench_interfaces.py
 	$(BIN)/python benchmark/bench_quality.py --limit 8

@@ -144,7 +144,8 @@ class Ring:
         newer = have.cumsum(0) - have
         have = torch.minimum(have, (window - newer).clamp(min=0))
         frames.index_copy_(0, by_age, have)
-        return written, by_age[((have > 0).sum() - 1).clamp(min=0)][None]
+        # By a tensor of one number, not by the number, which the host would wait for.
+        return written, by_age.index_select(0, ((have > 0).sum() - 1).clamp(min=0)[None])
 
     def fills(self, counts: Counts, frames: int) -> tuple[Tensor, Tensor]:
         """What of a chunk of ``frames``, before it is counted in, the sink has room for: (bool ``[S, 1]``, which of the sink's tokens come

@@ -16,3 +16,9 @@ PLACES = {
     "WanTransformer3DModel": "ssta.pipelines.families.wan:WAN",
     "WanVACETransformer3DModel": "ssta.pipelines.families.wan:WAN_VACE",
 }
+
+# Class name in diffusers -> why none of these families is for it. They keep keys and values of earlier chunks.
+REFUSED = {
+    "AnyFlowFARTransformer3DModel": "it attends to earlier chunks that it compressed to other grids, by masks of FlexAttention",
+    "SanaWMLTX2RefinerTransformer3DModel": "its pipeline takes keys and values of earlier chunks out of the model and hands them back",
+}

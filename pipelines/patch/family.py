@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ssta import SSTAConfig
 
-from ..families import PLACES
+from ..families import PLACES, REFUSED
 from ..ranks.split import Split
 from ..schedule.defaults import small_tiles
 from ..schedule.schedule import Schedule
@@ -202,6 +202,10 @@ def family_of(model: nn.Module) -> Family:
         return found
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
+    reason = next((REFUSED[base.__name__] for base in type(model).__mro__ if base.__name__ in REFUSED), None)
+    if reason is not None:
+        raise ValueError(f"model must be one that attends to one sequence at a time, got {type(model).__name__}: {reason}; ssta.TileCache "
+                         "is for attention with a cache in code of your own (docs/streaming.md)")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others")
 
 

@@ -30,6 +30,18 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+def test_streaming_is_checked_and_measured(script, tmp_path, monkeypatch, capsys):
+    bench = script("bench_streaming")
+    bench.main(["--rounds", "1", "--csv", "streaming"])
+    rows = read(tmp_path / "streaming.csv")
+    assert {row["what"] for row in rows} == {"call", "call that keeps", "all tiles", "stateless", "dense"}
+    assert all(float(row["median_ms"]) > 0 and float(row["of_plain"]) > 1 and not row["note"] for row in rows)
+    real = bench.TileCache.attend
+    monkeypatch.setattr(bench.TileCache, "attend", lambda *args, **options: real(*args, **options) * 1.01)
+    with pytest.raises(SystemExit, match="small, all tiles, is wrong"):
+        bench.main(["--rounds", "1"])
+
+
 # Other libraries' interfaces
 
 

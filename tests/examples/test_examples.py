@@ -152,3 +152,19 @@ def test_missing_weights_packages_and_devices_are_said(script, monkeypatch, tmp_
 def test_help(script):
     shown = subprocess.run([sys.executable, str(EXAMPLES / "wan.py"), "--help"], capture_output=True, text=True)
     assert shown.returncode == 0 and "--side-by-side" in shown.stdout and "81 if left out" in shown.stdout
+
+
+def test_streaming_through_a_cache_of_density_1_is_dense(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    streaming = importlib.import_module("streaming")
+    made = []
+    real = streaming.generate
+    monkeypatch.setattr(streaming, "generate", lambda *args: made.append(real(*args)) or made[-1])
+    size = ["--tiny", "--chunks", "4", "--height", "64", "--width", "80", "--window", "4", "--sink", "2"]
+    for options in (["--density", "1"], ["--attention", "dense"], ["--density", "0.3"]):
+        assert streaming.main([*size, *options, "--tile", "3", "2", "3"]) > 0
+    whole, dense, some = (latents for latents, _ in made)
+    torch.testing.assert_close(whole, dense, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(some, dense) and (some - dense).norm() < 0.1 * dense.norm()
+    assert "sparse: " in capsys.readouterr().out
+    sys.modules.pop("streaming")

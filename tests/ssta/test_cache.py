@@ -278,3 +278,52 @@ def test_a_call_that_raises_stores_nothing(name):
 def test_settings_that_it_cannot_follow(config, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         TileCache(config, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim, tile, impl", [(128, (4, 8, 4), "auto"), (64, (2, 8, 8), "auto"), (128, (4, 8, 4), "triton")])
+@torch.no_grad()
+def test_on_a_gpu_it_rounds_as_dense_attention_does_and_estimates_as_plain_torch_does(dim, tile, impl):
+    caches = [TileCache(SSTAConfig(tile, compensation="linear", **budget), window=10, sink=3, chunk=4, impl=of)
+              for budget, of in ((dict(topk=999), impl), (dict(density=0.3), impl), (dict(density=0.3), "torch"))]
+    keys, values = [], []
+    for frames in (2, 4, 4, 4, 4):
+        q, k, v, thw = chunk(frames, (12, 16), 1, 4, 2, dim, torch.bfloat16, "cuda")
+        keys, values = [*keys, k], [*values, v]
+        exact, rounded = (dense(q.to(of), [x.to(of) for x in keys], [x.to(of) for x in values], 10, 3, 192).double()
+                          for of in (torch.float64, torch.bfloat16))
+        everything, some = (cache.attend(q, k, v, thw).double() for cache in caches[:2])
+        expected = caches[2].attend(q.double(), k.double(), v.double(), thw)
+        assert (everything - exact).abs().max() <= 2 * (rounded - exact).abs().max() + torch.finfo(torch.bfloat16).eps
+        # Of tiles that matter alike others may be chosen: both are off from dense attention by as much.
+        off, allowed = ((x - exact).norm() for x in (some, expected))
+        assert abs(off - allowed) <= 0.1 * allowed + 0.01 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SSTAConfig((4, 8, 4), density=0.3, compensation="linear"), SSTAConfig((3, 8, 4), density=0.3)], ids=str)
+@torch.no_grad()
+def test_on_a_gpu_a_graph_of_a_call_that_keeps_goes_on_as_the_window_moves(config):
+    plain, captured = (TileCache(config, window=9, sink=3) for _ in range(2))
+    static = chunk(4, (12, 16), 1, 4, 2, 128, torch.bfloat16, "cuda")[:3]
+    graph, thw = torch.cuda.CUDAGraph(), (4, 12, 16)
+    for number in range(7):
+        fresh = chunk(4, (12, 16), 1, 4, 2, 128, torch.bfloat16, "cuda")[:3]
+        for x, y in zip(static, fresh):
+            x.copy_(y)
+        if number == 2:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = [plain.attend(*fresh, thw, keep=keep) for keep in (False, True)]
+            if number < 3:
+                out = [captured.attend(*static, thw, keep=keep) for keep in (False, True)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if number == 3:
+            with torch.cuda.graph(graph):
+                out = [captured.attend(*static, thw, keep=keep) for keep in (False, True)]
+        if number >= 3:
+            graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(out, expected)), number
+    assert all(torch.equal(x, y) for x, y in zip(plain._storage.counts, captured._storage.counts))
