@@ -154,6 +154,7 @@ KERNELS_FULL = {Problem(tokens, heads): EVERY_PATTERN for heads in (16, 1) for t
 KERNELS_FULL |= {Problem(46_080, head_dim=64): EVERY_PATTERN, Problem(138_240): (*EVERY_PATTERN, partial(kept, number=56)),
                  Problem(138_240, heads=2): (partial(kept, number=56),)}
 KERNELS_CPU = {Problem(1_536, heads=2, head_dim=64, block=96): (full, window, partial(kept, number=0.4))}
+KERNELS_CPU |= {Problem(6_144, heads=2, block=block): (partial(kept, number=0.28),) for block in (64, 128, 256)}
 
 # HunyuanVideo 1.5 at 121 frames: 31 latent frames, 16 x smaller in space; 729 image + 1000 LLM + 256 byT5 condition tokens.
 # Wan 2.1 at 81 frames and LTX-Video at 121 (VAE 8 x 32 x 32) attend to their text elsewhere and have no published SSTA setting: here a

@@ -10,29 +10,22 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockLists
-from .steps import compute_dtype, softmax, steps
+from .steps import attend, compute_dtype, from_rows, rows_of, steps
 
 
 def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them."""
-    # One row past the end takes what unused slots write.
-    out = q.new_zeros(*q.shape[:2], q.shape[2] + 1, q.shape[3])
-    lse = torch.full(out.shape[:3], float("-inf"), dtype=compute_dtype(q), device=q.device)
-    for step in steps(q, k, v, blocks, causal):
-        scores = (step.q @ step.k.mT).mul_(scale)
-        if step.visible is not None:
+    dtype = compute_dtype(q)
+    queries, keys, values = (rows_of(x, dtype) for x in (q, k, v))
+    out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:1], float("-inf"))
+    for step in steps(q, k, blocks, causal):
+        scores = (step.of_queries(queries) * scale) @ step.of_keys(keys).mT
+        if step.visible is not None and not causal:
             scores.masked_fill_(~step.visible, float("-inf"))
-        weights, total, row_lse = softmax(scores)
-        if causal and step.visible is not None:
-            # Zero times a NaN is NaN: a value that is not finite may reach just the rows that see it.
-            bad = ~step.v.isfinite()
-            seen = step.visible.to(step.v.dtype) @ bad.to(step.v.dtype) > 0
-            part = torch.where(seen, float("nan"), weights @ step.v.masked_fill(bad, 0.0))
-        else:
-            part = weights @ step.v
-        step.write(out, (part / total).to(q.dtype))
+        part, row_lse = attend(scores, step.of_keys(values), step.visible if causal else None)
+        step.write(out, part)
         step.write(lse, row_lse)
-    return torch.empty_like(q).copy_(out[:, :, :-1]), lse[:, :, :-1].contiguous()
+    return from_rows(out, q), lse[:-1].view(q.shape[:3])
 
 
 def torch_backward(
@@ -47,21 +40,20 @@ def torch_backward(
         delta = delta - dlse.to(dtype).masked_fill(lse == float("-inf"), 0.0)
     # Empty rows: their weights are exp(score - inf) = 0.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    dq, dk, dv = (torch.zeros(*x.shape[:2], x.shape[2] + 1, x.shape[3], dtype=dtype, device=x.device) for x in (q, k, v))
-    for step in steps(q, k, v, blocks, causal):
-        weights = torch.exp((step.q @ step.k.mT).mul_(scale).sub_(step.read(lse)[..., None]))
+    queries, keys, values, douts, lse, delta = (rows_of(x, dtype) for x in (q, k, v, dout, lse, delta))
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    for step in steps(q, k, blocks, causal):
+        query, key, step_dout = step.of_queries(queries) * scale, step.of_keys(keys), step.of_queries(douts)
+        weights = (query @ key.mT).sub_(step.of_queries(lse)[..., None]).exp_()
         if step.visible is not None:
             weights.masked_fill_(~step.visible, 0.0)
-        step_dout = step.read(dout).to(dtype)
         step.add_to_keys(dv, weights.mT @ step_dout)
-        dscores = (step_dout @ step.v.mT).sub_(step.read(delta)[..., None]).mul_(weights).mul_(scale)
-        query, key = step.q, step.k
+        dscores = (step_dout @ step.of_keys(values).mT).sub_(step.of_queries(delta)[..., None]).mul_(weights)
         if step.visible is not None:
             # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
             dscores.masked_fill_(~step.visible, 0.0)
         if causal:
             query, key = (x.masked_fill(~x.isfinite(), 0.0) for x in (query, key))
-        step.write(dq, dscores @ key)
+        step.write(dq, (dscores @ key).mul_(scale))
         step.add_to_keys(dk, dscores.mT @ query)
-    dq, dk, dv = (torch.empty_like(x).copy_(grad[:, :, :-1]) for x, grad in ((q, dq), (k, dk), (v, dv)))
-    return dq, dk, dv
+    return from_rows(dq, q), from_rows(dk, k), from_rows(dv, v)

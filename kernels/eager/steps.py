@@ -1,7 +1,7 @@
-"""What the plain torch implementation iterates over: some query blocks at a time, with the keys that they attend to beside them.
+"""What the plain torch implementation iterates over: some query blocks at a time, and where their keys are.
 
-On a CPU a step is one query block of one head with exactly its keys, which keeps the scores in the cache. On other devices, where
-reading lengths and counts would wait for the device, a step is several blocks of all heads, padded to the longest list that fits.
+On a CPU a step is a few query blocks of as many tokens and as many keys, none of them padded. On other devices, where reading lengths and
+counts would wait for the device, a step is several blocks of all heads, padded to the longest list that fits.
 """
 
 from __future__ import annotations
@@ -16,168 +16,133 @@ from ..blocks import BlockLists, per_query_head
 
 # Elements of keys that a padded step gathers at once: 64 MiB of float32.
 GATHER_ELEMENTS = 1 << 24
+# Elements of keys or of scores, whichever are more, that a step on a CPU has at once: 16 MiB of float32, about what its caches hold, and
+# enough that threads meet rarely. Where other programs take cores away, each meeting waits for the thread that has none.
+CACHED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class ExactStep:
-    """One query block of one head: q [L, D], k and v [n, D]; ``visible`` bool [L, n], or None where all is."""
+class Step:
+    """R rounds of W query blocks each. Blocks of one round have no keys in common.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    Attributes:
+        q_rows: int64 ``[R, W, L]``, where the blocks' tokens are in ``rows_of(q)``; the spare row in unused slots.
+        k_rows: int64 ``[R, W, n]``, where their keys are in ``rows_of(k)``; likewise.
+        visible: bool ``[R, W, L, n]``, or None where all is.
+    """
+
+    q_rows: Tensor
+    k_rows: Tensor
     visible: Tensor | None
-    rows: tuple[int, int, slice]
-    spans: list[tuple[int, int]]
-    kv_at: tuple[int, int]
 
-    def read(self, x: Tensor) -> Tensor:
-        """The step's rows of x [B, Hq, Sq, ...]."""
-        return x[self.rows]
+    def of_queries(self, x: Tensor) -> Tensor:
+        """``[R, W, L, ...]``: the step's rows of x, which are those of q."""
+        return x.index_select(0, self.q_rows.flatten()).unflatten(0, self.q_rows.shape)
 
-    def write(self, x: Tensor, part: Tensor) -> None:
-        """x [B, Hq, Sq + 1, ...] takes ``part`` in the step's rows."""
-        x[self.rows] = part
-
-    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
-        """total [B, Hkv, Skv + 1, D] gains ``part`` in the step's keys."""
-        for (first, last), piece in zip(self.spans, part.split([last - first for first, last in self.spans])):
-            total[(*self.kv_at, slice(first, last))] += piece
-
-
-@dataclass(frozen=True)
-class PaddedStep:
-    """G query blocks of all heads: q [B, Hq, G, L, D], k and v [B, Hq, G, n, D], zero in unused slots; ``visible`` as the scores."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    visible: Tensor
-    q_position: Tensor  # int64 [B, Hq, G, L]; Sq in unused slots, where a spare row takes what is written
-    k_position: Tensor  # int64 [B, Hq, G, n]; Skv in unused slots
-    group: int          # query heads of a key/value head
-
-    def read(self, x: Tensor) -> Tensor:
-        """The step's rows of x [B, Hq, Sq, ...], zero in unused slots."""
-        rows = x[(*_heads(x, 2), self.q_position.clamp(max=x.shape[2] - 1))]
-        unused = self.q_position >= x.shape[2]
-        return rows.masked_fill(unused[(...,) + (None,) * (rows.dim() - unused.dim())], 0.0)
+    def of_keys(self, x: Tensor) -> Tensor:
+        """``[R, W, n, ...]``, likewise."""
+        return x.index_select(0, self.k_rows.flatten()).unflatten(0, self.k_rows.shape)
 
     def write(self, x: Tensor, part: Tensor) -> None:
-        """x [B, Hq, Sq + 1, ...] takes ``part`` in the step's rows."""
-        x[(*_heads(x, 2), self.q_position)] = part
+        """x takes ``part`` ``[R, W, L, ...]`` in the step's rows."""
+        x[self.q_rows] = part
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
-        """total [B, Hkv, Skv + 1, D] gains ``part`` in the step's keys.
-
-        One query head of a group and one query block at a time: a list names a key block once, so no two additions meet and their
-        order is fixed.
-        """
-        part, position = (x.unflatten(1, (-1, self.group)) for x in (part, self.k_position))
-        for member in range(self.group):
-            for block in range(part.shape[3]):
-                where = (*_heads(total, 1), position[:, :, member, block])
-                total[where] = total[where] + part[:, :, member, block]
+        """total gains ``part`` ``[R, W, n, D]`` in the step's keys: one round after the other, so that the order of additions is fixed."""
+        for rows, piece in zip(self.k_rows.flatten(1), part.flatten(1, 2)):
+            total.index_add_(0, rows, piece)
 
 
-def steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> Iterator[ExactStep | PaddedStep]:
-    """Steps that together cover every query block with at least one key, in a fixed order; float32, or float64 for float64."""
-    if not (q.numel() and k.numel()):
+def rows_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``[B * H * S + 1, ...]``: the rows of x ``[B, H, S, ...]``, and a spare one of zeros."""
+    rows = torch.zeros(x.shape[:3].numel() + 1, *x.shape[3:], dtype=dtype or x.dtype, device=x.device)
+    rows[:-1].view(x.shape).copy_(x)
+    return rows
+
+
+def from_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The other way, with the shape, dtype and memory order of ``like``."""
+    return torch.empty_like(like).copy_(rows[:-1].view(like.shape))
+
+
+def steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+    """Steps that together cover every query block with at least one key, in a fixed order."""
+    if not (q.numel() and k.numel() and blocks.capacity):
         return iter(())
-    return _exact_steps(q, k, v, blocks, causal) if q.device.type == "cpu" else _padded_steps(q, k, v, blocks, causal)
+    return (_exact_steps if q.device.type == "cpu" else _padded_steps)(q, k, blocks, causal)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, their sums [..., 1], lse [...]) of scores [..., n], over which the weights are written; a row of -inf alone has weights
-    of 0, a sum of 1 and an lse of -inf."""
-    row_max = scores.amax(-1, keepdim=True)
-    row_max = torch.where(row_max == float("-inf"), 0.0, row_max)
-    weights = scores.sub_(row_max).exp_()
-    row_sum = weights.sum(-1, keepdim=True)
-    empty = row_sum == 0
-    row_sum = row_sum.masked_fill(empty, 1.0)
-    return weights, row_sum, (row_sum.log() + row_max).masked_fill(empty, float("-inf")).squeeze(-1)
+def attend(scores: Tensor, values: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(softmax(scores) @ values ``[..., L, D]``, lse ``[..., L]``) of scores ``[..., L, n]``; a row of -inf alone gives 0 and -inf.
 
-
-def read_lists(q: Tensor, k: Tensor, blocks: BlockLists) -> list[list]:
-    """[counts, indices, first token and tokens of the query blocks, and of the key blocks], each nested by batch element and query head.
-
-    Synchronises where they are on a GPU.
+    Where scores lack what is not ``visible`` and is masked here, a value that is not finite reaches just the rows that see it.
     """
-    fields = (blocks.counts, blocks.indices, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
-    return [per_query_head(x, q.shape[0], q.shape[1]).tolist() for x in fields]
+    if visible is not None:
+        scores.masked_fill_(~visible, float("-inf"))
+    top, weights = scores.amax(-1), scores.softmax(-1)
+    empty = top == float("-inf")
+    if visible is None:
+        out = weights @ values
+    else:
+        # Zero times a NaN is NaN.
+        bad = ~values.isfinite()
+        out = (weights @ values.masked_fill(bad, 0.0)).masked_fill_(visible.to(scores.dtype) @ bad.to(scores.dtype) > 0, float("nan"))
+    # The largest weight is one over the sum of e^(score - top).
+    return out.masked_fill_(empty[..., None], 0.0), torch.where(empty, top, top - weights.amax(-1).log())
 
 
-def _exact_steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> Iterator[ExactStep]:
-    batch, heads, q_len, _ = q.shape
-    group, shift, dtype = heads // k.shape[1], k.shape[2] - q_len, compute_dtype(q)
-    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = read_lists(q, k, blocks)
-    for b in range(batch):
-        for h in range(heads):
-            for row, count in enumerate(counts[b][h]):
-                first, size = q_starts[b][h][row], q_sizes[b][h][row]
-                ids = [i for i in indices[b][h][row][:max(count, 0)] if 0 <= i < len(kv_starts[b][h])]
-                spans = _spans((kv_starts[b][h][i], kv_sizes[b][h][i]) for i in sorted(ids))
-                if size < 1 or not spans:
-                    continue
-                rows = (b, h, slice(first, first + size))
-                key, value = (torch.cat([x[b, h // group, start:end] for start, end in spans]).to(dtype) for x in (k, v))
-                visible = None
-                if causal:
-                    positions = torch.cat([torch.arange(start, end) for start, end in spans])
-                    visible = positions <= torch.arange(first, first + size)[:, None] + shift
-                yield ExactStep(q[rows].to(dtype), key, value, visible, rows, spans, (b, h // group))
-
-
-def _spans(pieces: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, end) of the runs that ascending (start, size) pieces form; neighbours become one."""
-    spans: list[tuple[int, int]] = []
-    for start, size in pieces:
-        if size < 1:
+def _exact_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+    q_first, q_sizes, k_first, k_sizes = _places(q, k, blocks)
+    kinds, kind_of, number = torch.stack([q_sizes, k_sizes.sum(-1)]).unique(dim=1, return_inverse=True, return_counts=True)
+    for (length, keys), alike in zip(kinds.mT.tolist(), kind_of.argsort(stable=True).split(number.tolist())):
+        if not (length and keys):
             continue
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], start + size)
-        else:
-            spans.append((start, start + size))
-    return spans
+        for some in alike.split(max(1, CACHED_ELEMENTS // (keys * max(length, k.shape[3])))):
+            q_rows = q_first[some, None] + torch.arange(length)
+            first, sizes = k_first[some].flatten(), k_sizes[some].flatten()
+            k_rows = (first - sizes.cumsum(0) + sizes).repeat_interleave(sizes) + torch.arange(len(some) * keys)
+            k_rows = k_rows.view(len(some), keys)
+            yield Step(q_rows[:, None], k_rows[:, None], _past(q, k, q_rows, k_rows)[:, None] if causal else None)
 
 
-def _padded_steps(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool) -> Iterator[PaddedStep]:
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
-    dtype, width = compute_dtype(q), blocks.capacity
-    if width == 0:
-        return
-    counts, indices = (per_query_head(x, batch, heads) for x in (blocks.counts, blocks.indices))
-    q_starts, q_sizes = (per_query_head(x, batch, heads) for x in blocks.q_bounds(q_len))
-    kv_starts, kv_sizes = (per_query_head(x, batch, heads) for x in blocks.kv_bounds(kv_len))
-    q_at = _heads(q, 2)
-    kv_at = (q_at[0], q_at[1] // (heads // kv_heads))
+def _padded_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+    q_first, q_sizes, k_first, k_sizes = _places(q, k, blocks)
     # A bound that came from offsets of any values may lie far beyond the tensors.
-    q_slot = torch.arange(min(blocks.max_q_length, q_len), device=q.device)
-    kv_slot = torch.arange(min(blocks.max_kv_length, kv_len), device=q.device)
-    at_once = max(1, GATHER_ELEMENTS // (batch * heads * dim * width * len(kv_slot)))
-    for first in range(0, blocks.num_q_blocks, at_once):
-        some = slice(first, first + at_once)
-        q_position = torch.where(q_slot < q_sizes[:, :, some, None], q_starts[:, :, some, None] + q_slot, q_len).long()
-        ids = indices[:, :, some]
-        known = (torch.arange(width, device=q.device) < counts[:, :, some, None]) & (ids >= 0) & (ids < kv_starts.shape[-1])
-        ids = ids.where(known, 0).long().flatten(2)
-        start, size = kv_starts.gather(2, ids)[..., None], kv_sizes.gather(2, ids).where(known.flatten(2), 0)[..., None]
-        k_position = torch.where(kv_slot < size, start + kv_slot, kv_len).long().reshape(batch, heads, q_position.shape[2], -1)
-        visible = (k_position < kv_len)[..., None, :] & (q_position < q_len)[..., None]
-        if causal:
-            visible &= k_position[..., None, :] <= q_position[..., None] + (kv_len - q_len)
-        unused = (k_position >= kv_len)[..., None]
-        key, value = (x[(*kv_at, k_position.clamp(max=kv_len - 1))].to(dtype).masked_fill(unused, 0.0) for x in (k, v))
-        query = q[(*q_at, q_position.clamp(max=q_len - 1))].to(dtype).masked_fill((q_position >= q_len)[..., None], 0.0)
-        yield PaddedStep(query, key, value, visible, q_position, k_position, heads // kv_heads)
+    q_slot = torch.arange(min(blocks.max_q_length, q.shape[2]), device=q.device)
+    k_slot = torch.arange(min(blocks.max_kv_length, k.shape[2]), device=q.device)
+    # Of one query head of each group, and of one query block: a list names a key block once, so their keys are not the same.
+    apart = torch.arange(len(q_first), device=q.device).view(q.shape[0], k.shape[1], -1, blocks.num_q_blocks).permute(2, 3, 0, 1)
+    at_once = max(1, GATHER_ELEMENTS // (q.shape[:2].numel() * q.shape[3] * blocks.capacity * len(k_slot)))
+    for some in apart.flatten(2).split(at_once, dim=1):
+        some = some.flatten(0, 1)
+        q_used, k_used = q_slot < q_sizes[some, None], (k_slot < k_sizes[some, :, None]).flatten(2)
+        q_rows = (q_first[some, None] + q_slot).where(q_used, q.shape[:3].numel())
+        k_rows = (k_first[some, :, None] + k_slot).flatten(2).where(k_used, k.shape[:3].numel())
+        visible = q_used[..., None] & k_used[..., None, :]
+        yield Step(q_rows, k_rows, visible & _past(q, k, q_rows, k_rows) if causal else visible)
 
 
-def _heads(x: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """Index tensors for x's batch and heads, with ``dims`` more dimensions to broadcast against."""
-    batch = torch.arange(x.shape[0], device=x.device).view(-1, 1, *(1,) * dims)
-    return batch, torch.arange(x.shape[1], device=x.device).view(1, -1, *(1,) * dims)
+def _places(q: Tensor, k: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """First row and number of tokens of each query block, int64 ``[B * Hq * Nq]``, and of each key block that it lists, ``[B * Hq * Nq,
+    capacity]``, ids ascending and absent ones without tokens."""
+    (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
+    counts, indices = (per_query_head(x, batch, heads) for x in (blocks.counts, blocks.indices))
+    q_starts, q_sizes, kv_starts, kv_sizes = (per_query_head(x, batch, heads).long()
+                                              for x in (*blocks.q_bounds(q_len), *blocks.kv_bounds(kv_len)))
+    sequence = torch.arange(batch * heads, device=q.device).view(batch, heads, 1)
+    listed = (torch.arange(blocks.capacity, device=q.device) < counts[..., None]) & (indices >= 0) & (indices < kv_starts.shape[2])
+    # Ids past the last have no tokens.
+    ids = indices.where(listed, kv_starts.shape[2]).sort(-1).values.long().flatten(2)
+    kv_first = kv_starts + sequence // (heads // kv_heads) * kv_len
+    k_first, k_sizes = (torch.nn.functional.pad(x, (0, 1)).gather(2, ids).view(indices.shape).flatten(0, 2) for x in (kv_first, kv_sizes))
+    return (q_starts + sequence * q_len).flatten(), q_sizes.flatten(), k_first, k_sizes
+
+
+def _past(q: Tensor, k: Tensor, q_rows: Tensor, k_rows: Tensor) -> Tensor:
+    """bool ``[..., L, n]``: which keys come no later than each query, where both sequences end together."""
+    q_len, kv_len = q.shape[2], k.shape[2]
+    return (k_rows % kv_len)[..., None, :] <= (q_rows % q_len)[..., None] + (kv_len - q_len)

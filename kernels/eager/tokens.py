@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..token_lists import KeyLists, TokenLists
-from .steps import GATHER_ELEMENTS, compute_dtype, softmax
+from .steps import GATHER_ELEMENTS, attend, compute_dtype
 
 
 def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float) -> tuple[Tensor, Tensor]:
@@ -20,8 +20,8 @@ def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, sca
         keys, values = _gather(k, rows, seen), _gather(v, rows, seen)
         scores = (_grouped(q[some], group).to(dtype) @ keys.mT) * scale
         scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
-        weights, total, row_lse = softmax(scores)
-        out[some] = (weights @ values / total).flatten(1, 2).to(q.dtype)
+        part, row_lse = attend(scores, values)
+        out[some] = part.flatten(1, 2).to(q.dtype)
         lse[some] = row_lse.flatten(1)
     return out, lse
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..blocks import BlockLists
-from .steps import compute_dtype, read_lists, softmax
+from ..blocks import BlockLists, per_query_head
+from .steps import attend, compute_dtype
 
 
 def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, soft_cap: float, mask: Tensor | None,
@@ -18,7 +18,8 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
     batch, heads = q.shape[:2]
     group, dtype = heads // k.shape[1], compute_dtype(q)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = read_lists(q, k, blocks)
+    fields = (blocks.counts, blocks.indices, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
+    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = [per_query_head(x, batch, heads).tolist() for x in fields]
     for b in range(batch):
         for h in range(heads):
             for i, count in enumerate(counts[b][h]):
@@ -40,9 +41,6 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
                 if total is not None:
                     visible = visible.tril(len(key) - tokens)
                 visible = visible.repeat_interleave(packed, 0)
-                weights, row_sum, row_lse = softmax(scores.masked_fill(~visible, float("-inf")))
-                # Zero times a NaN is NaN: a value that is not finite may reach just the rows that see it.
-                bad = ~value.isfinite()
-                part = (weights @ value.masked_fill(bad, 0.0) / row_sum).masked_fill(visible.to(dtype) @ bad.to(dtype) > 0, float("nan"))
+                part, row_lse = attend(scores, value, visible)
                 out[b, h, rows], lse[b, h, rows] = part.to(q.dtype), row_lse
     return out, lse

@@ -231,13 +231,23 @@ def test_torch_gradients_by_differences():
             assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
+@pytest.mark.parametrize("name", patterns("cpu"))
+def test_torch_where_lists_cannot_be_read(name, monkeypatch):
+    """As on a GPU, where steps are padded."""
+    from ssta.kernels.eager import blocks as eager
+    from ssta.kernels.eager.steps import _padded_steps
+
+    monkeypatch.setattr(eager, "steps", _padded_steps)
+    for causal in (False, True):
+        test_against_float64("cpu", "torch", causal, name)
+
+
 def test_torch_is_really_sparse():
-    """Peak memory of one row of blocks among many keys stays far below the dense scores."""
-    from ssta.kernels.eager import blocks as eager_blocks
+    """One row of blocks among many keys has far fewer scores than dense attention, and few of them at a time."""
+    from ssta.kernels.eager.steps import CACHED_ELEMENTS, steps
 
     q, k, v = inputs(1, 1, 1, 4096, 4096, 16, dtype=torch.float32)
     blocks = BlockLists.from_topk(torch.arange(64)[:, None], 64, 64, num_kv_blocks=64)
-    sizes = []
-    for step in eager_blocks.steps(q, k, v, blocks, False):
-        sizes.append(step.q.shape[-2] * step.k.shape[-2])
+    sizes = [step.q_rows.numel() * step.k_rows.shape[-1] for step in steps(q, k, blocks, False)]
     assert sum(sizes) == 64 * 64 * 64, "the score elements of 64 selected pairs of 64 x 64"
+    assert max(sizes) <= CACHED_ELEMENTS

@@ -173,7 +173,7 @@ def test_a_padded_step_is_no_longer_than_the_tensors():
     q, k = torch.randn(1, 1, 8, 4), torch.randn(1, 1, 12, 4)
     blocks = BlockLists.from_mask(torch.tensor([[True, False], [True, True]]), torch.tensor([0, 3, 8], dtype=torch.int32),
                                   torch.tensor([0, 7, 12], dtype=torch.int32), max_q_length=1000, max_kv_length=1000)
-    assert [(step.q.shape[3], step.k.shape[3]) for step in _padded_steps(q, k, k, blocks, False)] == [(8, 2 * 12)]
+    assert [(step.q_rows.shape[-1], step.k_rows.shape[-1]) for step in _padded_steps(q, k, blocks, False)] == [(8, 2 * 12)]
 
 
 def test_meta_tensors_have_shapes():
