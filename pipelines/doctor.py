@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 # The oldest and the newest release of each that the tests ran with.
 TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "diffusers": ("0.42", "0.42")}
-# Twice the error of plain torch in the same dtype is allowed; where plain torch itself is looked at, so many of its roundings.
-ROUNDINGS = 1024
+# So many times the error of plain torch in the same dtype is allowed, because kernels keep parts of the estimate in bfloat16, and what is
+# wrong is off by far more; where plain torch itself is looked at, so many of its roundings.
+FACTOR, ROUNDINGS = 4, 1024
 TENSORS = ("out", "dq", "dk", "dv")
 STEPS = 50
 
@@ -135,7 +136,7 @@ def self_check(device: torch.device, dtype: torch.dtype) -> Iterator[Checked]:
         exact, _ = run("reference", *(x.double() for x in (q, k, v, dout)), selection=kept)
         rounding = torch.finfo(dtype).eps
         for tensor, mine, other, right in zip(TENSORS, ours, plain, exact):
-            yield Checked(compensation, tensor, _error(mine, right), min(2 * _error(other, right) + rounding, ROUNDINGS * rounding))
+            yield Checked(compensation, tensor, _error(mine, right), min(FACTOR * _error(other, right) + rounding, ROUNDINGS * rounding))
 
 
 def checked_table(found: list[Checked]) -> str:
