@@ -9,10 +9,14 @@ differ in their schedule alone are one call and a row each. table.py joins the r
 
     density     share of the video's tile pairs that the layer computes where it is sparse, as asked for
     relative    median time over that of dense attention in the same run
+    overall     the same over 30 steps of the model's 54 layers, of which some are dense as the configuration's schedule says
     error       as in bench_layer.py; estimates by means alone and in halves are not checked here
 """
 
 from __future__ import annotations
+
+import math
+from statistics import fmean
 
 import torch
 from arguments import add_rounds, named, new_parser
@@ -22,6 +26,8 @@ from quality_grid import FULL_TILES, TOY_TILES, Entry, grid
 from shapes import LAYERS, LAYERS_CPU, LayerShape
 
 from ssta import SSTAConfig, ssta_attention
+
+STEPS, DEPTH = 30, 54
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,9 +51,10 @@ def measurable(entries: list[Entry]) -> list[Entry]:
 
 def measure(entries: list[Entry], shape: LayerShape, rounds: int, device: str) -> list[dict]:
     q, k, v, layout, text_mask = layer_inputs(shape, device)
-    configs = {entry.name: entry.config.for_canvas(shape.thw) for entry in entries}
+    of_steps = {entry.name: [config and config.for_canvas(shape.thw) for config in entry.configs(STEPS)] for entry in entries}
+    configs = {name: next(filter(None, of)) for name, of in of_steps.items()}
     calls, facts = {None: lambda: dense(q, k, v)}, {None: dict(extra_mib="", error="")}
-    for config in dict.fromkeys(configs.values()):
+    for config in dict.fromkeys(config for of in of_steps.values() for config in of if config is not None):
         def layer(config: SSTAConfig = config, **options):
             return ssta_attention(q, k, v, layout, config, text_mask=text_mask, **options)
 
@@ -55,9 +62,10 @@ def measure(entries: list[Entry], shape: LayerShape, rounds: int, device: str) -
         error = sampled_error(shape, q, k, v, out, blocks, layout, config)
         del out, blocks
         calls[config], facts[config] = layer, dict(extra_mib=peak_extra_mib(layer), error=error)
-        print(f"checked {next(name for name, of in configs.items() if of == config)}", flush=True)
+        print(f"checked {next(name for name, of in of_steps.items() if config in of)}", flush=True)
     times = interleaved(calls, rounds)
     whole = times[None]["median_ms"]
+    relative = {config: found["median_ms"] / whole if found["median_ms"] else math.nan for config, found in times.items()}
     rows = []
     for entry in (None, *entries):
         config = entry and configs[entry.name]
@@ -65,9 +73,16 @@ def measure(entries: list[Entry], shape: LayerShape, rounds: int, device: str) -
         how = dict(tile="", density=1.0, compensation="") if config is None else dict(
             tile="x".join(map(str, config.tile_thw)), density=config.density,
             compensation=config.compensation + (" 2 parts" if config.compensation_parts == 2 else ""))
+        over = 1.0 if entry is None else overall(entry, [relative[of] for of in of_steps[entry.name]])
         rows.append(dict(layer=shape.name, name=entry.name if entry else "dense", **how, **found, **facts[config],
-                         relative=found["median_ms"] / whole if found["median_ms"] else ""))
+                         relative=relative[config], overall=over))
     return rows
+
+
+def overall(entry: Entry, times: list[float]) -> float:
+    """Of sparse layers' ``times`` at each step and of the layers that the schedule keeps dense, whose time is 1."""
+    dense = len(entry.schedule.dense_layers) / DEPTH
+    return dense + (1 - dense) * fmean(times)
 
 
 if __name__ == "__main__":

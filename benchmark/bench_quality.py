@@ -14,7 +14,6 @@ Every configuration (quality_grid.py) is put in by apply_ssta and samples the sa
     loss, loss_above       held-out denoising loss, and by how many percent it is above the dense one
     density                share of tile pairs that is computed, over all steps, dense ones included
     exact_mass             share of the softmax that is computed exactly, where the rest is estimated
-    sample_s               seconds for the videos of one seed
 
 Rows "fine-tune" are about training through SSTA: the same steps from the same weights, dense and sparse; loss is that of the clips that
 are trained on. gap_closed is the share, in percent, of the distance between sparse and dense loss (of the densely trained weights) that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -16,12 +16,13 @@ from sheet import Sheet
 from torch import Tensor
 from video_model import Checkpoint, VideoModel, label_order
 
-from ssta.pipelines import LayerRun, SSTAHandle, apply_ssta
+from ssta import SSTAConfig
+from ssta.pipelines import LayerRun, Schedule, SSTAHandle, apply_ssta
 
 # Of the videos, so many follow the dense trajectory, and are shown.
 FOLLOWED = 2
 SPREAD = ("psnr", "ssim", "lpips", "latent_error")
-COLUMNS = ("what", "group", "name", "density", "exact_mass", "sample_s", *(f"{name}{end}" for name in SPREAD for end in ("", "_spread")),
+COLUMNS = ("what", "group", "name", "density", "exact_mass", *(f"{name}{end}" for name in SPREAD for end in ("", "_spread")),
            "velocity_error", *(f"velocity_{percent}" for percent in VELOCITIES), "loss", "loss_dense", "loss_above", "gap_closed", "note")
 
 
@@ -62,10 +63,9 @@ class Bench:
         with under(self.all_dense, first):
             self._dense_loss = held_out_loss(first, self.held)
             first.sample(seen=self._trajectory.keep)
-        latents, seconds = self._sampled(self.all_dense)
-        self._references = [Reference(x, self.autoencoder) for x in latents]
+        self._references = [Reference(x, self.autoencoder) for x in self._sampled(self.all_dense)]
         self.sheet.add("dense", self._references[0].videos[:FOLLOWED])
-        self._add_sample(self.all_dense, density=1.0, loss=self._dense_loss, loss_dense=self._dense_loss, loss_above=0.0, sample_s=seconds)
+        self._add_sample(self.all_dense, density=1.0, loss=self._dense_loss, loss_dense=self._dense_loss, loss_above=0.0)
 
     def measure(self, entry: Entry) -> None:
         """Adds the row of ``entry``; one that cannot run says why, and takes no other's row with it."""
@@ -76,14 +76,12 @@ class Bench:
 
     def _measured(self, entry: Entry) -> dict:
         first, runs = self._samplers[0], []
-        with under(entry, first) as handle:
-            errors = self._trajectory.follow(lambda: runs.extend(handle.report() if handle else ()))
+        with under(entry, first) as report:
+            errors = self._trajectory.follow(lambda: runs.extend(report()))
             loss = held_out_loss(first, self.held)
-            first.one_step()
-        latents, seconds = self._sampled(entry)
         at = {f"velocity_{percent}": errors[step_at(percent, len(errors))] for percent in VELOCITIES}
-        return dict(self._compared(entry, latents), density=fmean(run.density for run in runs) if runs else 1.0,
-                    exact_mass=_exact_mass(runs), sample_s=seconds, velocity_error=fmean(errors), **at,
+        return dict(self._compared(entry, self._sampled(entry)), density=fmean(run.density for run in runs) if runs else 1.0,
+                    exact_mass=_exact_mass(runs), velocity_error=fmean(errors), **at,
                     loss=loss, loss_dense=self._dense_loss, loss_above=100 * (loss / self._dense_loss - 1))
 
     def _other_noise(self, entry: Entry) -> dict:
@@ -91,13 +89,13 @@ class Bench:
         with under(self.all_dense, others[0]):
             return dict(self._compared(entry, [other.sample() for other in others]), density=1.0)
 
-    def _sampled(self, entry: Entry) -> tuple[list[Tensor], float]:
-        """Latents for each seed, and the mean seconds for one."""
+    def _sampled(self, entry: Entry) -> list[Tensor]:
+        """Latents for each seed."""
         found = []
         for sampler in self._samplers:
             with under(entry, sampler):
-                found.append(sampler.timed())
-        return [latents for latents, _ in found], fmean(seconds for _, seconds in found)
+                found.append(sampler.sample())
+        return found
 
     def _compared(self, entry: Entry, latents: list[Tensor]) -> dict:
         videos = [found for reference, x in zip(self._references, latents) for found in reference.compare(x)]
@@ -128,22 +126,40 @@ class Bench:
         row = {**dict.fromkeys(COLUMNS, ""), **found, **self._same}
         assert list(row) == [*COLUMNS, *self._same], f"{sorted(found)} must be among {COLUMNS}"
         self.rows.append(row)
-        shown = ("density", "exact_mass", "psnr", "ssim", "latent_error", "velocity_error", "loss", "loss_above", "gap_closed", "sample_s",
-                 "note")
+        shown = ("density", "exact_mass", "psnr", "ssim", "latent_error", "velocity_error", "loss", "loss_above", "gap_closed", "note")
         print(f"{row['what']}: {row['name']}", *(f"{name} {_short(row[name])}" for name in shown if row[name] != ""), sep="  ", flush=True)
         for path in self.paths:
             write_rows(path, self.rows, quiet=True)
 
 
 @contextmanager
-def under(entry: Entry, sampler: Sampler) -> Iterator[SSTAHandle | None]:
-    """Within it the sampler's model attends as ``entry`` says; its scheduler counts the steps. Gives SSTA's handle, if that is applied."""
+def under(entry: Entry, sampler: Sampler) -> Iterator[Callable[[], list[LayerRun]]]:
+    """Within it the sampler's model attends as ``entry`` says; its scheduler counts the steps. Gives the report of the last forward."""
     if entry.config is None:
         with attention_backend(entry.backend):
-            yield None
+            yield list
         return
-    with apply_ssta(sampler.model.dit, entry.config, schedule=entry.schedule, scheduler=sampler.scheduler) as handle:
-        yield handle
+    all_dense = Schedule(dense_layers=tuple(range(sampler.model.size.layers)))
+
+    def put_in(config: SSTAConfig | None) -> SSTAHandle:
+        schedule = all_dense if config is None else entry.schedule
+        return apply_ssta(sampler.model.dit, config or entry.config, schedule=schedule, scheduler=sampler.scheduler)
+
+    now, handle = entry.config, put_in(entry.config)
+
+    def enter(step: int) -> None:
+        nonlocal now, handle
+        if entry.put_in(step, sampler.steps) != now:
+            handle.remove()
+            now = entry.put_in(step, sampler.steps)
+            handle = put_in(now)
+
+    sampler.enter = enter
+    try:
+        yield lambda: handle.report()
+    finally:
+        handle.remove()
+        sampler.enter = lambda step: None
 
 
 def _exact_mass(runs: list[LayerRun]) -> float | str:

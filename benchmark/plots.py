@@ -117,31 +117,20 @@ def plot_pipeline(rows: list[Row]) -> Figure:
 
 
 def plot_quality(rows: list[Row]) -> Figure:
-    """PSNR and SSIM of samples against the dense ones, a colour for every group: on the left over density, with a line through those that
-    differ in nothing else; on the right over the time of sampling, with a line through the best for their time, by name. Means over the
-    models that a configuration was measured on."""
+    """PSNR and SSIM of samples against the dense ones over density, a colour for every group, with a line through those that differ in
+    nothing else. Means over the models that a configuration was measured on."""
     models = {(row["clips"], row["train_seed"]) for row in rows}
     rows = [mean_row(found) for found in grouped(rows, lambda row: (row["what"], row["name"])).values()]
     points = [row for row in rows if row["what"] == "sample" and row["psnr"] and row["group"] != "dense" and float(row["density"]) < 0.999]
-    figure = Figure((13, 9), layout="constrained")
-    for (column, x), axes in zip([(y, x) for y in ("psnr", "ssim") for x in ("density", "sample_s")], figure.subplots(2, 2).flat):
+    figure = Figure((13, 5), layout="constrained")
+    for column, axes in zip(("psnr", "ssim"), figure.subplots(1, 2)):
         for i, (group, found) in enumerate(grouped(points, lambda row: row["group"]).items()):
             colour = COLOURS[i % len(COLOURS)]
-            places = [(float(row[x]), float(row[column])) for row in found]
+            places = [(float(row["density"]), float(row[column])) for row in found]
             axes.errorbar(*zip(*places), [float(row[f"{column}_spread"] or 0) for row in found], color=colour, marker="o" if i < 5 else "^",
                           markersize=5, elinewidth=0.3, linestyle="", label=group)
-            if x == "density":
-                axes.plot(*zip(*sorted(place for place, row in zip(places, found) if "," not in row["name"])), color=colour, linewidth=1)
-        if x == "sample_s":
-            shown = [(float(row[x]), float(row[column]), row["name"]) for row in points]
-            best = sorted((at, value, name) for at, value, name in shown if not any(a <= at and v > value for a, v, _ in shown))
-            axes.plot([at for at, _, _ in best], [value for _, value, _ in best], color="#999999", linewidth=0.8, zorder=0)
-            for at, value, name in best:
-                axes.annotate(name, (at, value), xytext=(-4, 4), textcoords="offset points", fontsize=6, ha="right")
-            for row in rows:
-                if row["name"] == "dense":
-                    axes.axvline(float(row[x]), color="#000000", linewidth=0.8, linestyle=":")
-        axes.set_xlabel({"density": "share of tile pairs computed", "sample_s": "s, dotted: dense"}[x], fontsize="small")
+            axes.plot(*zip(*sorted(place for place, row in zip(places, found) if "," not in row["name"])), color=colour, linewidth=1)
+        axes.set_xlabel("share of tile pairs computed", fontsize="small")
         axes.set_ylabel({"psnr": "PSNR against dense, dB", "ssim": "SSIM against dense"}[column], fontsize="small")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small", frameon=False)
     of = rows[0]
@@ -153,7 +142,7 @@ def plot_quality(rows: list[Row]) -> Figure:
 
 def mean_row(rows: list[Row]) -> Row:
     """The first of them, with the means of what samples are judged by."""
-    columns = ("psnr", "ssim", "psnr_spread", "ssim_spread", "sample_s")
+    columns = ("psnr", "ssim", "psnr_spread", "ssim_spread")
     found = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
     return rows[0] | {column: str(sum(values) / len(values)) for column, values in found.items() if values}
 
@@ -164,12 +153,12 @@ MARKERS = "os^Dv*"
 def plot_equal_time(layers: list[Row], rows: list[Row]) -> Figure:
     """PSNR of the samples against the time of a large model's layer over all steps: a colour for what is done with the tiles that are not
     computed, a form for every tile, and a line through the best for their time, by name. Means over the trained models; lines up and down
-    reach from the worst of them to the best."""
+    reach from the worst of them to the best. Presets have a ring, and names like the best."""
     models, found = samples_of(rows)
     times, of_layer = layer_times(found, layers), {row["name"]: row for row in layers}
     places = {name: (time, mean_of(found[name], "psnr")) for name, time in times.items() if len(found[name]) == len(models)}
     ways, tiles = (list(dict.fromkeys(of_layer[name][column] for name in places)) for column in ("compensation", "tile"))
-    figure = Figure((9, 5.5), layout="constrained")
+    figure = Figure((10, 6), layout="constrained")
     axes = figure.subplots()
     for name, (time, psnr) in places.items():
         values = [float(row["psnr"]) for row in found[name]]
@@ -178,15 +167,20 @@ def plot_equal_time(layers: list[Row], rows: list[Row]) -> Figure:
                       marker=MARKERS[tiles.index(tile) % len(MARKERS)], markersize=5, linestyle="")
     line = best(places)
     axes.plot(*zip(*(places[name] for name in line)), color="#999999", linewidth=0.8, zorder=0)
-    for name in line:
-        axes.annotate(name, places[name], xytext=(-4, 4), textcoords="offset points", fontsize=6, ha="right")
+    presets = [name for name in places if name.startswith("preset")]
+    axes.plot([places[name][0] for name in presets], [places[name][1] for name in presets], color="#000000", marker="o", markersize=9,
+              fillstyle="none", linestyle="")
+    # Beside the axes, in the order of their points and as far apart, so that no name lies over another.
+    named = sorted({*line, *presets}, key=lambda name: places[name][1])
+    for i, name in enumerate(named):
+        axes.annotate(name, places[name], xytext=(1.02, (i + 0.5) / len(named)), textcoords="axes fraction", fontsize=6, va="center",
+                      arrowprops=dict(arrowstyle="-", color="#bbbbbb", linewidth=0.4))
     for i, way in enumerate(ways):
         axes.plot([], [], color=COLOURS[i], marker="o", linestyle="", label="dropped" if way == "none" else way)
     for i, tile in enumerate(tiles):
         axes.plot([], [], color="#777777", marker=MARKERS[i % len(MARKERS)], linestyle="", label=tile)
     axes.set_xlabel(f"time of attention over all steps, dense = 1: a layer of {layers[0]['layer']}", fontsize="small")
     axes.set_ylabel("PSNR against dense, dB: the small model", fontsize="small")
-    axes.margins(x=0.12)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=10, fontsize="small", frameon=False)
     figure.supxlabel(f"{len(models)} trained, {rows[0]['videos']} videos x {rows[0]['seeds']} seeds, {rows[0]['steps']} steps; "
                      f"{caption(layers)}", fontsize="x-small")

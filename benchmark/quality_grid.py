@@ -29,6 +29,7 @@ class Entry:
         group: what it is a case of; plots have a colour for each.
         name: unique.
         config, schedule: what ``apply_ssta`` is given; no config = diffusers' own processors.
+        later: from which share of the steps on the configuration is another, and which; None in its place = dense.
         backend: of diffusers, for its own processors.
         noise: added to the seed of the noise.
         shown: whether the contact sheet has it.
@@ -38,9 +39,19 @@ class Entry:
     name: str
     config: SSTAConfig | None = None
     schedule: Schedule = field(default_factory=Schedule)
+    later: tuple[float, SSTAConfig | None] | None = None
     backend: str = "native"
     noise: int = 0
     shown: bool = False
+
+    def put_in(self, step: int, steps: int) -> SSTAConfig | None:
+        """The configuration that step has; None = every layer is dense. The schedule may make it dense too."""
+        share, last = self.later or (1.0, None)
+        return self.config if step < round(share * steps) else last
+
+    def configs(self, steps: int) -> list[SSTAConfig | None]:
+        """What sparse layers have at each step; None where all are dense."""
+        return [None if self.schedule.is_dense_step(step, steps) else self.put_in(step, steps) for step in range(steps)]
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,11 @@ class Tiles:
 
     main: Triple
     others: tuple[Triple, ...]
+    finer: tuple[Triple, ...]
 
 
-FULL_TILES = Tiles((4, 8, 8), ((4, 4, 8), (2, 8, 8), (6, 8, 8), (4, 6, 8)))
-TOY_TILES = Tiles((2, 4, 4), ((1, 4, 4),))
+FULL_TILES = Tiles((4, 8, 8), ((4, 4, 8), (2, 8, 8), (6, 8, 8), (4, 6, 8)), ((2, 4, 8), (4, 4, 4)))
+TOY_TILES = Tiles((2, 4, 4), ((1, 4, 4),), ((1, 2, 4),))
 
 
 def dense_entry(layers: int) -> Entry:
@@ -69,7 +81,7 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
-              small_tiles(tiles.others[0]), by_similarity(main), presets(),
+              small_tiles(tiles.others[0]), front(tiles.others[0], tiles.finer), by_step(tiles.others[0]), by_similarity(main), presets(),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
@@ -117,6 +129,35 @@ def small_tiles(tile: Triple) -> Iterator[Entry]:
     for density in DENSITIES[1:]:
         for way, options in {"linear": LINEAR, "linear 2 parts": LINEAR_2}.items():
             yield Entry("tiles", f"{way} {density:g}{_of_tile(tile)}", kept(tile, density, **options))
+
+
+def front(tile: Triple, finer: tuple[Triple, ...]) -> Iterator[Entry]:
+    """Where the presets lie: density, parts, warm-up and the first layer, in the defaults' tile; and finer tiles."""
+    for density in (0.05, 0.1, MIDDLE, 0.2, 0.3, 0.4):
+        for way, options in {"linear": LINEAR, "linear 2 parts": LINEAR_2}.items():
+            config, named = kept(tile, density, **options), f"{way} {density:g}{_of_tile(tile)}"
+            if density not in DENSITIES:
+                yield Entry("tiles", named, config)
+            if density != 0.05:
+                yield Entry("first layer", f"{named}, first layer dense", config, Schedule(dense_layers=(0,)))
+        for steps, share in {"one step": 0.01, "5 %": 0.05, "10 %": 0.1, "15 %": 0.15}.items():
+            if density in (0.1, MIDDLE, 0.3):
+                yield Entry("warm-up", f"{named}, warm-up {steps}, first layer dense", config,
+                            Schedule(dense_steps=share, dense_layers=(0,)))
+    for density in DENSITIES:
+        for of in finer:
+            yield Entry("tiles", f"linear {density:g}{_of_tile(of)}", kept(of, density, **LINEAR))
+
+
+def by_step(tile: Triple) -> Iterator[Entry]:
+    """The same pairs spent on early or on late steps, and dense steps at the end or at both ends."""
+    low, middle, high = (kept(tile, density, **LINEAR_2) for density in (0.1, 0.2, 0.3))
+    tiles, first = _of_tile(tile), Schedule(dense_steps=0.1)
+    yield Entry("by step", f"linear 2 parts 0.3 then 0.1{tiles}", high, later=(0.5, low))
+    yield Entry("by step", f"linear 2 parts 0.1 then 0.3{tiles}", low, later=(0.5, high))
+    yield Entry("by step", f"linear 2 parts 0.1, last 10 % dense{tiles}", low, later=(0.9, None))
+    yield Entry("by step", f"linear 2 parts 0.1, last 30 % at 0.2{tiles}", low, later=(0.7, middle))
+    yield Entry("by step", f"linear 2 parts 0.1, first and last 10 % dense{tiles}", low, first, later=(0.9, None))
 
 
 def other_tile(tile: Triple) -> Iterator[Entry]:

@@ -28,33 +28,22 @@ def quality_table(rows: list[Row]) -> list[list[str]]:
     """One line a configuration of the samples: PSNR and its spread over videos for each trained model, and means over the models."""
     models, found = samples_of(rows)
     lines = [["configuration", "density", *(f"{clips}, training {seed}: PSNR, dB" for clips, seed in models), "SSIM", "velocity error",
-              "loss above dense", "s a sample"]]
+              "loss above dense"]]
     for name, of in found.items():
         own = {(row["clips"], row["train_seed"]): row for row in of}
         psnr = [own.get(model) for model in models]
-        ssim, error, loss, seconds = (mean_of(of, column) for column in ("ssim", "velocity_error", "loss_above", "sample_s"))
+        ssim, error, loss = (mean_of(of, column) for column in ("ssim", "velocity_error", "loss_above"))
         lines.append([name, f"{float(of[0]['density']):.1%}",
                       *("–" if row is None else f"{float(row['psnr']):.1f}"
                         + (f" ± {float(row['psnr_spread']):.1f}" if row["psnr_spread"] else "") for row in psnr),
-                      f"{ssim:.3f}", figures(error), "–" if loss is None else f"{loss:+.2f} %",
-                      figures(seconds)])
+                      f"{ssim:.3f}", figures(error), "–" if loss is None else f"{loss:+.2f} %"])
     return lines
 
 
 def layer_times(samples: dict[str, list[Row]], layers: list[Row]) -> dict[str, float]:
-    """Of each configuration that bench_grid.py measured the time of the layer over all steps, dense attention being 1.
-
-    A configuration that computes d of the pairs at a sparse step and D over all steps and layers has a share of (D - d) / (1 - d) of them
-    dense. What a selection that serves several steps saves is not in it.
-    """
-    found = {}
-    for row in layers:
-        if row["name"] in samples and row["relative"] and row["compensation"]:
-            sparse, overall = float(row["density"]), mean_of(samples[row["name"]], "density")
-            # On a small canvas no number of whole tiles may be the density that was asked for.
-            dense = (overall - sparse) / (1 - sparse) if overall > sparse + 0.02 else 0.0
-            found[row["name"]] = dense + (1 - dense) * float(row["relative"])
-    return found
+    """Of each configuration that bench_grid.py measured the time of attention over all steps and layers, dense attention being 1."""
+    return {row["name"]: float(row["overall"]) for row in layers if row["name"] in samples and row["overall"] not in ("", "nan")
+            and row["compensation"]}
 
 
 def samples_table(rows: list[Row], layers: list[Row]) -> list[list[str]]:
@@ -78,7 +67,7 @@ def equal_time_table(layers: list[Row], rows: list[Row]) -> list[list[str]]:
     models, found = samples_of(rows)
     times, of_layer = layer_times(found, layers), {row["name"]: row for row in layers}
     places = {name: (time, mean_of(found[name], "psnr")) for name, time in times.items() if len(found[name]) == len(models)}
-    lines = [["configuration", "tile", "layer, ms", "layer over all steps, dense = 1", "PSNR, dB", "best for its time"]]
+    lines = [["configuration", "tile", "layer, ms", "attention over all steps, dense = 1", "PSNR, dB", "best for its time"]]
     for name, (time, psnr) in sorted(places.items(), key=lambda place: place[1]):
         lines.append([name, of_layer[name]["tile"], figures(of_layer[name]["median_ms"]), f"{time:.3f}", f"{psnr:.1f}",
                       "yes" if name in best(places) else ""])

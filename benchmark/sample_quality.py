@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -29,12 +28,14 @@ class Sampler:
     """``len(labels)`` videos by Euler's method, from the noise of ``seed``.
 
     Attributes:
+        enter: told of every step before the model runs.
         scheduler: counts the steps; ``apply_ssta`` is given it.
         noise: float32 ``[V, C, T, H, W]``.
     """
 
     def __init__(self, model: VideoModel, labels: list[int], seed: int, steps: int) -> None:
         self.model, self.steps = model, steps
+        self.enter: Callable[[int], None] = lambda step: None
         device = next(model.parameters()).device
         size = model.size
         generator = torch.Generator().manual_seed(seed)
@@ -53,30 +54,13 @@ class Sampler:
     def sample(self, seen: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
         """Latents. ``seen(x, velocity)`` is called at every step."""
         x = self.noise.clone()
-        for t in self.times():
+        for step, t in enumerate(self.times()):
+            self.enter(step)
             v = velocity(self.model, x, t, self.condition)
             if seen:
                 seen(x, v)
             x = self.scheduler.step(v, t, x, return_dict=False)[0].float()
         return x
-
-    def timed(self) -> tuple[Tensor, float]:
-        """(latents, seconds)."""
-        _wait(self.noise.device)
-        start = time.perf_counter()
-        x = self.sample()
-        _wait(self.noise.device)
-        return x, time.perf_counter() - start
-
-    @torch.no_grad()
-    def one_step(self) -> None:
-        """The first, for nothing: what it compiles is not in the time of the others."""
-        velocity(self.model, self.noise, self.times()[0], self.condition)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def velocity(model: VideoModel, x: Tensor, t: Tensor, condition: Tensor) -> Tensor:
@@ -100,7 +84,8 @@ class Trajectory:
         """The velocities' relative error at each step along it, where the model as it now is would go from the very same place; or another
         model, of a ``sampler`` of the same videos."""
         sampler, errors = sampler or self._sampler, []
-        for t, (x, dense) in zip(sampler.times(), self._steps):
+        for step, (t, (x, dense)) in enumerate(zip(sampler.times(), self._steps)):
+            sampler.enter(step)
             v = velocity(sampler.model, x, t, sampler.condition[:self._videos])
             errors.append((v - dense).norm() / dense.norm())
             after_step()
@@ -118,6 +103,7 @@ def held_out_loss(sampler: Sampler, latents: Tensor) -> float:
     times, losses = sampler.times(), []
     for step in sorted({step_at(percent, sampler.steps) for percent in LOSSES}):
         sigma = times[step] / 1000
+        sampler.enter(step)
         v = velocity(model, (1 - sigma) * latents + sigma * noise, times[step], condition)
         losses.append((v - (noise - latents)).square().mean())
     return float(torch.stack(losses).mean())

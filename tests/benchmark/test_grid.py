@@ -21,7 +21,8 @@ def test_a_layer_in_the_configurations_of_the_grid(bench, tmp_path, monkeypatch,
     # What has no density, or leaves nothing out, is not there; what differs in its schedule alone is one call.
     assert [row["name"] for row in rows] == ["dense", "linear 0.156, warm-up 15 %", "dropped 0.156, tile 1x4x4",
                                              "linear 0.156, tile 1x4x4", "linear 0.156, tile 1x4x4, warm-up 15 %",
-                                             "linear 0.156, tile 1x4x4, window 3x3x3"]
+                                             "linear 0.156, tile 1x4x4, window 3x3x3",
+                                             "linear 0.156, tile 1x4x4, first layer dense", "linear 0.156, tile 1x2x4"]
     of = {row["name"]: row for row in rows}
     assert of["dropped 0.156, tile 1x4x4"]["tile"] == "1x4x4" and of["dropped 0.156, tile 1x4x4"]["compensation"] == "none"
     plain, warm = of["linear 0.156, tile 1x4x4"], of["linear 0.156, tile 1x4x4, warm-up 15 %"]
@@ -46,11 +47,11 @@ def measured(tmp_path):
 
     def sample(name, psnr, density, seed=0):
         return dict(what="sample", group="", name=name, clips="film", train_seed=seed, density=density, psnr=psnr, ssim=0.9, loss_above=1.0,
-                    velocity_error=0.1, sample_s=1.0, psnr_spread=1.0, ssim_spread=0.1, videos=8, seeds=1, steps=30)
+                    velocity_error=0.1, psnr_spread=1.0, ssim_spread=0.1, videos=8, seeds=1, steps=30)
 
-    def layer(name, relative, compensation="linear", density=0.156):
+    def layer(name, relative, compensation="linear", density=0.156, overall=None):
         return dict(layer="large", name=name, tile="4x8x8", density=density, compensation=compensation, median_ms=100 * relative,
-                    relative=relative)
+                    relative=relative, overall=overall or relative)
 
     measure.write_rows(tmp_path / "quality_card.csv", [
         sample(name, psnr + seed, density, seed) for seed in (0, 1) for name, psnr, density in (
@@ -58,16 +59,21 @@ def measured(tmp_path):
             ("dense, backend cudnn", 64.0, 1.0))] + [sample("linear 2 parts 0.156", 29.0, 0.156)])
     measure.write_rows(tmp_path / "grid_card.csv", [
         layer("dense", 1.0, "", 1.0), layer("dropped 0.156", 0.2, "none"), layer("linear 0.156", 0.24),
-        layer("preset near", 0.24), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
+        layer("preset near", 0.24, overall=0.62), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
     return tmp_path
 
 
 def test_time_over_all_steps_counts_the_dense_ones(measured):
     import table
+    from bench_grid import overall
+    from quality_grid import Entry
+
+    from ssta.pipelines import Schedule
+
+    assert overall(Entry("", "", schedule=Schedule(dense_layers=(0,))), [1.0, 0.2, 0.3]) == pytest.approx(1 / 54 + 53 / 54 * 0.5)
 
     text = "<!-- table:samples -->\n<!-- /table -->\n<!-- table:equal_time -->\n<!-- /table -->\n"
     samples, equal_time = table.filled(text, measured).split("<!-- /table -->\n")[:2]
-    # Of (0.578 - 0.156) / (1 - 0.156), half, the time is 1.
     assert "| preset \"near\" | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
     assert "| dropped, tiles of 4 x 8 x 8 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
     assert "| dense, other kernels: rounding alone | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
@@ -87,7 +93,7 @@ def test_the_plot_names_the_best_for_their_time(measured, capsys):
 
     rows = [read_rows(measured / f"{name}_card.csv") for name in ("grid", "quality")]
     axes = plots.plot_equal_time(*rows).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["dropped 0.156", "linear 0.156"]
+    assert [text.get_text() for text in axes.texts] == ["dropped 0.156", "preset near", "linear 0.156"]
     line = next(line for line in axes.lines if line.get_color() == "#999999")
     assert line.get_xydata().tolist() == [[0.2, 18.5], [0.24, 27.5]]
     table.draw(measured, ["grid"])

@@ -65,7 +65,7 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
 
     again = tmp_path / "again"
     bench.main([*TINY, *only, "--out", str(again), "--checkpoint", str(out / "model.pt")])
-    same = [name for name in rows[0] if name not in ("sample_s", "date", "commit")]
+    same = [name for name in rows[0] if name not in ("date", "commit")]
     assert [[row[name] for name in same] for row in rows_of(again / "quality.csv")] == [
         [row[name] for name in same] for row in rows if row["what"] == "sample"]
 
@@ -249,20 +249,44 @@ def test_the_grid_is_data():
     assert dense_entry(3).schedule.dense_layers == (0, 1, 2)
 
 
-def test_the_plot_shows_every_sample_and_the_best_for_their_time(trained):
+def test_the_plot_shows_every_sample(trained):
     pytest.importorskip("matplotlib")
     import plots
 
-    def row(name, density, seconds, psnr, group="dropped", seed="0"):
+    def row(name, density, psnr, group="dropped", seed="0"):
         where = dict(device="Card", torch="2", triton="3", commit="abc", date="2026-01-02")
-        return dict(what="sample", group=group, name=name, density=str(density), sample_s=str(seconds), psnr=str(psnr), psnr_spread="0.5",
+        return dict(what="sample", group=group, name=name, density=str(density), psnr=str(psnr), psnr_spread="0.5",
                     ssim="0.9", ssim_spread="", clips="film", train_seed=seed, videos="2", seeds="1", steps="3", **where)
 
     # Of the first one on two models; their mean is shown.
-    rows = [row("dense", 1, 9, "", "dense"), row("a", 0.1, 1, 18), row("a", 0.1, 1, 22, seed="1"), row("b", 0.2, 3, 19),
-            row("c", 0.3, 4, 30)]
+    rows = [row("dense", 1, "", "dense"), row("a", 0.1, 18), row("a", 0.1, 22, seed="1"), row("b", 0.2, 19), row("c", 0.3, 30)]
     axes = plots.plot_quality(rows).axes
-    assert [text.get_text() for text in axes[1].texts] == ["a", "c"]
     assert axes[0].lines[-1].get_xydata().tolist() == [[0.1, 20], [0.2, 19], [0.3, 30]]
-    best = next(line for line in axes[1].lines if line.get_color() == "#999999")
-    assert best.get_xydata().tolist() == [[1, 20], [4, 30]]
+
+
+def test_an_entry_says_what_each_step_has():
+    from quality_grid import Entry, kept
+
+    from ssta.pipelines import Schedule
+
+    low, high = kept((2, 4, 4), 0.1), kept((2, 4, 4), 0.3)
+    assert Entry("", "", low, Schedule(dense_steps=0.1), later=(0.5, high)).configs(10) == [None, *[low] * 4, *[high] * 5]
+    assert Entry("", "", low, later=(0.9, None)).configs(10) == [*[low] * 9, None]
+    assert Entry("", "", low).configs(3) == [low] * 3
+
+
+def test_another_configuration_from_a_step_on(trained):
+    """Half of the steps dense gives the dense velocities there, and the sparse ones before."""
+    import torch
+    from measure_quality import Bench
+    from quality_grid import Entry, kept
+
+    checkpoint, tile = trained[0] if isinstance(trained, tuple) else trained, (2, 4, 4)
+    bench = Bench(checkpoint, torch.device("cpu"), 1, 1, 4, [])
+    bench.dense()
+    sparse = kept(tile, 0.2)
+    for entry in (Entry("", "sparse", sparse), Entry("", "later", sparse, later=(0.5, None))):
+        bench.measure(entry)
+    one, other = bench.rows[-2:]
+    assert one["velocity_0"] == other["velocity_0"] > 0 and one["velocity_100"] > 10 * other["velocity_100"]
+
