@@ -50,14 +50,13 @@ class SSTAPreset:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict:
-        means = "; ".join(f"{name}: {preset.density:.0%} of the pairs of tiles exactly after {preset.warm_up:.0%} dense steps"
-                          for name, preset in PRESETS.items())
+        means = "; ".join(f"{name}: {preset.density:.0%} of the pairs of tiles exactly" for name, preset in PRESETS.items())
         return {"required": {"model": ("MODEL",), "preset": (list(PRESETS), {"default": "balanced", "tooltip": means})}}
 
     def apply(self, model, preset: str) -> tuple:
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {preset!r}")
-        return (patch_model(model, *apply_preset(preset, small_tiles(), Schedule.warm_up())),)
+        return (patch_model(model, apply_preset(preset, small_tiles())),)
 
 
 class SSTA:

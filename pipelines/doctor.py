@@ -21,7 +21,7 @@ from ssta.selection import Selection
 
 from .patch.report import Stopwatch
 from .patch.text_table import aligned
-from .schedule.defaults import small_tiles
+from .schedule.defaults import first_layer_dense, small_tiles
 from .schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "diffusers": ("0.
 # wrong is off by far more; where plain torch itself is looked at, so many of its roundings.
 FACTOR, ROUNDINGS = 4, 1024
 TENSORS = ("out", "dq", "dk", "dv")
-STEPS = 50
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -175,7 +174,7 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
 
 @torch.no_grad()
 def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Seconds of a step and of a generation, dense and by default, reckoned from one block that is measured here."""
+    """Seconds of a step, dense and by default, reckoned from one block that is measured here."""
     from .evaluation.published import blocks_of
     from .patch.apply import apply_ssta
 
@@ -188,15 +187,12 @@ def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -
     except torch.OutOfMemoryError:
         return [f"gain: {of.name} at {' x '.join(map(str, thw))} tokens does not fit into this GPU's memory; a smaller --size may"]
     (rest, dense), (_, sparse) = times["dense"], times["sparse"]
-    first = len(Schedule.warm_up().dense_layers)
+    first = len(first_layer_dense().dense_layers)
     step = {"dense": rest + of.depth * dense, "sparse": rest + first * dense + (of.depth - first) * sparse}
-    before = sum(Schedule.warm_up().is_dense_step(index, STEPS) for index in range(STEPS))
-    whole = {"dense": STEPS * step["dense"], "sparse": before * step["dense"] + (STEPS - before) * step["sparse"]}
     return [f"gain: {of.model} at {' x '.join(map(str, thw))} tokens, {of.depth} blocks, random weights, nothing compiled, from one block "
             "measured here; dense is exact attention by the fastest kernel here",
-            *(f"  {what}: dense {both['dense']:.3g} s, SSTA by default {both['sparse']:.3g} s, {both['dense'] / both['sparse']:.2f} x"
-              for what, both in (("a step of one prompt, density " + str(small_tiles().density), step),
-                                 (f"{STEPS} steps, of which the first {before} are dense", whole)))]
+            f"  a step of one prompt, density {small_tiles().density}: dense {step['dense']:.3g} s, SSTA by default "
+            f"{step['sparse']:.3g} s, {step['dense'] / step['sparse']:.2f} x"]
 
 
 def _times(model: torch.nn.Module, call: dict[str, Any], block: torch.nn.Module, device: torch.device) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
@@ -25,8 +24,8 @@ def _vace_sites(model: nn.Module) -> Iterator[Site]:
 
 
 def _vace_schedule() -> Schedule:
-    """A warm-up in which the first layer of each of the two stacks is dense."""
-    return replace(Schedule.warm_up(), dense_layers=("blocks.0.attn1", "vace_blocks.0.attn1"))
+    """The first layer of each of the two stacks is dense."""
+    return Schedule(dense_layers=("blocks.0.attn1", "vace_blocks.0.attn1"))
 
 
 def _vace_plan(model: nn.Module) -> Plan:

@@ -24,8 +24,6 @@ from .report import RunReport
 
 # Wan 2.2 has a second one for low noise, MiniMax-H3 another one for generations with references.
 _TRANSFORMERS = ("transformer", "transformer_2", "transformer_ref")
-# Stands for the first 15 % of the steps where nothing counts them: about what flow matching with a shift of 3 spends there.
-_WARM_UP_NOISE = 0.95
 
 
 def apply_ssta(
@@ -54,14 +52,13 @@ def apply_ssta(
             preset.
         changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=2`` or ``tile_thw=(4, 8, 8)``: they change those of the
             family's default or of the preset, on every canvas. What they leave no room for goes: ``topk`` takes the place of the density.
-        schedule: which steps and layers stay dense; default the family's, which takes weights for densely trained: ``Schedule.warm_up()``.
-        preset: the name of a configuration and a schedule, instead of these two: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``,
-            for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons); or one for
-            weights that were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has no
-            dense steps.
+        schedule: which steps and layers stay dense; default the preset's or the family's, which is the first layer.
+        preset: the name of a configuration and a schedule: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``, for every family's
+            densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons); or one for weights that were
+            trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has nothing dense.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
-            without one knows the noise level alone: its default schedule is dense above 0.95, and reading the timestep
-            synchronises with the device once in each forward.
+            without one knows the noise level alone (``Schedule.dense_above``), and reading it synchronises with the device once in each
+            forward.
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
             for a model may still move to another device; so a model on the meta device is taken too.
         check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
@@ -91,8 +88,8 @@ def apply_ssta(
     if preset is not None:
         if not isinstance(preset, str):
             raise TypeError(f"preset must be a name or None, got {type(preset).__name__}")
-        if config is not None or schedule is not None:
-            raise ValueError(f"preset must stand alone, for it is a config and a schedule, got {preset!r} with one of them")
+        if config is not None:
+            raise ValueError(f"preset must stand alone, for it is a config, got {preset!r} and a config")
     require_impl(impl)
     require_bool("check_ranks", check_ranks)
     # Everything is checked before anything is installed.
@@ -245,21 +242,17 @@ def _plan(
 def _settings(
     family: Family, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress,
 ) -> tuple[SSTAConfig, Schedule]:
-    """The user's configuration and schedule, or the preset's, or the family's; the latter two in terms of what is known about the steps."""
-    given = schedule is not None
+    """The user's configuration and schedule, or the preset's, or the family's."""
     if preset is not None:
-        made = preset_settings(family, preset)
-        config, schedule = made
+        config, own = preset_settings(family, preset)
     else:
-        config = family.default_config() if config is None else config
-        schedule = family.default_schedule() if schedule is None else schedule
+        config, own = family.default_config() if config is None else config, family.default_schedule()
+    schedule = own if schedule is None else schedule
     for name, value, wanted in (("configuration", config, SSTAConfig), ("schedule", schedule, Schedule)):
         if not isinstance(value, wanted):
             source = "default" if preset is None else f"preset {preset!r}"
             raise TypeError(f"{family.model}'s {source} {name} must be of class {wanted.__name__}, got {type(value).__name__}")
     if progress.scheduler is None and schedule.dense_steps:
-        if given:
-            raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to "
-                             "the pipeline, give its scheduler, or use dense_above")
-        schedule = replace(schedule, dense_steps=0.0, dense_above=_WARM_UP_NOISE)
+        raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to "
+                         "the pipeline, give its scheduler, or use dense_above")
     return config, schedule

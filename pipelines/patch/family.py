@@ -14,7 +14,7 @@ from ssta import SSTAConfig
 
 from ..families import PLACES, REFUSED
 from ..ranks.split import Split
-from ..schedule.defaults import small_tiles
+from ..schedule.defaults import first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
 
 
@@ -117,7 +117,7 @@ class Family:
     sites: Callable[[nn.Module], Iterable[Site]]
     canvas: Callable[[nn.Module, Mapping[str, Any]], tuple[int, int, int]]
     default_config: Callable[[], SSTAConfig] = small_tiles
-    default_schedule: Callable[[], Schedule] = Schedule.warm_up
+    default_schedule: Callable[[], Schedule] = first_layer_dense
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
     split: Split | None = None

@@ -22,7 +22,7 @@ from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.report import LayerRun, RunReport
 from ..schedule.changes import changed, require_changes, warn_of_the_window, warn_of_what_is_dropped
-from ..schedule.defaults import small_tiles
+from ..schedule.defaults import first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
 from .comfy_models import ComfyModel, Sequence, comfy_model
 
@@ -45,9 +45,10 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
 
     Args:
         model: ComfyUI's ModelPatcher of a Wan, HunyuanVideo, HunyuanVideo 1.5 or LTX model. One that has SSTA gets it anew.
-        config: what is attended to, as a whole; None = the default: tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated.
+        config: what is attended to, as a whole; None = the default: tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated
+            in two parts each.
         schedule: ``dense_steps``, ``dense_above``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order
-            in which they run; None = the first 15 % of the steps and the first block dense. The steps are those that a sampler runs: of a
+            in which they run; None = the first block dense. The steps are those that a sampler runs: of a
             generation that is split among two samplers each has its own.
         changes: fields of ``SSTAConfig`` that change the default, such as ``density=0.2``, as in ``apply_ssta``.
 
@@ -58,7 +59,7 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
     diffusion = _diffusion_model(model)
     known = comfy_model(diffusion)
     require_changes(config, changes)
-    schedule = Schedule.warm_up() if schedule is None else schedule
+    schedule = first_layer_dense() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
     if config is None:

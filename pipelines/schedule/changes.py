@@ -84,7 +84,7 @@ def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, publis
     warn_once(f"estimate of {model}", "config drops the tiles that it does not compute (compensation='none'), where the default of "
               f"{model} estimates them, for weights that were not trained with SSTA. To change the default and keep the rest of it, give "
               "fields by keyword, such as density=0.2, in place of a config; to estimate with a configuration of your own, "
-              "SSTAConfig(compensation='linear', ...)")
+              "SSTAConfig(compensation='linear', ...); to drop, keep the first steps dense: schedule=Schedule.warm_up()")
 
 
 def warn_of_the_window(model: str, config: SSTAConfig | None, thw: tuple[int, int, int]) -> None:

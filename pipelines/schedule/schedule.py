@@ -16,8 +16,8 @@ from ssta.kernels.checks import require_int, require_number
 class Schedule:
     """When SSTA steps back for exact dense attention. The default never does. Immutable, hashable, checked at construction.
 
-    The first steps settle where things are, on noise in which no tile resembles another yet, so models that were not trained with SSTA
-    keep them dense; ``warm_up`` is what they get by default.
+    The first steps settle where things are, on noise in which no tile resembles another yet. Methods that drop tiles keep them dense, and
+    ``warm_up`` does so too. With an estimate a higher density at all steps is the better use of the time (``benchmark/quality.md``).
 
     Args:
         dense_steps: the first fraction of the denoising steps, in [0, 1], rounded up to whole steps: 0.15 is 8 steps of 50 and 1 of 4;
@@ -71,7 +71,8 @@ class Schedule:
 
     @classmethod
     def warm_up(cls) -> Schedule:
-        """The first 15 % of the steps and the first layer dense, for models that were not trained with SSTA.
+        """The first 15 % of the steps and the first layer dense: for tiles that are dropped, and where the video must have the layout of
+        the dense one.
 
         Training-free methods agree on 10 to 25 % of the steps and the first layer: Sparse VideoGen has 25 %, its successor 10 %, Radial
         Attention 12 of 50 steps and one layer.

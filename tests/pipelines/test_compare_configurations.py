@@ -29,7 +29,7 @@ def pipe(monkeypatch):
 
 def test_names(pipe):
     default = parse_configuration("default", pipe)
-    assert (default.config, default.schedule) == (SSTAConfig(topk=32, variants=((1, {"topk": 8}),)), Schedule.warm_up())
+    assert (default.config, default.schedule) == (SSTAConfig(topk=32, variants=((1, {"topk": 8}),)), Schedule(dense_layers=(0,)))
     assert parse_configuration("stock", pipe) == Configuration("stock", None)
     assert parse_configuration("dense", pipe) == dense(pipe) and dense(pipe).schedule == Schedule(dense_steps=1.0)
     assert dense(pipe).all_dense and not default.all_dense and not Configuration("stock", None).all_dense

@@ -42,10 +42,10 @@ def watched(pipe) -> list[tuple[str, bool]]:
 
 # All pipelines are in test_progress.py.
 @pytest.mark.parametrize("name, steps", [(name, steps) for name in ("wan", "ltx", "cogvideox") for steps in (1, 4, 10)])
-def test_the_first_steps_are_dense_by_default(name, steps):
+def test_a_warm_up_is_dense_in_the_first_steps(name, steps):
     pipe, call = PIPELINES[name].build(), PIPELINES[name].call
-    with apply_ssta(pipe, SPARSE) as handle:
-        assert handle.schedule == Schedule.warm_up() == Schedule(dense_steps=0.15, dense_layers=(0,))
+    with apply_ssta(pipe, SPARSE, schedule=Schedule.warm_up()) as handle:
+        assert handle.schedule == Schedule(dense_steps=0.15, dense_layers=(0,))
         seen = watched(pipe)
         for _ in range(2):
             latents(pipe, steps=steps, **call)
@@ -116,8 +116,7 @@ def test_by_noise_level_with_and_without_the_pipeline(name, above):
 def test_a_transformer_alone_follows_the_noise_level():
     tiny = TINY["wan"]
     model, call = tiny.build(), tiny.call()
-    with apply_ssta(model, SPARSE) as handle:
-        assert handle.schedule == Schedule(dense_above=0.95, dense_layers=(0,))
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.95)) as handle:
         for timestep, dense in ((999, True), (951.0, True), (949, False), (100, False)):
             run(model, call | {"timestep": torch.tensor([timestep])})
             assert handle.report()[1].implementation.startswith("dense") == dense
