@@ -10,7 +10,7 @@ differ in their schedule alone are one call and a row each. table.py joins the r
     density     share of the video's tile pairs that the layer computes where it is sparse, as asked for
     relative    median time over that of dense attention in the same run
     overall     the same over 30 steps of the model's 54 layers, of which some are dense as the configuration's schedule says
-    error       as in bench_layer.py; estimates by means alone and in halves are not checked here
+    error       as in bench_layer.py
 """
 
 from __future__ import annotations

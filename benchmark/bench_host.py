@@ -37,8 +37,8 @@ KERNEL, RECORDING, BACKWARD = "block_sparse_attention", "block_sparse_attention,
 # What a layer is called with: the name of LayerShape.attention_config, what differs from it, whether q, k and v want gradients.
 LAYER_CALLS: dict[str, tuple[str, dict, bool]] = {
     "layer, default": ("default", {}, False),
-    "layer, default, two parts": ("parts", {}, False),
-    "layer, default without compensation": ("default", dict(compensation="none"), False),
+    "layer, default, one part": ("one part", {}, False),
+    "layer, default without compensation": ("one part", dict(compensation="none", compensation_parts=1), False),
     "layer, default, recording": ("default", {}, True),
     "layer, published": ("none", {}, False)}
 CALLS = (KERNEL, RECORDING, BACKWARD, *LAYER_CALLS)

@@ -6,12 +6,12 @@
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
 therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
-Column padding says what runs: dense; "default", what apply_ssta(pipe) does, with compensation "linear" in tiles of 4 x 4 x 8; "parts", the
-same in two parts; or a padding of the layer's published configuration, which --pad and all options behind it change. --only leaves the
+Column padding says what runs: dense; "default", what apply_ssta(pipe) does, with two estimates for each tile of 4 x 4 x 8; "one part", the
+same with one; or a padding of the layer's published configuration, which --pad and all options behind it change. --only leaves the
 others out.
 Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error). With a
 compensation, tiles are selected by its error unless --same-selection leaves that to the layer's configuration (other tiles
-may be other numbers of token pairs); estimates in halves are not checked here.
+may be other numbers of token pairs).
 """
 
 from __future__ import annotations
@@ -148,19 +148,17 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tensor, blocks: BlockLists, layout: TokenLayout,
-                  config: SSTAConfig) -> float | str:
+                  config: SSTAConfig) -> float:
     """The largest error at the real tokens of the first, a middle and the last video tile. Ends the program where it is no rounding."""
     tiles = tile_layout(layout, config.tile_thw, config.pad_type, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     tiled = [tiles.tile(x) for x in (q, k, v)]
     last = tiles.num_video_tiles - 1
     errors = []
-    if config.compensation_parts > 1:
-        return ""
     for head, row in ((0, 0), (shape.heads // 2, last // 2), (shape.heads - 1, last)):
         spot = exact_query_block(*tiled, blocks, 0, head, row)
         estimated = config.compensation == "linear"
-        wanted = estimated_query_block(*tiled, blocks, head, row, last + 1) if estimated else spot.values[0]
+        wanted = estimated_query_block(*tiled, blocks, head, row, last + 1, config.compensation_parts) if estimated else spot.values[0]
         tokens = tiles.source[spot.rows]
         real = tokens >= 0
         try:

@@ -1,13 +1,13 @@
 """What do several GPUs gain? Exchange, layers by stage, steps of models, memory and errors, on 1, 2, 4, ... ranks of one host.
 
     torchrun --nproc-per-node=4 benchmark/bench_parallel.py [--ranks 1 2 4] [--what all-to-all layer step] [--layer TEXT ...]
-                                                            [--model TEXT ...] [--only default parts none dense] [--ring 2 ...]
+                                                            [--model TEXT ...] [--only default "one part" none dense] [--ring 2 ...]
                                                             [--rounds 5] [--limit MINUTES] [--profile NAME] [--csv NAME]
 
 On GPUs through NCCL; without one through gloo, on toy shapes. Rounds go through all numbers of ranks, which the first ranks make up while
 the others wait; a time is that of the slowest rank, and all of them begin together. bfloat16. Column attention says what runs: "default",
-what apply_ssta(pipe) does (compensation "linear"); "parts", the same in two parts; "none", the published configuration in partial tiles; of
-steps also dense attention. --only leaves out the others. Rows (column what):
+what apply_ssta(pipe) does (two estimates for each tile); "one part", the same with one; "none", the published configuration in partial
+tiles; of steps also dense attention. --only leaves out the others. Rows (column what):
 
     all-to-all    buffers of some sizes (mib); gb_s are the bytes that a rank sends to others
     layer         a layer of shapes.py: what the rank that attended longest spent in each stage, and the whole. imbalance is its attention

@@ -8,7 +8,7 @@ have their published width, random weights and a few blocks: the forward of thos
 dense unless all are:
 
     default    SSTA as apply_ssta(pipe) has it for models that were not trained with it, without its dense steps
-    parts      the same with compensation_parts=2
+    one part   the same with compensation_parts=1
     stock      diffusers' own processors and their default backend
     unmasked   SSTA's processors around torch's SDPA over every token, also those that are not valid
     dense      SSTA's dense step: exact, through whichever kernel is fastest
@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.patch.family import family_of
 
-WHAT = ("default", "parts", "stock", "unmasked", "dense", "zero", "none", "removed")
+WHAT = ("default", "one part", "stock", "unmasked", "dense", "zero", "none", "removed")
 # Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.
 ALLOWED = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
@@ -115,10 +115,10 @@ def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
         return twin(model, shape.stock_blocks)
     of = twin(model, shape.blocks)
     sites = list(family_of(of).sites(of))
-    sparse = what in ("zero", "none", "default", "parts")
+    sparse = what in ("zero", "none", "default", "one part")
     config = replace(shape.config, pad_type=what) if what in ("zero", "none") else family_of(of).default_config()
-    if what == "parts":
-        config = replace(config, compensation_parts=2)
+    if what == "one part":
+        config = replace(config, compensation_parts=1)
     apply_ssta(of, config, schedule=Schedule() if sparse else Schedule(dense_layers=tuple(range(len(sites)))))
     instead = {"unmasked": unmasked, "removed": removed}.get(what)
     if instead is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from quality_tables import best, layer_times, mean_of, samples_of
+from quality_tables import PRESET_ENTRIES, best, layer_times, mean_of, samples_of
 from rows import STAGES, STEPS, Row, attention_of, grouped, is_dense, kept_cell, problem_of, title, with_times
 
 # Told apart also by readers who do not see all colours (Okabe and Ito's set).
@@ -167,14 +167,14 @@ def plot_equal_time(layers: list[Row], rows: list[Row]) -> Figure:
                       marker=MARKERS[tiles.index(tile) % len(MARKERS)], markersize=5, linestyle="")
     line = best(places)
     axes.plot(*zip(*(places[name] for name in line)), color="#999999", linewidth=0.8, zorder=0)
-    presets = [name for name in places if name.startswith("preset")]
+    presets = [name for name in PRESET_ENTRIES.values() if name in places]
     axes.plot([places[name][0] for name in presets], [places[name][1] for name in presets], color="#000000", marker="o", markersize=9,
               fillstyle="none", linestyle="")
     # Beside the axes, in the order of their points and as far apart, so that no name lies over another.
     named = sorted({*line, *presets}, key=lambda name: places[name][1])
     for i, name in enumerate(named):
         axes.annotate(name, places[name], xytext=(1.02, (i + 0.5) / len(named)), textcoords="axes fraction", fontsize=6, va="center",
-                      arrowprops=dict(arrowstyle="-", color="#bbbbbb", linewidth=0.4))
+                      arrowprops=dict(arrowstyle="-", color="#bbbbbb", linewidth=0.4, relpos=(0, 0.5)))
     for i, way in enumerate(ways):
         axes.plot([], [], color=COLOURS[i], marker="o", linestyle="", label="dropped" if way == "none" else way)
     for i, tile in enumerate(tiles):

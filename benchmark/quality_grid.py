@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
-from ssta.pipelines.families.wan import WAN
-from ssta.pipelines.schedule.presets import PRESETS, preset_settings
 
 Triple = tuple[int, int, int]
 # Shares of the tile pairs; of 45 tiles 7, 13 or 14, and 4 or 5. MIDDLE is the one at which everything else is varied.
@@ -81,7 +79,7 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     """All of them, what matters most first."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
-              small_tiles(tiles.others[0]), front(tiles.others[0], tiles.finer), by_step(tiles.others[0]), by_similarity(main), presets(),
+              small_tiles(tiles.others[0]), front(tiles.others[0], tiles.finer), by_step(tiles.others[0]), by_similarity(main),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
     entries = [entry for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
@@ -113,12 +111,6 @@ def warm_ups(tile: Triple) -> Iterator[Entry]:
     for way, options in WAYS.items():
         yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15),
                     shown=way in ("dropped", "linear"))
-
-
-def presets() -> Iterator[Entry]:
-    """By name, as the model's family has them: with its tile and its window."""
-    for name in PRESETS:
-        yield Entry("preset", f"preset {name}", *preset_settings(WAN, name))
 
 
 def small_tiles(tile: Triple) -> Iterator[Entry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rows import STAGES, STEPS, Row, attention_of, figures, grouped, milliseconds, spread
 
 
-def scaling_table(rows: list[Row], left_out: tuple[str, ...] = ("parts",)) -> list[list[str]]:
+def scaling_table(rows: list[Row], left_out: tuple[str, ...] = ()) -> list[list[str]]:
     """One line a layer or step and attention: measured times and speed-ups by the number of GPUs, heads exchanged for tokens, no rings."""
     totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and row["basis"] == "measured"
               and row["mesh"].startswith("1 x ") and row["attention"] not in left_out and not row["note"]]

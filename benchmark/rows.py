@@ -8,7 +8,7 @@ from pathlib import Path
 Row = dict[str, str]
 PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
 # What apply_ssta(pipe) does: shapes.attention_config has the configuration of each name.
-DEFAULTS = {"default": "SSTA by default", "parts": "SSTA by default, `compensation_parts=2`"}
+DEFAULTS = {"default": "SSTA by default", "one part": "SSTA by default, `compensation_parts=1`"}
 # The stages of a layer, in the order in which it runs them.
 STAGES = ("exchange in", "tile", "estimate", "score", "select", "attend", "combine", "untile", "exchange out")
 # What bench_pipeline.py measures, as tables and plots have it.

@@ -162,8 +162,8 @@ KERNELS_CPU |= {Problem(6_144, heads=2, block=block): (partial(kept, number=0.28
 HUNYUAN = SSTAConfig.hunyuan_video_15()
 # What apply_ssta(pipe) chooses for models that were not trained with SSTA; spelled out, so that another checkout computes the same.
 DEFAULT = SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
-                     variants=((1, {"tile_thw": (1, 8, 16)}),))
-DEFAULTS = {"default": DEFAULT, "parts": replace(DEFAULT, compensation_parts=2)}
+                     compensation_parts=2, variants=((1, {"tile_thw": (1, 8, 16)}),))
+DEFAULTS = {"default": DEFAULT, "one part": replace(DEFAULT, compensation_parts=1)}
 LAYERS = (LayerShape("HunyuanVideo 1.5, 720p", (31, 45, 80), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("HunyuanVideo 1.5, 480p", (31, 30, 53), 1985, 900, 16, 128, HUNYUAN),
           LayerShape("Wan 2.1, 720p", (21, 45, 80), 0, 0, 40, 128, SSTAConfig(topk=24)),

@@ -25,7 +25,7 @@ from ssta.ranks import Sent
 RIGHT_AS_STOCK = ("WanTransformer3DModel",)
 
 
-SPARSE = ("default", "parts", "none")
+SPARSE = ("default", "one part", "none")
 
 
 def attentions(shape: ModelShape, only: Sequence[str]) -> list[str]:

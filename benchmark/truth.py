@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ssta.kernels import BlockLists
+from ssta.kernels.tail import ITERATIONS
 
 
 class Wrong(Exception):
@@ -71,9 +72,9 @@ def exact_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch
     return Spot(batch, head, rows, (out, slopes @ key * scale))
 
 
-def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, head: int, row: int, last: int) -> Tensor:
+def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, head: int, row: int, last: int, parts: int) -> Tensor:
     """out ``[rows, D]`` of query block ``row`` of the first batch element where the blocks before ``last`` that it does not list are
-    estimated linearly, each as one (``kernels.eager.tail``). As many heads in k as in q."""
+    estimated linearly, each in so many parts (``kernels.eager.tail``). As many heads in k as in q."""
     spot, (starts, sizes) = exact_query_block(q, k, v, blocks, 0, head, row), blocks.kv_bounds(k.shape[2])
     query, scale = q[0, head, spot.rows].double(), q.shape[-1] ** -0.5
     # Those of the block's queries that speak for it in h and in the masses.
@@ -85,21 +86,38 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
     left = torch.isin(torch.arange(last, device=q.device), listed).logical_not()
     if not left.any():
         return spot.values[0]
-    logits, means, matrices = [], [], []
-    for other in range(last):
-        tokens = _tokens((starts, sizes), 0, head, other)
-        key, value = k[0, head, tokens].double(), v[0, head, tokens].double()
+    logits, means, matrices, of_block = [], [], [], []
+    for other, unit in [(block, unit) for block in range(last) for unit in _units(k, (starts, sizes), head, block, parts)]:
+        key, value = k[0, head, unit].double(), v[0, head, unit].double()
         spread = key - key.mean(0)
+        of_block.append(other)
         h = 0.5 * scale**2 * float((moment * (spread.mT @ spread / len(key))).sum())
         logits.append(scale * query @ key.mean(0) + math.log(len(key)) + min(h, 1.0))
         means.append(value.mean(0))
         matrices.append(min(1.0, 1 / max(h, 1e-6)) ** 0.5 * (spread.mT @ (value - value.mean(0)) / len(key)))
+    left = left[of_block]
     logits, means, matrices = torch.stack(logits, -1), torch.stack(means)[left], torch.stack(matrices)[left]
     mass = logits[sampled].softmax(-1).mean(0)[left]
     matrix = ((mass / mass.sum())[:, None, None] * matrices).sum(0)
     logits = logits[:, left]
     weights = torch.stack((exact, logits.logsumexp(-1)), -1).softmax(-1)
     return weights[:, :1] * spot.values[0] + weights[:, 1:] * (logits.softmax(-1) @ means + scale * query @ matrix)
+
+
+def _units(k: Tensor, bounds: tuple[Tensor, Tensor], head: int, block: int, parts: int) -> list[Tensor]:
+    """The tokens of each unit of a block: all, or those whose keys lie lower and higher on the block's first principal direction."""
+    tokens = _tokens(bounds, 0, head, block)
+    if parts == 1 or len(tokens) < 2:
+        return [tokens]
+    spread = k[0, head, tokens].double()
+    spread = spread - spread.mean(0)
+    variance = spread.mT @ spread
+    direction = 1 + variance.diagonal() / len(tokens)
+    for _ in range(ITERATIONS):
+        direction = variance @ direction
+        direction = direction / direction.norm().clamp(min=1e-20)
+    order = (spread @ direction).argsort(stable=True)
+    return [tokens[order[:len(tokens) // 2]], tokens[order[len(tokens) // 2:]]]
 
 
 def _sampled(tokens: int, number: int) -> list[int]:

@@ -77,9 +77,9 @@ class SSTA:
             "top_k": ("INT", {"default": 0, "min": 0, "max": 4096, "tooltip":
                       "Tiles that each tile attends to. 0 where density says it."}),
             "tile": ("STRING", {"default": "4x4x8", "tooltip": "Tokens of a tile along time, height and width. 128 in all do well."}),
-            "dense_steps": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
-                            "First share of the sampler's steps with the model's own attention. Where two samplers share a generation, "
-                            "as for Wan 2.2, the second one's model can have 0."}),
+            "dense_steps": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip":
+                            "First share of the sampler's steps with the model's own attention; without compensation 0.15 does well. Where "
+                            "two samplers share a generation, as for Wan 2.2, the second one's model can have 0."}),
             "dense_blocks": ("STRING", {"default": "0", "tooltip":
                              "Blocks with the model's own attention, such as 0, 2-4, -1. Negative ones count from the end."}),
             "compensation": (["linear", "none"], {"tooltip":

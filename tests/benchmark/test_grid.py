@@ -1,9 +1,11 @@
 """Quality against time: the layer in the configurations of the quality grid, its join with their samples, and captures of real heads."""
 
 import csv
+import dataclasses
 
 import pytest
 import torch
+from quality_tables import PRESET_ENTRIES
 
 
 @pytest.fixture
@@ -55,11 +57,11 @@ def measured(tmp_path):
 
     measure.write_rows(tmp_path / "quality_card.csv", [
         sample(name, psnr + seed, density, seed) for seed in (0, 1) for name, psnr, density in (
-            ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), ("preset near", 26.0, 0.578),
+            ("dropped 0.156", 18.0, 0.15), ("linear 0.156", 27.0, 0.16), (PRESET_ENTRIES["near"], 26.0, 0.578),
             ("dense, backend cudnn", 64.0, 1.0))] + [sample("linear 2 parts 0.156", 29.0, 0.156)])
     measure.write_rows(tmp_path / "grid_card.csv", [
         layer("dense", 1.0, "", 1.0), layer("dropped 0.156", 0.2, "none"), layer("linear 0.156", 0.24),
-        layer("preset near", 0.24, overall=0.62), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
+        layer(PRESET_ENTRIES["near"], 0.24, overall=0.62), layer("linear 2 parts 0.156", 0.26, "linear 2 parts"), layer("linear 0.3", 0.3)])
     return tmp_path
 
 
@@ -75,11 +77,11 @@ def test_time_over_all_steps_counts_the_dense_ones(measured):
     text = "<!-- table:samples -->\n<!-- /table -->\n<!-- table:equal_time -->\n<!-- /table -->\n"
     samples, equal_time = table.filled(text, measured).split("<!-- /table -->\n")[:2]
     assert "| preset \"near\" | 57.8% | 0.620 | 26.5 (26.0 to 27.0) |" in samples
-    assert "| dropped, tiles of 4 x 8 x 8 | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
-    assert "| dense, other kernels: rounding alone | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
-    assert "2 parts" not in equal_time, "measured on one model alone"
+    assert "| without an estimate, fewer pairs | 15.0% | 0.200 | 18.5 (18.0 to 19.0) |" in samples
+    assert "| dense, computed by another kernel | 100.0% | 1.00 | 64.5 (64.0 to 65.0) |" in samples
+    assert "| linear 2 parts 0.156 |" not in equal_time, "measured on one model alone"
     assert [line.split(" | ")[0] for line in equal_time.splitlines()[3:6]] == [
-        "| dropped 0.156", "| linear 0.156", "| preset near"]
+        "| dropped 0.156", "| linear 0.156", f"| {PRESET_ENTRIES['near']}"]
     assert [line.endswith("| yes |") for line in equal_time.splitlines()[3:6]] == [True, True, False]
     (measured / "grid_card.csv").unlink()
     assert "720p" not in table.filled(text, measured)
@@ -93,7 +95,7 @@ def test_the_plot_names_the_best_for_their_time(measured, capsys):
 
     rows = [read_rows(measured / f"{name}_card.csv") for name in ("grid", "quality")]
     axes = plots.plot_equal_time(*rows).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["dropped 0.156", "preset near", "linear 0.156"]
+    assert [text.get_text() for text in axes.texts] == ["dropped 0.156", PRESET_ENTRIES["near"], "linear 0.156"]
     line = next(line for line in axes.lines if line.get_color() == "#999999")
     assert line.get_xydata().tolist() == [[0.2, 18.5], [0.24, 27.5]]
     table.draw(measured, ["grid"])
@@ -143,3 +145,29 @@ def test_the_box_lies_in_the_middle():
     x = torch.arange(4 * 6 * 8).unsqueeze(1)
     box = capture.boxed(x, (4, 6, 8), (2, 2, 4))[:, 0].unflatten(0, (2, 2, 4))
     assert box[0, 0, 0] == (1 * 6 + 2) * 8 + 2 and box[-1, -1, -1] == (2 * 6 + 3) * 8 + 5
+
+
+def test_no_measured_configuration_beats_a_preset():
+    """On no training another one is more than 0.5 dB nearer to the dense video in the same time or less."""
+    from measure import RESULTS
+    from quality_grid import FULL_TILES, grid
+    from quality_tables import layer_times, samples_of
+    from rows import read_rows
+
+    from ssta.pipelines.families.wan import WAN
+    from ssta.pipelines.schedule.presets import PRESETS, preset_settings
+
+    models, samples = samples_of(read_rows(RESULTS / "quality_h200.csv"))
+    times = layer_times(samples, read_rows(RESULTS / "grid_h200.csv"))
+    psnr = {name: {(row["clips"], row["train_seed"]): float(row["psnr"]) for row in of} for name, of in samples.items()}
+    entries = {entry.name: entry for entry in grid(FULL_TILES, gpu=True)}
+    assert set(PRESET_ENTRIES) == set(PRESETS) and len(models) >= 3 and len(times) > 50
+    for preset, name in PRESET_ENTRIES.items():
+        config, schedule = preset_settings(WAN, preset)
+        entry, shape = entries[name], config.for_canvas((12, 24, 40))
+        assert abs(entry.config.density - shape.density) < 0.01 and entry.schedule == schedule
+        assert entry.config == dataclasses.replace(shape, density=entry.config.density)
+        for model in models:
+            better = {other: of[model] for other, of in psnr.items()
+                      if other in times and times[other] <= times[name] and of.get(model, 0) > psnr[name][model] + 0.5}
+            assert not better, f"{preset}, {psnr[name][model]:.1f} dB at {times[name]:.3f}, on {model}"

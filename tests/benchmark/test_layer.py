@@ -24,10 +24,10 @@ def test_layer_end_to_end(bench, tmp_path):
         rows = list(csv.DictReader(file))
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
               "linear": ["tile", "estimate", "score", "select", "attend", "combine", "untile", "total"]}
-    expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "parts") for stage in stages["linear"]),
+    expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "one part") for stage in stages["linear"]),
                 *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
     assert [(row["padding"], row["compensation"], row["stage"]) for row in rows] == expected
-    assert [row["padding"] for row in rows if row["error"]] == ["default", "none", "none", "zero", "zero"]
+    assert [row["padding"] for row in rows if row["error"]] == ["default", "one part", "none", "none", "zero", "zero"]
     assert [row["stage"] for row in rows if row["density"]] == ["total"] * 7
     assert [row["stage"] for row in rows if row["tflops"]] == ["total", *["attend"] * 6]
     assert all(float(row["median_ms"]) > 0 for row in rows)

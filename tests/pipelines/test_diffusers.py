@@ -291,11 +291,12 @@ def test_a_copy_lives_on_its_own(name):
 def test_two_pipelines_keep_their_own_configurations_and_steps():
     one, two = PIPELINES["wan"].build(), PIPELINES["ltx"].build()
     wan, ltx = PIPELINES["wan"].call, PIPELINES["ltx"].call
-    with apply_ssta(one, SPARSE):
+    warm = Schedule(dense_steps=0.15)
+    with apply_ssta(one, SPARSE, schedule=warm):
         alone = latents(one, **wan)
     with apply_ssta(two, WINDOW, schedule=Schedule(dense_steps=0.6)):
         alone_two = latents(two, **ltx)
-    with apply_ssta(one, SPARSE) as first, apply_ssta(two, WINDOW, schedule=Schedule(dense_steps=0.6)) as second:
+    with apply_ssta(one, SPARSE, schedule=warm) as first, apply_ssta(two, WINDOW, schedule=Schedule(dense_steps=0.6)) as second:
         inner = []
         out = latents(one, **wan, callback_on_step_end=lambda *_: inner.append(latents(two, **ltx)) or {})
         assert torch.equal(out, alone) and all(torch.equal(each, alone_two) for each in inner)
@@ -308,7 +309,7 @@ def test_an_exception_in_the_middle_of_a_generation_leaves_nothing_behind(name):
     tiny = PIPELINES[name]
     pipe = tiny.build()
     before = latents(pipe, **tiny.call)
-    handle = apply_ssta(pipe, SPARSE)
+    handle = apply_ssta(pipe, SPARSE, schedule=Schedule.warm_up())
     sparse = latents(pipe, **tiny.call)
 
     def interrupt(pipe, index, timestep, kept):
