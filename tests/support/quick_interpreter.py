@@ -22,7 +22,8 @@ def quicken() -> None:
         replaced = interpreter._patch_lang, interpreter._LangPatchScope, interpreter._get_np_dtype
         shapes = tl.core.tuple.__init__, tl.core.tuple.__getattr__, tl.core._type_for_tuple_values
         semantics = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.binary_op_sanitize_overflow_impl,
-                     TritonSemantic.computation_type_impl, tl.core._unwrap_if_constexpr)
+                     TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value, TritonSemantic.cast,
+                     tl.core._unwrap_if_constexpr)
     except (ImportError, AttributeError):
         return
     _replace_once(tl, interpreter, *replaced[:2])
@@ -72,7 +73,7 @@ def _type_when_asked(shape, make, attribute, type_of) -> None:
     shape.__init__, shape.__getattr__ = init, getattr
 
 
-def _as_they_are(tl, semantic, both, overflow, computed, unwrap) -> None:
+def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap) -> None:
     """Of two operands those of one type, which need no conversion; and what no compiler has wrapped."""
     tensor = tl.tensor
 
@@ -86,10 +87,18 @@ def _as_they_are(tl, semantic, both, overflow, computed, unwrap) -> None:
         if self.builder.options.debug:
             overflow(self, lhs, rhs, binary_op)
 
+    def unless_equal(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        return (lhs, rhs) if a.is_block() and b.is_block() and a.shape == b.shape else broadcast(self, lhs, rhs)
+
+    def unless_cast(self, input, dst_ty, *rounding):
+        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *rounding)
+
     unwrapped = int, float, bool, str, type(None), tensor
 
     semantic.binary_op_type_checking_impl = unless_same
     semantic.binary_op_sanitize_overflow_impl = if_asserted
+    semantic.broadcast_impl_value, semantic.cast = unless_equal, unless_cast
     # Of scalar types, which are few.
     remembered = cache(partial(computed, semantic(None)))
     semantic.computation_type_impl = lambda self, *types: remembered(*types)
