@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--prompt", default="A cat walks on the grass, realistic", help="with --model: what to show")
     parser.add_argument("--attention", choices=("sparse", "dense"), default="sparse", help="TileCache, or SDPA over concatenated keys")
     parser.add_argument("--density", type=float, default=0.25, help="share of the tile pairs to compute exactly (default 0.25)")
-    parser.add_argument("--tile", type=int, nargs=3, default=(3, 10, 4), metavar=("T", "H", "W"), help="tokens of a tile (default 3 10 4)")
+    parser.add_argument("--tile", type=int, nargs=3, default=(3, 10, 8), metavar=("T", "H", "W"), help="tokens of a tile (default 3 10 8)")
     parser.add_argument("--chunks", type=int, default=9, help="how many (default 9)")
     parser.add_argument("--frames", type=int, default=3, help="latent frames of a chunk (default 3)")
     parser.add_argument("--window", type=int, default=18, help="latent frames before the chunk that are attended to (default 18)")

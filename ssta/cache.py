@@ -23,7 +23,7 @@ from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
 
 # Of caches that are given none.
-DEFAULT = SSTAConfig(tile_thw=(4, 6, 8), density=0.25, compensation="linear")
+DEFAULT = SSTAConfig(tile_thw=(4, 8, 8), density=0.25, compensation="linear")
 
 
 class Contents(NamedTuple):
