@@ -90,19 +90,21 @@ ROWS = (
     Row("hopper", dict(key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
                        estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics"), _hopper_statistics_cannot),
     Row("triton", dict(
-        gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one", take="prologue.reorder_kernel:take",
+        gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
+        gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
         key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
         combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward"), _triton_cannot),
     Row("torch", dict(
-        gather="eager.moves:gather", gather_one="eager.moves:one", take="eager.moves:take", score="eager.ranking:score",
+        gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
+        take="eager.moves:take", score="eager.ranking:score",
         select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", key_statistics="eager.tail:key_statistics",
         estimate="eager.tail:estimate", error_scores="eager.tail:scores", combine="eager.tail:combine",
         combine_backward="eager.tail:combine_backward")),
 )
 # Which step a function belongs to, where it is not named after it.
-STEP_OF = {"gather_one": "gather", "valid_lengths": "select", "key_statistics": "estimate", "error_scores": "score",
-           "combine_backward": "combine"}
+STEP_OF = {"gather_one": "gather", "gather_into": "gather", "valid_lengths": "select", "key_statistics": "estimate",
+           "error_scores": "score", "combine_backward": "combine"}
 
 
 class Chosen(NamedTuple):
@@ -133,6 +135,8 @@ class Backend:
             its memory order; float32 means ``[B, H, mean_blocks, D]``, rounded to q's dtype, over all places of a block, or None from plain
             torch, to which they would be a pass of their own.
         gather_one: ``(x, move) -> (x, means)``, one tensor by itself.
+        gather_into: ``(q, k, v, move, k_out, v_out) -> (q, q_means, k_means)``, of tensors in one order, keys and values written to what is
+            given, ``[B, Hkv, P, D]`` with a last stride of 1.
         take: ``(x, index) -> x[:, :, index]``, zeros where the int64 index is -1, in x's memory order.
         score: ``(q_means, k_means, lambda_) -> float32 [B, H, N, K]``. lambda_ None scores by the dot product; a number by importance, see
             ``eager.ranking``. Means that are not finite count as zero, and as key blocks score -inf.
@@ -155,6 +159,7 @@ class Backend:
     chosen: tuple[Chosen, ...]
     gather: Callable
     gather_one: Callable
+    gather_into: Callable
     take: Callable
     score: Callable
     error_scores: Callable

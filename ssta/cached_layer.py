@@ -82,9 +82,10 @@ class CachedLayer:
 
     def _statistics_of_one(self) -> KeyStatistics:
         """Such as of one tile."""
-        one = torch.zeros(1, self.spec.kv_heads, 1, self.spec.head_dim, dtype=self.spec.dtype, device=self.ring.device)
-        bounds = torch.arange(2, dtype=torch.int32, device=self.ring.device)
-        return replace(self.backend.key_statistics(one, one, (bounds, 1, 1), self.parts, True), order=None)
+        tokens = self.ring.tiles.longest_video_tile
+        x = torch.zeros(1, self.spec.kv_heads, tokens, self.spec.head_dim, dtype=self.spec.dtype, device=self.ring.device)
+        bounds = torch.arange(2, dtype=torch.int32, device=self.ring.device) * tokens
+        return replace(self.backend.key_statistics(x, x, (bounds, 1, tokens), self.parts, True), order=None)
 
     # Memory
 
@@ -135,9 +136,14 @@ class CachedLayer:
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
         move = self.layer.tiles.move
-        q, k, v, q_means, k_means = self.backend.gather(query, key, value, move, move)
-        for x, into in ((k, storage.k), (v, storage.v)):
-            put(x, self.ring.tokens(into)[1], self.places.in_chunk)
+        into = [self.ring.tokens(x)[1] for x in (storage.k, storage.v)]
+        if self.places.in_chunk is None:
+            k, v = into
+            q, q_means, k_means = self.backend.gather_into(query, key, value, move, k, v)
+        else:
+            q, k, v, q_means, k_means = self.backend.gather(query, key, value, move, move)
+            for x, place in zip((k, v), into):
+                put(x, place, self.places.in_chunk)
         if describe or not dense:
             self._describe(storage, k, v, k_means)
         del k, v

@@ -26,6 +26,13 @@ def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_m
     return one(q, q_move)[0], one(k, kv_move)[0], one(v, kv_move)[0], None, None
 
 
+def gather_into(q: Tensor, k: Tensor, v: Tensor, move: Move, k_out: Tensor, v_out: Tensor) -> tuple[Tensor, None, None]:
+    """The same with keys and values written to places of their own."""
+    k_out.copy_(take(k, move[0]))
+    v_out.copy_(take(v, move[0]))
+    return take(q, move[0]), None, None
+
+
 def one(x: Tensor | Deferred, move: Move) -> tuple[Tensor, None]:
     """One tensor by itself, as ``gather`` brings it into order."""
     return take(x if isinstance(x, Tensor) else x.materialize(), move[0]), None

@@ -80,6 +80,17 @@ def _gather_kernel(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_mea
 
 
 @triton.jit
+def _gather_into_kernel(q, k, v, k_out, v_out, source, offsets, q_out, q_means, k_means,
+                        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                        k_out_batch, k_out_head, k_out_row, v_out_batch, v_out_head, v_out_row, q_out_batch, q_out_head, q_out_row,
+                        q_heads, kv_heads, mean_blocks, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    _gather_kernel(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_means,
+                   q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                   q_out_batch, q_out_head, q_out_row, k_out_batch, k_out_head, k_out_row, v_out_batch, v_out_head, v_out_row,
+                   q_heads, kv_heads, mean_blocks, ROWS, DIM, DIM_PAD)
+
+
+@triton.jit
 def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out_row, heads, tokens,
                  ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     head, first = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads * ROWS
@@ -109,6 +120,12 @@ def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_m
     return q_out, k_out, v_out, q_means, k_means
 
 
+def gather_into(q: Tensor, k: Tensor, v: Tensor, move: Move, k_out: Tensor, v_out: Tensor) -> tuple[Tensor, ...]:
+    """See ``Backend.gather_into``."""
+    q_out, q_means, k_means = _gather_into((_rows(q), _rows(k), _rows(v), k_out, v_out), move[:2], move[2])
+    return q_out, q_means, k_means
+
+
 def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
     """One tensor by itself, as ``gather`` brings it into order, and its means."""
     x = _rows(x)
@@ -117,8 +134,9 @@ def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
 
 
 def _settle_gather(xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> Settled:
-    (q, k, _), (source, offsets) = xs, others
-    outs = [new_tokens(x, len(source)) for x in xs]
+    (q, k, _, *given), (source, offsets) = xs, others
+    # Those that are not given.
+    outs = [new_tokens(x, len(source)) for x in (xs[:1] if given else xs)]
     means = [x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
@@ -127,8 +145,8 @@ def _settle_gather(xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: 
     strides = [stride for x in (*xs, *outs) for stride in x.stride()[:3]]
     numbers = (*strides, heads, kv_heads, mean_blocks)
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    launch = _launch_gather.settle((q.get_device(), q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), numbers,
-                                   _constants(dim), OPTIONS)
+    quick, grid = _launch_gather_into if given else _launch_gather, (blocks * (heads + 2 * kv_heads), batch, 1)
+    launch = quick.settle((q.get_device(), q.dtype, dim, numbers), grid, numbers, _constants(dim), OPTIONS)
     return Settled.of(launch, *outs, *means)
 
 
@@ -153,5 +171,5 @@ def _constants(dim: int) -> dict[str, int]:
     return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
 
-_launch_gather, _launch_take = QuickLaunch(_gather_kernel), QuickLaunch(_take_kernel)
-_gather, _take = Launches(_settle_gather), Launches(_settle_take)
+_launch_gather, _launch_gather_into, _launch_take = map(QuickLaunch, (_gather_kernel, _gather_into_kernel, _take_kernel))
+_gather, _gather_into, _take = Launches(_settle_gather), Launches(_settle_gather), Launches(_settle_take)

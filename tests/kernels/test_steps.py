@@ -83,6 +83,13 @@ def test_gathered_blocks_are_the_tokens_of_each_and_their_means(row, padding, dt
             out, found = steps.gather_one(x, of.move)
             same(out, alone)
             same(found, means)
+    *tiled, q_means, k_means = steps.gather(q, k, v, layout.move, layout.move)
+    # Somewhere in the middle of what is others'.
+    around = [x.new_zeros(*x.shape[:2], 5 + x.shape[2], x.shape[3]) for x in tiled[1:]]
+    places = [x[:, :, 2:-3] for x in around]
+    for out, expected in zip((*steps.gather_into(q, k, v, layout.move, *places), *places), (tiled[0], q_means, k_means, *tiled[1:])):
+        assert out is expected is None or torch.equal(out, expected)
+    assert not any(x[:, :, :2].any() or x[:, :, -3:].any() for x in around)
 
 
 @rows
