@@ -74,15 +74,20 @@ def measure_model(shape: ModelShape, whats: list[str], rounds: int, device: torc
         model = shape.build(device.type, dtype)
         if plain is None:
             plain = output(model, inputs, "dense")
-        if bits is not None:
-            quantize(model, bits)
         for compiled in (False, True):
             wanted = [what for what in group if ("compiled" in what) == compiled]
             if not wanted:
                 continue
-            if compiled:
-                model.compile_repeated_blocks(fullgraph=True, backend=backend)
-            dense = output(model, inputs, "dense")
+            try:
+                if bits is not None and not is_quantized(model):
+                    quantize(model, bits)
+                if compiled:
+                    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+                dense = output(model, inputs, "dense")
+            except (AssertionError, NotImplementedError, RuntimeError) as error:
+                # What torchao or the compiler cannot do here is said in the table, beside what the others give.
+                rows += [blank(shape, model, what, bits) | dict(note=failure(error)) for what in wanted]
+                continue
             if bits is None and distance(dense, plain) > ALLOWED[dtype]:
                 raise SystemExit(f"{shape.name}, dense, compiled, is wrong: a step is off by {distance(dense, plain):.2g} of its length, "
                                  f"{ALLOWED[dtype]} is allowed; no time is printed")
@@ -95,10 +100,7 @@ def row_of(
     shape: ModelShape, model: nn.Module, inputs: dict, what: str, rounds: int, bits: str | None, dense: Tensor, plain: Tensor,
 ) -> dict:
     """What one recipe gives on a model that is quantised and compiled as it wants; errors are the distances to ``dense`` and ``plain``."""
-    weights_mib = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
-    row = dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, quantized=bits or "", step_s="", blocks=shape.depth,
-               blocks_measured=shape.blocks, **NO_TIMES, one_block_ms="", extra_mib="", blocks_mib=weights_mib, error="", error_dense="",
-               note="")
+    row = blank(shape, model, what, bits)
     try:
         with attending(model, what.partition(",")[0]):
             if what.endswith("skipped"):
@@ -115,6 +117,18 @@ def row_of(
     return row | {name: whole[name] for name in NO_TIMES} | dict(
         step_s=(one["median_ms"] + (shape.depth - 1) * block_ms) / 1e3, one_block_ms=one["median_ms"], error=distance(out, dense),
         error_dense=distance(out, plain))
+
+
+def blank(shape: ModelShape, model: nn.Module, what: str, bits: str | None) -> dict:
+    """A row before anything is measured; the weights are those of all blocks of the model."""
+    weights_mib = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
+    return dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, quantized=bits or "", step_s="", blocks=shape.depth,
+                blocks_measured=shape.blocks, **NO_TIMES, one_block_ms="", extra_mib="", blocks_mib=weights_mib, error="", error_dense="",
+                note="")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return any(hasattr(x, "__tensor_flatten__") for x in blocks_of(model)[1].parameters())
 
 
 def shortened(model: nn.Module, count: int, inputs: dict) -> Callable[[], object]:

@@ -41,6 +41,12 @@ def test_wrong_compiled_attention_gets_no_time(bench, monkeypatch, capsys):
     assert "_ms" not in capsys.readouterr().out
 
 
+def test_what_torchao_or_the_compiler_cannot_do_is_named(bench):
+    rows = bench.measure_model(bench.MODELS_CPU[1], ["default", "default, 8 bits"], 1, torch.device("cpu"), "float8", "aot_eager")
+    assert float(rows[0]["step_s"]) > 0 and rows[1]["step_s"] == ""
+    assert "failed: AssertionError: Float8 dynamic quantization" in rows[1]["note"]
+
+
 def test_what_takes_too_much_memory_is_named(bench, monkeypatch):
     def too_large(*of):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB")
