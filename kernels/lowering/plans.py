@@ -120,14 +120,15 @@ class Planned:
     """What a Plan has written down, for calls with tensors of its kind.
 
     The first call launches with tensors, which compiles; later ones by address, if Triton's launchers are known, no launch hook listens,
-    and all inputs begin at multiples of 16 bytes, as torch's own tensors do.
+    and all tensors begin at multiples of 16 bytes, as torch's own do.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.device, self.steps, self.needed = plan.device, plan.steps, plan.needed
-        # An empty one is the same for all calls.
-        self.results = [(None if x.numel() else torch.empty_like(x, device=plan.device), x.shape, x.stride(), x.dtype)
-                        for x in plan.results]
+        # An empty one is the same for all calls, and may be saved for a backward pass.
+        with torch.inference_mode(False):
+            self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
+                            for x in plan.results]
         self.by_address: _ByAddress | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -138,11 +139,11 @@ class Planned:
         bases = [*inputs, *results]
         if self.needed:
             bases.append(torch.empty(self.needed // 2, dtype=torch.bfloat16, device=device))
-        usual = aligned([x.data_ptr() for x in inputs])
-        if self.by_address is None or not usual or hooked():
-            self._with_tensors(bases, usual)
+        begins = [x.data_ptr() for x in bases]
+        if self.by_address is None or not aligned(begins) or hooked():
+            self._with_tensors(bases, aligned(begins))
         else:
-            self.by_address(current_stream(), bases)
+            self.by_address(current_stream(), bases, begins)
         return results
 
     def _with_tensors(self, bases: list[Tensor], usual: bool) -> None:
@@ -181,8 +182,8 @@ class _ByAddress:
         """Picks the places' tensors."""
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
-    def __call__(self, stream: int, bases: list[Tensor]) -> None:
-        begins = [*[x.data_ptr() for x in bases], 0]
+    def __call__(self, stream: int, bases: list[Tensor], begins: list[int]) -> None:
+        begins.append(0)
         addresses = [begins[base] + offset for base, offset in self._addresses]
         tensors = [place.of(bases) for place in self._tensors]
         for step in self.steps:
@@ -242,18 +243,22 @@ class _Launch(NamedTuple):
     def _described(self, direct: _Direct, call: _ByAddress) -> Callable[[list[int], list[Tensor]], list]:
         """Gives the kernel's arguments for all descriptors."""
         pick = call.addresses_of([None if spot is None else spot.place for spot in self.spots])
-        # Their own objects are found faster than what they describe. Numbers leave out those that are None.
+        # Their own objects are found faster than what they describe. Numbers leave out those that are None, whose address is 0.
         present = [spot is not None for spot in self.spots]
         named = [(spot, object(), sum(present[:at])) for at, spot in enumerate(self.spots)]
+        # (Address, arguments) of the last call, which most often are the next one's too.
+        last: list[tuple[int, list]] = [(0, [None])] * len(named)
 
         def described(addresses: list[int], bases: list[Tensor]) -> list:
             arguments: list = []
-            for address, (spot, name, number) in zip(pick(addresses), named):
-                if spot is None:
-                    arguments.append(None)
-                    continue
-                known = descriptors_known.get((address, name))
-                arguments += direct.describe(number, spot.place.of(bases), name, spot.make) if known is None else known
+            for at, address in enumerate(pick(addresses)):
+                before, known = last[at]
+                if before != address:
+                    spot, name, number = named[at]
+                    assert spot is not None
+                    known = descriptors_known.get((address, name)) or direct.describe(number, spot.place.of(bases), name, spot.make)
+                    last[at] = address, known
+                arguments += known
             return arguments
 
         return described

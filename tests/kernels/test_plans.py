@@ -39,7 +39,7 @@ def both_ways(planned, inputs, recorder):
     recorder.seen = []
     planned._with_tensors(bases, True)
     with_tensors, recorder.seen = recorder.seen, []
-    planned.by_address(7, bases)
+    planned.by_address(7, bases, [x.data_ptr() for x in bases])
     return with_tensors, recorder.seen
 
 
