@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.hooks._helpers import TransformerBlockRegistry
+from generate import transformers
 from torch import nn
 
 from ssta.pipelines import apply_ssta
@@ -143,12 +144,6 @@ def cooked(pipe: Any, recipe: Recipe, steps: int, share_out: Callable[[Any], Non
                 # A cache reads numbers from the device, where a graph ends.
                 model.compile_repeated_blocks(fullgraph=recipe.cache is None, backend=recipe.backend)
         yield handle
-
-
-def transformers(pipe: Any) -> list[nn.Module]:
-    """The pipeline's: Wan 2.2 has two, one for each range of noise levels."""
-    found = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
-    return [model for model in found if model is not None]
 
 
 def fuse_lora(pipe: Any, lora: str) -> None:

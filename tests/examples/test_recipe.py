@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import recipe_cases
 import torch
+from graphs import Graphs
 from peft import LoraConfig, get_peft_model_state_dict
 from ranks import on_ranks, values_of
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
@@ -28,18 +29,6 @@ CACHES = {"first-block": {"threshold": 100.0}, "mag": {"mag_ratios": [1.0] * STE
           "cache-dit": {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 2, "residual_diff_threshold": 100.0}}
 SWITCHES = ("compile", "int8", "lora", *CACHES)
 WAN = diffusers.WanTransformer3DModel
-
-
-class Graphs:
-    """A torch.compile backend that runs the graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        torch._dynamo.reset()
-        self.count = 0
-
-    def __call__(self, graph, example_inputs):
-        self.count += 1
-        return graph.forward
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import warnings
 import diffusers
 import pytest
 import torch
+from graphs import Graphs
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run
 from tiny_pipelines import PIPELINES, latents
@@ -21,18 +22,6 @@ NEVER_DENSE = Schedule()
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn")
 # HunyuanVideo 1.5 is in test_pipelines.py; the others left out are variants of what is here.
 LEFT_OUT = {"hunyuan_video_15", "hunyuan_video_i2v", "wan_i2v", "wan_ti2v", "ltx2_gated"}
-
-
-class Graphs:
-    """A torch.compile backend that runs the graphs as they are, and counts them."""
-
-    def __init__(self):
-        torch._dynamo.reset()
-        self.count = 0
-
-    def __call__(self, graph, example_inputs):
-        self.count += 1
-        return graph.forward
 
 
 COMPILED = [name for name in TINY if getattr(diffusers, TINY[name].model)._repeated_blocks and name not in LEFT_OUT]
