@@ -65,25 +65,29 @@ def test_what_has_no_place_is_refused():
         plan.call(torch.Tensor.zero_, plan.inputs[0] + 1)
 
 
-@pytest.mark.parametrize("room, numbers", [(1e9, (5, 3)), (0.0, (11, 9))])
+@pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (11, 9, 20))])
 def test_the_tails_launches_by_address(room, numbers, monkeypatch):
-    """All of both steps, with groups of heads, most of which begin at no multiple of 16 bytes, and without."""
+    """All of both steps and of the gradients, with groups of heads, most of which begin at no multiple of 16 bytes, and without."""
     of = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2)
     lists, found = of.some_blocks(), of.estimate()
     (out, lse), _ = of.exact(lists)
     monkeypatch.setattr(tail, "ESTIMATE_ROOM", room)
-    monkeypatch.setattr(tail_combine, "MERGE_ROOM", room)
+    for name in ("MERGE_ROOM", "BACKWARD_ROOM"):
+        monkeypatch.setattr(tail_combine, name, room)
     launched = []
     monkeypatch.setattr(Planned, "__call__", lambda planned, *inputs: launched.append((planned, inputs)) or [
         torch.zeros(shape, dtype=dtype) for _, shape, _, dtype in planned.results])
-    for plans_of in (tail._estimates, tail_combine._merged):
+    for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
     tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
-    tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
+    _, *kept = tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
+    tail_combine.combine_backward(out, lse, out, lse, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
+                                  found.order, found.k_mean, found.v_mean, of.scale)
     monkeypatch.undo()
-    for plans_of in (tail._estimates, tail_combine._merged):
+    for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
-    # Order, mass and which heads are useful for all heads; by group keys and queries; biases, covariances and merge.
+    # Order, mass and which heads are useful for all heads, and by group keys and queries; biases for all, and by group covariances and
+    # merge; by group covariances, rows, units, matrices and tokens.
     for (planned, inputs), launches in zip(launched, numbers):
         recorder = Recorder()
         planned.steps = [step._replace(quick=recorder) if hasattr(step, "quick") else step._replace(function=lambda *xs: None)
