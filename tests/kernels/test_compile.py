@@ -9,7 +9,8 @@ import pytest
 from pretend import CARDS, Loop, has_local_memory, loops
 
 # About as long each, for the workers that share them.
-SHARES = [*(f"sm_{card}" for card in CARDS if card != 90), "sm_90 portable", "sm_90 tail", "sm_90 hopper forward", "sm_90 hopper backward"]
+SHARES = [*(f"sm_{card}" for card in CARDS if card != 90), "sm_90 portable", "sm_90 tail", "sm_90 hopper forward D=64",
+          "sm_90 hopper forward D=128", "sm_90 hopper backward"]
 
 
 def test_every_case_has_its_share():
@@ -27,7 +28,7 @@ def test_every_kernel_compiles_well(share, tmp_path):
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, compile_kernels.__file__, *share.split()], env=environment, capture_output=True, text=True)
     lines = run.stdout.splitlines()
-    assert run.returncode == 0 and len(lines) > 4, "\n".join(line for line in lines if not line.endswith(": fine")) + run.stderr
+    assert run.returncode == 0 and len(lines) > 2, "\n".join(line for line in lines if not line.endswith(": fine")) + run.stderr
 
 
 ASSEMBLY = """
