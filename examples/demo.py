@@ -26,6 +26,8 @@ NOTE = """The model has random weights, so its output is no video to look at. On
 projection, so that regions that look alike attend to each other, where otherwise attention would be close to uniform. The
 differences say how much SSTA changes this model, not how much it would change a trained one."""
 
+CPU_NOTE = "A CPU is no place to judge speed: the README has what SSTA gains on a GPU."
+
 
 @dataclass(frozen=True)
 class Size:
@@ -39,7 +41,7 @@ class Size:
     valid_tokens: tuple[int, int]  # of the glyph and of the prompt tokens; without an image none of its tokens is valid
     condition_channels: tuple[int, int, int]
     dtype: torch.dtype
-    config: SSTAConfig
+    config: SSTAConfig | None  # None: what apply_ssta takes by default
     stock_dense: bool  # whether diffusers' own attention, with its mask of S x S tokens, is what SSTA is compared with
     repeats: int
     needs_gpu: bool
@@ -47,7 +49,7 @@ class Size:
 
 SIZES = {
     "small": Size((8, 24, 32), 2, 2, 1, (16, 32, 80), (12, 60), (32, 32, 64), torch.float32,
-                  SSTAConfig(tile_thw=(4, 4, 4), kernel_thw=(3, 3, 3), topk=12), stock_dense=True, repeats=3, needs_gpu=False),
+                  None, stock_dense=True, repeats=3, needs_gpu=False),
     # The released model's canvas for 121 frames of 720p, its layer size and its numbers of condition tokens; here that mask takes 13 GB.
     "720p": Size((31, 45, 80), 16, 2, 2, (729, 256, 1000), (56, 844), (1152, 1472, 3584), torch.bfloat16,
                  SSTAConfig.hunyuan_video_15(), stock_dense=False, repeats=5, needs_gpu=True),
@@ -80,6 +82,9 @@ def main(arguments: list[str] | None = None) -> dict:
     say(f"building the model: {size.layers} layers, {size.heads} heads of {HEAD_DIM}, random weights, {size.dtype}")
     model = build_model(size, options.seed, device)
     inputs = model_inputs(latents, size, options.seed)
+    if size.config is None:
+        with apply_ssta(model) as handle:
+            size = replace(size, config=handle.config)
     with torch.inference_mode():
         runs = compare(model, inputs, size, device, say)
         say("looking at the first layer")
@@ -156,7 +161,8 @@ def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, 
     """What the model gives, and how fast, with dense attention, with SSTA selecting every tile, and with SSTA."""
     from ssta.pipelines import Schedule, apply_ssta
 
-    every_tile = SSTAConfig(tile_thw=size.config.tile_thw, topk=math.prod(size.canvas), sparse_type="block_attn")
+    # Nothing is left to estimate.
+    every_tile = SSTAConfig(tile_thw=size.config.tile_thw, topk=math.prod(size.canvas), sparse_type="block_attn", compensation="linear")
     if size.stock_dense:
         dense, torch_name, install_dense = "dense, diffusers as it comes", "torch SDPA, masked", nullcontext
     else:
@@ -269,6 +275,7 @@ def table(result: dict) -> str:
         f"In the first layer the selected tiles ({first['tile_density']:.0%} of the pairs) hold {first['attention_kept']:.0%} of dense "
         f"attention's softmax weight, and what they give differs from dense attention by {first['output_error']:.1e}.",
         " ".join(NOTE.split()),
+        *([CPU_NOTE] if result["device"].startswith("CPU") else []),
     ]
     return "\n".join(lines + ["", *(textwrap.fill(sentence, 120) for sentence in legend)])
 

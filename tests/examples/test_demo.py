@@ -41,8 +41,8 @@ def test_the_demo_end_to_end(demo, tmp_path, capsys):
     # With every tile selected only rounding is left; SSTA drops tiles, and keeps most of the weight.
     assert every["relative_difference"] < (2e-2 if torch.cuda.is_available() else 1e-5)
     assert every["relative_difference"] < sparse["relative_difference"] < 0.1
-    assert every["tiles"] == sparse["tiles"] == 20 + 2
-    assert 0.3 < sparse["density"] < 1
+    assert every["tiles"] == sparse["tiles"] == 12 + 1
+    assert 0.2 < sparse["density"] < 0.5
     assert dense["seconds"] > 0 and sparse["seconds"] > 0 and every["seconds"] is None
     first = result["first_layer"]
     assert first["implementation"] == sparse["implementation"]
@@ -51,6 +51,7 @@ def test_the_demo_end_to_end(demo, tmp_path, capsys):
     assert 0 < first["output_error"] < 0.5
     printed = capsys.readouterr().out
     assert "[" in printed and "running: SSTA" in printed
+    assert ("A CPU is no place to judge speed" in printed) != torch.cuda.is_available()
     for run in result["runs"]:
         assert f"{run['density']:.1%}" in printed and run["run"] in printed
 
