@@ -13,7 +13,7 @@ from .memo import Kept
 from .notices import warn_once
 from .op import RecordedAttention, attention_operator, route_of, run_forward, transposed
 from .operators import refuse_forward_mode, watched
-from .routing import PatternFacts, Problem, Route, interpreting, require_impl
+from .routing import PatternFacts, Problem, Route, Where, interpreting, require_impl
 
 
 @overload
@@ -176,6 +176,5 @@ def _may_transpose(name: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: 
     """``Route.needs_transpose`` where no Route is made: whatever kernels a GPU has, but for compacted keys."""
     if name == "torch" or name == "auto" and q.device.type == "cpu":
         return False
-    facts = PatternFacts.of(blocks)
-    problem = Problem(q.device.type, None, False, q.dtype, q.shape[3], q.shape[1], k.shape[1], causal, facts)
-    return not problem.compacts(backward=True)
+    where = Where(q.device.type, None, False, q.dtype, q.shape[3])
+    return not Problem(where, q.shape[1], k.shape[1], causal, PatternFacts.of(blocks)).compacts(backward=True)

@@ -27,44 +27,31 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockLists
-from .device import capability
 from .eager import moves, ranking
 from .operators import TRITON, watched
-from .routing import PatternFacts, Route, choose_route, interpreting, require_impl, why_no_triton_on
+from .routing import PatternFacts, Route, Where, choose_route, require_impl
 from .tail import why_not_hopper_merge, why_not_hopper_statistics
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
 
-class Where(NamedTuple):
-    """What decides which implementations can run."""
-
-    device_type: str
-    capability: tuple[int, int] | None  # of a GPU by NVIDIA
-    interpreting: bool                  # Triton's interpreter, on a CPU
-    dtype: torch.dtype
-    head_dim: int
-    parts: int                          # units of a block in an estimate
-
-
-def _triton_cannot(where: Where) -> str | None:
+def _triton_cannot(where: Where, parts: int) -> str | None:
     if not TRITON:
         return "requires triton, which is not installed"
     if where.dtype == torch.float64:
         return "requires float16, bfloat16 or float32, got torch.float64"
-    reason = why_no_triton_on(where.device_type, where.capability, where.interpreting)
-    if reason is not None or where.device_type == "cuda":
-        return reason
+    if where.why_no_triton is not None or where.device_type == "cuda":
+        return where.why_no_triton
     # The interpreter computes with numpy, which has no bfloat16.
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
 
-def _hopper_merge_cannot(where: Where) -> str | None:
+def _hopper_merge_cannot(where: Where, parts: int) -> str | None:
     return why_not_hopper_merge(where.capability, where.dtype, where.head_dim)
 
 
-def _hopper_statistics_cannot(where: Where) -> str | None:
-    return why_not_hopper_statistics(where.capability, where.dtype, where.head_dim, where.parts)
+def _hopper_statistics_cannot(where: Where, parts: int) -> str | None:
+    return why_not_hopper_statistics(where.capability, where.dtype, where.head_dim, parts)
 
 
 @dataclass(frozen=True)
@@ -75,12 +62,12 @@ class Row:
         name: as ``impl`` names it.
         functions: by name of a field of ``Backend``, "module:function" below ssta.kernels, imported when first chosen;
             "name=module:function" after it is an argument that the function is given.
-        cannot: why none of them can run, or None.
+        cannot: of a Where and the units of a block in an estimate: why none of them can run, or None.
     """
 
     name: str
     functions: dict[str, str]
-    cannot: Callable[[Where], str | None] = lambda where: None
+    cannot: Callable[[Where, int], str | None] = lambda where, parts: None
 
 
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
@@ -214,16 +201,16 @@ def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim
     require_impl(impl)
     if impl not in ("auto", "reference"):
         choose_route(impl, device, dtype, head_dim)
-    kind, interpreted = (capability(device), False) if device.type == "cuda" else (None, impl != "auto" and interpreting())
-    return choose(impl, Where(device.type, kind, interpreted, dtype, head_dim, parts))
+    where = Where.of(device, dtype, head_dim)
+    return choose(impl, where._replace(interpreting=False) if impl == "auto" else where, parts)
 
 
 @lru_cache(maxsize=256)
-def choose(impl: str, where: Where) -> Backend:
+def choose(impl: str, where: Where, parts: int = 1) -> Backend:
     """The same for plain facts; attention itself may be unable to run there."""
     names = [row.name for row in ROWS]
     rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
-    reasons = [row.cannot(where) for row in rows]
+    reasons = [row.cannot(where, parts) for row in rows]
     functions: dict[str, Callable] = {}
     chosen: dict[str, Chosen] = {}
     for name in ROWS[-1].functions:

@@ -52,14 +52,41 @@ class PatternFacts(NamedTuple):
 LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 
-class Problem(NamedTuple):
-    """What decides which kernels run."""
+class Where(NamedTuple):
+    """On what kernels would run."""
 
     device_type: str
-    capability: tuple[int, int] | None
-    interpreting: bool
+    capability: tuple[int, int] | None  # of a GPU by NVIDIA
+    interpreting: bool                  # Triton's interpreter, on a CPU
     dtype: torch.dtype
     head_dim: int
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> Where:
+        # The environment is read only where it decides anything, which is not on the way to a GPU's kernels.
+        gpu = device.type == "cuda"
+        return cls(device.type, capability(device) if gpu else None, not gpu and interpreting(), dtype, head_dim)
+
+    @property
+    def device(self) -> str:
+        """The device as a reason names it."""
+        if self.device_type != "cuda":
+            return f"tensors on {self.device_type}"
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "a GPU that is not NVIDIA's"
+
+    @property
+    def why_no_triton(self) -> str | None:
+        """Why kernels in Triton do not run there, or None."""
+        if self.device_type != "cuda":
+            return None if self.interpreting else f"requires a GPU, got {self.device}"
+        old = self.capability is not None and self.capability < TRITON_CAPABILITY
+        return f"requires an Ampere GPU (sm_80) or a later one, got {self.device}" if old else None
+
+
+class Problem(NamedTuple):
+    """What decides which kernels attend."""
+
+    where: Where
     heads: int
     kv_heads: int
     causal: bool
@@ -74,26 +101,11 @@ class Problem(NamedTuple):
         return backward or rows >= COMPACTED_ROWS
 
 
-def device_in_words(device_type: str, capability: tuple[int, int] | None) -> str:
-    """A device as a reason names it; ``capability`` is that of a GPU by NVIDIA."""
-    if device_type != "cuda":
-        return f"tensors on {device_type}"
-    return f"sm_{capability[0]}{capability[1]}" if capability else "a GPU that is not NVIDIA's"
-
-
-def why_no_triton_on(device_type: str, capability: tuple[int, int] | None, interpreting: bool) -> str | None:
-    """Why kernels in Triton do not run on a device, or None."""
-    got = device_in_words(device_type, capability)
-    if device_type != "cuda":
-        return None if interpreting else f"requires a GPU, got {got}"
-    return f"requires an Ampere GPU (sm_80) or a later one, got {got}" if capability and capability < TRITON_CAPABILITY else None
-
-
 def _hopper_cannot(problem: Problem) -> str | None:
-    if problem.dtype not in KERNEL_DTYPES or problem.head_dim not in (64, 128):
-        return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {problem.dtype} and {problem.head_dim}"
-    got = device_in_words(problem.device_type, problem.capability)
-    return None if problem.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {got}"
+    where = problem.where
+    if where.dtype not in KERNEL_DTYPES or where.head_dim not in (64, 128):
+        return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {where.dtype} and {where.head_dim}"
+    return None if where.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {where.device}"
 
 
 def _hopper_suits_not(problem: Problem) -> str | None:
@@ -106,17 +118,17 @@ def _hopper_suits_not(problem: Problem) -> str | None:
 
 
 def _triton_cannot(problem: Problem) -> str | None:
-    if problem.dtype not in KERNEL_DTYPES or not 16 <= problem.head_dim <= 256:
-        return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {problem.dtype} and {problem.head_dim}"
-    reason = why_no_triton_on(problem.device_type, problem.capability, problem.interpreting)
-    if reason is not None or problem.device_type == "cuda":
-        return reason
+    where = problem.where
+    if where.dtype not in KERNEL_DTYPES or not 16 <= where.head_dim <= 256:
+        return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {where.dtype} and {where.head_dim}"
+    if where.why_no_triton is not None or where.device_type == "cuda":
+        return where.why_no_triton
     # The interpreter computes with numpy, which has no bfloat16.
-    return None if problem.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {problem.dtype}"
+    return None if where.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {where.dtype}"
 
 
 def _triton_suits_not(problem: Problem) -> str | None:
-    return None if problem.device_type == "cuda" else "is interpreted on a CPU, for tests"
+    return None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests"
 
 
 @dataclass(frozen=True)
@@ -264,11 +276,9 @@ def choose_route(
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
-    # The environment is read only where it decides anything, which is not on the way to a GPU's kernels.
-    kind, interpreted = (capability(device), False) if device.type == "cuda" else (None, interpreting())
     # A compiler traces what is not cached.
     decide = _decide_anew if torch.compiler.is_compiling() else _decide
-    problem = Problem(device.type, kind, interpreted, dtype, head_dim, heads, kv_heads, causal, facts)
+    problem = Problem(Where.of(device, dtype, head_dim), heads, kv_heads, causal, facts)
     try:
         return decide(require_impl(impl), problem)
     except TypeError:
@@ -324,7 +334,7 @@ def _decide_anew(name: str, problem: Problem) -> Route:
         if short and backward == "tiles" and backward_row.gathered:
             backward = "gathered"
     return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" and row.gathered else row.forward),
-                 Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.device_type)
+                 Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.where.device_type)
 
 
 _decide = lru_cache(maxsize=1024)(_decide_anew)

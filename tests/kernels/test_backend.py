@@ -5,21 +5,20 @@ import torch
 from backend_rows import DEVICE
 
 from ssta.kernels import choose_backend
-from ssta.kernels.backend import STEPS, Where, choose
-from ssta.kernels.routing import IMPLEMENTATIONS
+from ssta.kernels.backend import STEPS, choose
+from ssta.kernels.routing import IMPLEMENTATIONS, Where
 
-HOPPER = Where("cuda", (9, 0), False, torch.bfloat16, 128, 1)
+HOPPER = Where("cuda", (9, 0), False, torch.bfloat16, 128)
 BUT_ATTEND = [step for step in STEPS if step != "attend"]
 
 
-def names(impl, where):
-    return {of.step: of.name for of in choose(impl, where).chosen}
+def names(impl, where, parts=1):
+    return {of.step: of.name for of in choose(impl, where, parts).chosen}
 
 
 @pytest.mark.parametrize("impl, where, other, exceptions", [
     ("auto", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
     ("hopper", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
-    ("auto", HOPPER._replace(parts=2), "triton", dict(combine="hopper")),
     ("auto", HOPPER._replace(head_dim=64), "triton", dict(combine="hopper")),
     ("auto", HOPPER._replace(head_dim=80), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float16), "triton", {}),
@@ -32,13 +31,15 @@ def names(impl, where):
     ("reference", HOPPER, "torch", {}),
     ("auto", HOPPER._replace(dtype=torch.float64), "torch", {}),
     ("auto", HOPPER._replace(capability=(7, 5)), "torch", {}),
-    ("auto", Where("cpu", None, False, torch.float16, 64, 1), "torch", {}),
-    ("triton", Where("cpu", None, True, torch.float16, 64, 1), "triton", {}),
-    ("triton", Where("cpu", None, True, torch.float32, 64, 1), "triton", {}),
-    ("triton", Where("cpu", None, True, torch.bfloat16, 64, 1), "torch", {}),
+    ("auto", Where("cpu", None, False, torch.float16, 64), "torch", {}),
+    ("triton", Where("cpu", None, True, torch.float16, 64), "triton", {}),
+    ("triton", Where("cpu", None, True, torch.float32, 64), "triton", {}),
+    ("triton", Where("cpu", None, True, torch.bfloat16, 64), "torch", {}),
 ])
 def test_every_step_is_of_the_first_row_from_impl_on_that_can(impl, where, other, exceptions):
     assert names(impl, where) == {**dict.fromkeys(BUT_ATTEND, other), **exceptions}
+    if "estimate" in exceptions:
+        assert names(impl, where, parts=2) == {**names(impl, where), "estimate": other}
 
 
 def test_a_backend_says_why_no_faster_row_runs_a_step():

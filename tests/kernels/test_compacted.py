@@ -82,7 +82,8 @@ def test_which_lists_are_compacted():
     def asked(q_block=64, kv_block=1, list_heads=2, heads=16, causal=False, backward=False, **fields):
         blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
-        problem = routing.Problem("cuda", (9, 0), False, torch.float16, 64, heads, 2, causal, routing.PatternFacts.of(blocks))
+        where = routing.Where("cuda", (9, 0), False, torch.float16, 64)
+        problem = routing.Problem(where, heads, 2, causal, routing.PatternFacts.of(blocks))
         return problem.compacts(backward)
 
     assert asked() and asked(list_heads=1) and asked(kv_block=15), "512 rows share a list"

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ssta.kernels import Backend
-from ssta.kernels.backend import Where, choose
+from ssta.kernels.backend import choose
 from ssta.kernels.device import capability
+from ssta.kernels.routing import Where
 
 GPU = torch.cuda.is_available()
 # Where Triton's kernels run: in its interpreter without a GPU.
@@ -17,4 +18,4 @@ rows = pytest.mark.parametrize("row", ROWS)
 
 def backend_of(row: str, dtype: torch.dtype = torch.float16, dim: int = 64, parts: int = 1) -> Backend:
     """The steps of a row on ``DEVICE``, whatever attention itself can run there."""
-    return choose(row, Where(DEVICE.type, capability(DEVICE) if GPU else None, not GPU, dtype, dim, parts))
+    return choose(row, Where(DEVICE.type, capability(DEVICE) if GPU else None, not GPU, dtype, dim), parts)
