@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -82,11 +82,22 @@ def cut_segments(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: s
     return tuple(video), tuple(dense)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Cut:
-    """How a sequence is cut into tiles, in plain numbers.
+    """A sequence of S tokens cut into N video tiles and, after them, M dense tiles, which together have P slots; in plain numbers.
+
+    Tiles follow the segments; inside a video grid they go t-major, then h, then w, and so do the tokens inside a tile. The last tile
+    along an axis may be partial: with padding "none" it has fewer slots, with "zero" and "repeat" it is filled up with zero tokens
+    or with repetitions of the grid's last frame, row and column; with these two, dense tiles are filled up by repeating the run's last
+    token.
+
+    Args:
+        tokens: the sequence.
+        tile_thw: tokens of a video tile along (t, h, w); a dense tile holds as many.
+        padding: "none", "zero" or "repeat".
 
     Attributes:
-        video, dense: the segments, as ``cut_segments`` gives them.
+        video, dense: how each video grid and each dense run is cut.
         num_video_tiles, num_dense_tiles, num_tiles: N, M and N + M.
         num_slots: P, the tokens including padding.
         tile_length: slots of every tile, None where tiles differ.
@@ -95,24 +106,41 @@ class Cut:
         moves: whether the order of tiles is another than the sequence's, or holds padding.
     """
 
-    def __init__(self, tokens: TokenLayout, tile_thw: tuple[int, int, int], video: tuple[TiledSegment, ...],
-                 dense: tuple[TiledSegment, ...]) -> None:
+    tokens: TokenLayout
+    tile_thw: tuple[int, int, int]
+    padding: str
+    video: tuple[TiledSegment, ...] = field(init=False)
+    dense: tuple[TiledSegment, ...] = field(init=False)
+    num_video_tiles: int = field(init=False)
+    num_dense_tiles: int = field(init=False)
+    num_tiles: int = field(init=False)
+    num_slots: int = field(init=False)
+    tile_length: int | None = field(init=False)
+    max_tile_length: int = field(init=False)
+    longest_video_tile: int = field(init=False)
+    tile_grids: tuple[tuple[int, int, int], ...] = field(init=False)
+    moves: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        video, dense = cut_segments(self.tokens, self.tile_thw, self.padding)
         segments = (*video, *dense)
         whole = all([n % size == 0 for segment in segments for n, size in zip(segment.padded, segment.tile)])
-        self.video, self.dense = video, dense
-        self.num_video_tiles, self.num_dense_tiles = (sum([segment.num_tiles for segment in part]) for part in (video, dense))
-        self.num_tiles = self.num_video_tiles + self.num_dense_tiles
-        self.num_slots = sum([segment.num_slots for segment in segments])
-        self.tile_length = prod(tile_thw) if whole else None
-        self.max_tile_length = max([segment.longest_tile for segment in segments])
-        self.longest_video_tile = max([0, *[segment.longest_tile for segment in video]])
-        self.tile_grids = tuple([segment.tiles for segment in video])
-        self.moves = len(video) > 0 or self.num_slots != tokens.length
+        num_video_tiles, num_dense_tiles = (sum([segment.num_tiles for segment in part]) for part in (video, dense))
+        num_slots = sum([segment.num_slots for segment in segments])
+        for name, value in (
+                ("video", video), ("dense", dense), ("num_video_tiles", num_video_tiles), ("num_dense_tiles", num_dense_tiles),
+                ("num_tiles", num_video_tiles + num_dense_tiles), ("num_slots", num_slots),
+                ("tile_length", prod(self.tile_thw) if whole else None),
+                ("max_tile_length", max([segment.longest_tile for segment in segments])),
+                ("longest_video_tile", max([0, *[segment.longest_tile for segment in video]])),
+                ("tile_grids", tuple([segment.tiles for segment in video])),
+                ("moves", len(video) > 0 or num_slots != self.tokens.length)):
+            object.__setattr__(self, name, value)
 
 
 @remember_plain
 def cut_of(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> Cut:
-    return Cut(tokens, tile_thw, *cut_segments(tokens, tile_thw, padding))
+    return Cut(tokens, tile_thw, padding)
 
 
 def in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checks import require_choice, require_device, require_tile
 from .config import PAD_TYPES
-from .cut import TiledSegment, cut_of, in_sequence, tile_index
+from .cut import Cut, TiledSegment, cut_of, in_sequence, tile_index
 from .kernels import Deferred, take_tokens
 from .kernels.checks import require_strided
 from .kernels.memo import remember
@@ -22,20 +22,11 @@ Input = Tensor | Deferred
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TileLayout:
-    """A sequence of S tokens cut into N video tiles and, after them, M dense tiles, which together have P slots.
-
-    Tiles follow the segments; inside a video grid they go t-major, then h, then w, and so do the tokens inside a tile. The last tile
-    along an axis may be partial: with padding "none" it has fewer slots, with "zero" and "repeat" it is filled up with zero tokens
-    or with repetitions of the grid's last frame, row and column; with these two, dense tiles are filled up by repeating the run's last
-    token. Made by ``tile_layout``. Its tensors are shared between calls: do not write to them.
+class TileLayout(Cut):
+    """A sequence of S tokens cut into tiles, as ``Cut`` says it in plain numbers, and on a device where tokens go. Made by ``tile_layout``.
+    Its tensors are shared between calls: do not write to them.
 
     Args:
-        tokens: the sequence.
-        tile_thw: tokens of a video tile along (t, h, w); a dense tile holds as many.
-        padding: "none", "zero" or "repeat".
-        video: how each video grid is cut.
-        dense: how each dense run is cut.
         source: int64 ``[P]``. The token that each slot holds; -1 = a zero token.
         inverse: int64 ``[S]``. The slot of each token; the first one where padding repeats the token.
         returned: int64 ``[P]``. The token that ``untile`` takes from each slot; -1 = none, the slot is padding.
@@ -43,49 +34,24 @@ class TileLayout:
         lengths: int32 ``[N + M]``. The slots of each tile.
         row_major: int64 ``[P]``. The slot of each position of the padded segments, taken t-major, then h, then w, segment after
             segment, video first.
-
-    Attributes:
-        num_video_tiles, num_dense_tiles, num_tiles: N, M and N + M.
-        num_slots: P, the tokens including padding.
-        tile_length: slots of every tile, None where tiles differ.
-        max_tile_length: slots of the longest tile.
-        longest_video_tile: slots of the longest video tile; 0 without video.
-        tile_grids: tiles along (t, h, w) of each video grid.
-        moves: whether the order of tiles is another than the sequence's, or holds padding.
-        move: the order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted.
-        device: where the tensors are.
     """
 
-    tokens: TokenLayout
-    tile_thw: tuple[int, int, int]
-    padding: str
-    video: tuple[TiledSegment, ...]
-    dense: tuple[TiledSegment, ...]
     source: Tensor
     inverse: Tensor
     returned: Tensor
     offsets: Tensor
     lengths: Tensor
     row_major: Tensor
-    num_video_tiles: int = field(init=False)
-    num_dense_tiles: int = field(init=False)
-    num_tiles: int = field(init=False)
-    num_slots: int = field(init=False)
-    tile_length: int | None = field(init=False)
-    max_tile_length: int = field(init=False)
-    longest_video_tile: int = field(init=False)
-    moves: bool = field(init=False)
-    move: tuple[Tensor, Tensor, int] = field(init=False)
-    tile_grids: tuple[tuple[int, int, int], ...] = field(init=False)
-    device: torch.device = field(init=False)
 
-    def __post_init__(self) -> None:
-        cut = cut_of(self.tokens, self.tile_thw, self.padding)
-        for name in ("num_video_tiles", "num_dense_tiles", "num_tiles", "num_slots", "tile_length", "max_tile_length", "longest_video_tile",
-                     "tile_grids", "moves"):
-            object.__setattr__(self, name, getattr(cut, name))
-        object.__setattr__(self, "move", (self.source, self.offsets, self.num_video_tiles))
-        object.__setattr__(self, "device", self.source.device)
+    @property
+    def move(self) -> tuple[Tensor, Tensor, int]:
+        """The order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted."""
+        return self.source, self.offsets, self.num_video_tiles
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.source.device
 
     def __repr__(self) -> str:
         tile = " x ".join(map(str, self.tile_thw))
@@ -180,7 +146,7 @@ def checked_layout(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding:
     source = torch.zeros_like(row_major).scatter(0, row_major, torch.cat(sources))
     inverse = torch.cat(in_sequence(tokens, inverses[:len(video)], inverses[len(video):]))
     returned = torch.full_like(source, -1).scatter(0, inverse, torch.arange(len(inverse), device=device))
-    return TileLayout(tokens, tile_thw, padding, video, dense, source, inverse, returned, offsets.int(), offsets.diff().int(), row_major)
+    return TileLayout(tokens, tile_thw, padding, source, inverse, returned, offsets.int(), offsets.diff().int(), row_major)
 
 
 @remember(64)
