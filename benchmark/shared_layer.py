@@ -65,7 +65,7 @@ class SharedLayer:
     def shards(self, mesh: Mesh) -> Shards:
         """Which tokens each rank has."""
         group = self.world.shared(*mesh)
-        return Shards.of(group, self.layout) if mesh[1] == 1 else Rings.of(group, self.layout).outer
+        return Shards.of(group, self.layout) if mesh[1] == 1 else Rings.of(group, self.layout)
 
     def errors(self, mesh: Mesh, expected: Tensor, blocks: BlockLists) -> tuple[float, float]:
         """(the largest difference from one rank's result over its largest value, error of sampled tiles against float64)."""
@@ -201,7 +201,7 @@ class Copies:
     def __init__(self, layer: SharedLayer, ranks: int) -> None:
         shape = layer.shape
         heads, words = shape.heads // ranks, 16 // layer.qkv[0].element_size()
-        self._shards = Shards(object(), runs_of(layer.layout, "video"), ranks, 0)
+        self._shards = Shards(runs_of(layer.layout, "video"), ranks, 0, object())
         self._xs = [share(x, self._shards).transpose(1, 2) for x in layer.qkv]
         self._deals = ((heads,) * ranks,) * 3
         # In words of 16 bytes, as they are copied.

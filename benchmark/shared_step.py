@@ -18,6 +18,9 @@ from shared_layer import row
 from torch import Tensor, nn
 from world import Mesh, OnRanks, World, mesh_name
 
+from ssta import TokenLayout
+from ssta.dense import EXACT
+from ssta.inputs import described
 from ssta.pipelines.patch.family import family_of
 from ssta.ranks import Sent
 
@@ -108,7 +111,8 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
     return of
 
 
-def unmasked(query: Sent, key: Sent, value: Sent, layout: object, text_mask: Tensor | None = None) -> Tensor:
+def unmasked(query: Sent, key: Sent, value: Sent, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
     """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
-    exchange = query.shards.exchange(query, key, value, lambda step: None)
+    spec = described(query, key, value, layout, EXACT, share=query.shards)
+    exchange = query.shards.exchange(query, key, value, spec, lambda step: None)
     return exchange.back(dense(*exchange.ready())).transpose(1, 2)

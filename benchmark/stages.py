@@ -14,9 +14,10 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 from rows import STAGES
 
 from ssta.layer import Layer
+from ssta.ranks.exchange import Exchange
 from ssta.ranks.rings import Rings
 from ssta.ranks.shards import Shards
-from ssta.ranks.shares import Exchange, Sent
+from ssta.ranks.shares import Sent
 
 # Of STAGES the functions that each consists of, with the class in which the layer looks it up. What runs inside another stage's function
 # counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are scored are made while

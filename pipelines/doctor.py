@@ -15,8 +15,8 @@ from torch import Tensor
 
 import ssta
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
+from ssta.attention import attend
 from ssta.kernels import choose_backend, choose_route
-from ssta.op import attend
 from ssta.selection import Selection
 
 from .patch.report import Stopwatch

@@ -1,25 +1,62 @@
-"""ssta_3d_attention and ssta_attention: public signatures, and the configuration and layout that their arguments stand for."""
+"""ssta_3d_attention, ssta_attention and prepare: public signatures, and the one way from there to a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from .config import SSTAConfig
-from .inputs import check_lengths, check_query, checked_spec, require_layout
+from .inputs import check_query, described
 from .kernels import BlockLists
 from .kernels.checks import autocast_inputs, require_bool, require_int
-from .kernels.memo import remember_plain
+from .kernels.memo import captured, remember_plain
+from .layer import Layer
 from .layout import Input
-from .op import PreparedLayer, attend
-from .ranks.layer import attend_in_group
-from .sequence import TokenLayout
+from .op import LayerResult, in_autocast, layer_of, run_layer, world_of
+from .ranks.agreement import said_to
+from .ranks.layer import attend_between, exchanged
+from .ranks.rings import shares_of
+from .selection import Selection
+from .sequence import TokenLayout, require_layout
+from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+    from .ranks.shares import Shares
+
+
+def attend(
+    query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
+    text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, means: bool = False, by_thw: bool = False,
+    shares: Shares | None = None, note: Callable[[str], object] | None = None, layers: Callable[[LayerSpec], Layer] = layer_of,
+) -> LayerResult:
+    """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
+
+    Args:
+        query, key, value: with shares also all three as ``shares.start`` sent them.
+        selection: attend to what an earlier call with the same layouts, config and text_mask selected, instead of selecting anew.
+        rows: the only queries to be computed, as ``LayerSpec`` has them; out is then of these.
+        means: give the means of the video tiles too; differentiable.
+        by_thw: layout was given as thw and text_len, which errors name.
+        shares: how ranks share ``layout`` out.
+        layers: gives the layer of a spec, on one rank.
+        note: on ranks, called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
+    """
+    query, key, value = in_autocast(query, key, value)
+    world = world_of(query, key, value, text_mask)
+    spec = described(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
+                     impl=impl, rows=rows, means=means, by_thw=by_thw, world=world, share=shares)
+    if shares is None:
+        return run_layer(query, key, value, spec, world, text_mask, selection, layers=layers)
+    exchange = exchanged(query, key, value, spec, text_mask, shares, note)
+    del query, key, value
+    return attend_between(exchange, text_mask, selection, note)
 
 
 def ssta_3d_attention(
@@ -67,16 +104,14 @@ def ssta_3d_attention(
     named = sampling_type is None or type(sampling_type) is str
     plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
 
-    def made() -> tuple[TokenLayout, SSTAConfig]:
+    def made() -> tuple[TokenLayout, SSTAConfig, Shares | None]:
         config = _config(*values) if plain else SSTAConfig(*values)
-        return TokenLayout.video_text(thw, text_len), config
+        layout = TokenLayout.video_text(thw, text_len)
+        return layout, config, None if group is None else shares_of(group, layout)
 
-    options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
-    if group is None:
-        layout, config = made()
-        check_lengths(query, layout)
-        return attend(query, key, value, layout, config, **options).out
-    return attend_in_group(query, key, value, made, group, **options).out
+    layout, config, shares = made() if group is None else said_to(group, made)
+    return attend(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
+                  by_thw=True, shares=shares).out
 
 
 def _ints(triple: object) -> bool:
@@ -154,15 +189,13 @@ def ssta_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     require_bool("return_blocks", return_blocks)
-    options: dict[str, Any] = dict(text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl)
-    if group is None:
-        if split != "video":
-            raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
-        result = attend(query, key, value, layout, config, kv_layout=kv_layout, **options)
-    elif kv_layout is not None:
+    if group is None and split != "video":
+        raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
+    if group is not None and kv_layout is not None:
         raise ValueError("kv_layout must be None with a group, whose ranks share out one sequence, got one of its own")
-    else:
-        result = attend_in_group(query, key, value, lambda: (layout, config), group, split=split, **options)
+    shares = None if group is None else said_to(group, lambda: shares_of(group, layout, split))
+    result = attend(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
+                    impl=impl, shares=shares)
     # A copy, which knows nothing of tensors that its owner may write to.
     return (result.out, BlockLists.from_fields(*result.selection.blocks.to_fields())) if return_blocks else result.out
 
@@ -191,5 +224,49 @@ def prepare(
     tokens = layout.length if kv_layout is None else require_layout("kv_layout", kv_layout).length
     heads = query.shape[1] if key_heads is None else require_int("key_heads", key_heads, 1)
     key = query.new_empty(1, device=query.device).expand(query.shape[0], heads, tokens, query.shape[3])
-    spec = checked_spec(query, key, key, layout, kv_layout, config, scale, deterministic, impl, None, None, text_mask=None, recorded=False)
-    return PreparedLayer(spec, query.device)
+    spec = described(query, key, key, layout, config, kv_layout=kv_layout, scale=scale, deterministic=deterministic, impl=impl)
+    return PreparedLayer(spec)
+
+
+class PreparedLayer:
+    """A layer of attention that its user holds, ready to run: what follows from the layouts, the configuration and the kind of tensors is
+    found once, and lives as long as this object. Made by ``ssta.prepare``.
+
+    Attributes:
+        spec: what it is.
+        tiles: how the queries' sequence is cut into tiles.
+        backend: which implementation runs each step, and why no faster one.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self._layers: dict[LayerSpec, Layer] = {}
+        layer = self._layer_of(spec)
+        self.tiles, self.backend = layer.tiles, layer.backend
+
+    def _layer_of(self, spec: LayerSpec) -> Layer:
+        """The layer of a call's spec, which must be this one's but for whether a gradient is wanted."""
+        found = self._layers.get(spec)
+        if found is not None:
+            return found
+        if spec._replace(recorded=False) != self.spec:
+            ours, theirs = ((of.dtype, of.heads, of.kv_heads, of.head_dim, of.device) for of in (self.spec, spec))
+            raise ValueError(f"query and key must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for, "
+                             f"{ours}, got {theirs}")
+        if captured():
+            # What is made now is the graph's.
+            return Layer(spec)
+        # A tensor made in inference mode could not be saved for a later backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            found = self._layers[spec] = Layer(spec)
+        return found
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | TextMask | None = None) -> Tensor:
+        """``ssta_attention`` of these tensors: ``[B, H, S, D]`` in query's dtype.
+
+        Raises:
+            TypeError, ValueError: what ``ssta_attention`` raises, or tensors of another kind than the layer was prepared for.
+        """
+        of = self.spec
+        return attend(query, key, value, of.layout, of.config, kv_layout=None if of.kv_layout == of.layout else of.kv_layout,
+                      text_mask=text_mask, scale=of.scale, deterministic=of.deterministic, impl=of.impl, layers=self._layer_of).out

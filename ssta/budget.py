@@ -42,7 +42,7 @@ def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
     if own is not None:
         return lambda scores: Budget(None, checked_keep(own, scores))
     if density is not None:
-        fixed = Budget(row_counts(layer.tiles.tile_grids, layer.fixed.window, density, layer.device, layer.kv_tiles.num_video_tiles),
+        fixed = Budget(row_counts(layer.tiles.tile_grids, layer.fixed.window, density, layer.spec.device, layer.kv_tiles.num_video_tiles),
                        beyond=True)
         return lambda scores: fixed
     if config.threshold:

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .attention import attend
 from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recorded, recount
 from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
-from .inputs import check_inputs
+from .inputs import check_tensors
 from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
-from .op import attend
 from .ring import Counts, Geometry, Ring, ring_of
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
@@ -124,7 +124,7 @@ class TileCache:
         refuse_forward_mode(query=query, key=key, value=value)
         t, h, w = require_triple("thw", thw)
         layout = TokenLayout.video_text((t, h, w))
-        check_inputs(query, key, value, layout, self.config)
+        check_tensors(query, key, value, layout, layout)
         if start is not None and require_int("start", start, 0) != self._kept:
             raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
                              "layer has a cache of its own")
@@ -164,7 +164,8 @@ class TileCache:
         """
         query, key = autocast_inputs(query=query, key=key)
         thw = require_triple("thw", thw)
-        check_inputs(query, key, key, TokenLayout.video_text(thw), self.config)
+        layout = TokenLayout.video_text(thw)
+        check_tensors(query, key, key, layout, layout)
         self._fit(query, key, thw, True)
         self._chunk(thw[0])
 
@@ -368,8 +369,8 @@ class TileCache:
         config = self.config.for_canvas(thw)
         # At density 1 there is nothing to choose.
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
-        spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, heads, kv_heads,
-                         dim, self.impl, True, False)
+        spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
+                         kv_heads, dim, self.impl, True, False)
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=device)):
             self._storage = None

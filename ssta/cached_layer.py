@@ -57,17 +57,17 @@ class CachedLayer:
     Args:
         geometry: of the cache.
         spec: of the layer; its kv_layout is the cache's memory.
-        device: where it runs.
     """
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, spec: LayerSpec) -> None:
+        device = spec.device
         self.geometry, self.spec = geometry, spec
         self.ring = ring_of(geometry, device)
         self.places: ChunkPlaces = chunk_places(geometry, spec.layout.video[0].t, device)
-        self.layer = prepared(spec, device)
+        self.layer = prepared(spec)
         self.backend = self.layer.backend
         # The same keys without a choice: all of them.
-        self.dense = prepared(spec._replace(config=SSTAConfig(spec.config.tile_thw)), device)
+        self.dense = prepared(spec._replace(config=SSTAConfig(spec.config.tile_thw)))
         tiles, kv_tiles = self.layer.tiles, self.layer.kv_tiles
         every = torch.arange(kv_tiles.num_tiles, dtype=torch.int32, device=device)
         self.every = (torch.full((1, 1, tiles.num_tiles), kv_tiles.num_tiles, dtype=torch.int32, device=device),
@@ -251,4 +251,4 @@ def plan_of(geometry: Geometry, spec: LayerSpec) -> str:
 def cached_layer(plan: str, device: torch.device) -> CachedLayer:
     """The layer of a ``plan_of``."""
     geometry, spec = ast.literal_eval(plan)
-    return CachedLayer(Geometry(*geometry), LayerSpec.from_text(spec), device)
+    return CachedLayer(Geometry(*geometry), LayerSpec.from_text(spec, device))

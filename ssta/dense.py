@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .attention import attend
 from .config import SSTAConfig
-from .inputs import require_layout
-from .op import LayerResult, attend
-from .sequence import DenseRun, TokenLayout
+from .op import LayerResult
+from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
 
 # Only its tile counts, which is the one that kernels are fastest with: without video there is nothing to select, and nothing is moved.
-_EXACT = SSTAConfig(pad_type="none")
+EXACT = SSTAConfig(pad_type="none")
 
 
 def dense_attention(
@@ -45,4 +45,4 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    return attend(query, key, value, runs, _EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)

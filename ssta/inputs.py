@@ -1,44 +1,97 @@
-"""That q, k and v fit one another and their layouts, or a rank's share of one; and the LayerSpec of what does."""
+"""A call's arguments: that q, k and v fit one another and their layouts, or a rank's share of one; and the LayerSpec of what does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .config import SSTAConfig
 from .kernels import Deferred
 from .kernels.checks import require_bool, require_strided, resolve_scale
+from .kernels.memo import Kept
 from .kernels.routing import require_impl
-from .sequence import TokenLayout
-from .spec import LayerSpec, Peers
+from .sequence import TokenLayout, require_layout
+from .spec import LayerSpec
 from .text import TextMask
 
+if TYPE_CHECKING:
+    from .op import World
+    from .ranks.shares import Shares
 
-class Share(Protocol):
-    """What ranks have of a sequence; see ``ranks``."""
-
-    def check(self, name: str, x: Any) -> None:
-        """That x is this rank's share."""
-
-    def deal_heads(self, total: int, key_heads: int | None = None) -> Any:
-        """That heads can be dealt out."""
+# Specs by all that is known of a call's arguments beside their values: the same again are neither checked nor described anew.
+_known: dict[tuple, LayerSpec] = Kept(256)
 
 
-def checked_spec(
-    query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
-    rows: tuple[tuple[int, int], ...] | None, peers: Peers | None, means: bool = False, *, text_mask: Any, recorded: bool,
+def described(
+    query: Any, key: Any, value: Any, layout: Any, config: Any, *, kv_layout: Any = None, text_mask: Any = None, scale: Any = None,
+    deterministic: Any = True, impl: Any = "auto", rows: tuple[tuple[int, int], ...] | None = None, means: bool = False,
+    by_thw: bool = False, world: World | None = None, share: Shares | None = None,
 ) -> LayerSpec:
-    """The spec of a call, after its checks; arguments as ``ssta_attention`` takes them.
+    """The layer that a call is of, after all checks.
+
+    Args:
+        query, key, value: in autocast's dtype.
+        layout, config, kv_layout, text_mask, scale, deterministic, impl: as ``ssta_attention`` takes them.
+        rows, means: as ``LayerSpec`` has them.
+        by_thw: layout was given as thw and text_len, which errors name.
+        world: in which the tensors come; None = nobody wants a gradient, and nothing is remembered.
+        share: what this rank has of ``layout``; the tensors are of it then, the spec is of the layer of all ranks together.
 
     Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
+        TypeError, ValueError: the argument's name, what was required and what came; with a share on all ranks.
     """
+    options = layout, kv_layout, config, scale, deterministic, impl, rows, means
+    recorded, watched = (False, True) if world is None else world
+    kind = None if watched else _kind(query, key, value, text_mask, recorded, options, share)
+    spec = None if kind is None else _known.get(kind)
+    if spec is None:
+        try:
+            spec = _checked(query, key, value, *options, text_mask, recorded, by_thw, share)
+        except (TypeError, ValueError) as error:
+            if share is not None:
+                share.refuse(error)
+            raise
+        if kind is not None:
+            _known[kind] = spec
+    return spec
+
+
+def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple, share: Shares | None) -> tuple | None:
+    """All that ``_checked`` looks at; None where something is of an unexpected type, which it then refuses or converts."""
+    layout, kv_layout, config, scale, deterministic, impl, *_ = options
+    if not (type(layout) is TokenLayout and type(config) is SSTAConfig and type(impl) is str and type(deterministic) is bool
+            and (scale is None or type(scale) is float) and (kv_layout is None or type(kv_layout) is TokenLayout)
+            and type(query) is type(key) is type(value)) or config.holds_functions:
+        return None
+    mask: tuple | None = None
+    if text_mask is None:
+        pass
+    elif type(text_mask) is TextMask:
+        mask = text_mask.tokens, text_mask.valid.shape, text_mask.valid.device
+    elif type(text_mask) is Tensor:
+        mask = text_mask.shape, text_mask.dtype, text_mask.device
+    else:
+        return None
+    more = None
+    if not isinstance(query, Tensor):
+        # Of projections, and of what was sent between ranks.
+        more = tuple([tuple(x.lengths) if type(x) is Deferred else x.deals for x in (query, key, value)])
+    return (*options, mask, recorded, None if share is None else share.plain, type(query), more, query.shape, query.dtype, query.device,
+            key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
+
+
+def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
+             rows: tuple[tuple[int, int], ...] | None, means: bool, text_mask: Any, recorded: bool, by_thw: bool,
+             share: Shares | None) -> LayerSpec:
     require_bool("deterministic", deterministic)
-    check_inputs(query, key, value, layout, config, kv_layout)
-    kv_layout = layout if kv_layout is None else kv_layout
+    require_layout("layout", layout)
+    kv_layout = layout if kv_layout is None else require_layout("kv_layout", kv_layout)
+    if not isinstance(config, SSTAConfig):
+        raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
+    heads, kv_heads, dim = check_tensors(query, key, value, layout, kv_layout, by_thw, share)
     if text_mask is not None:
         TextMask.of(text_mask, query.shape[0], kv_layout, query.device)
     for grids in (kv_layout, layout):
@@ -47,32 +100,35 @@ def checked_spec(
             break
     if kv_layout != layout and config.pad_type != "none":
         raise ValueError(f"pad_type must be 'none' where keys have a kv_layout of their own, got {config.pad_type!r}")
-    return LayerSpec(layout, kv_layout, config, resolve_scale(scale, query.shape[3]), query.dtype, query.shape[1], key.shape[1],
-                     query.shape[3], require_impl(impl), deterministic, recorded, rows, peers, means)
+    if share is not None and config.mask_share_within_head and config.holds_functions:
+        name, function = ("sampling_type", config.scored_by) if callable(config.scored_by) else ("budget", config.budget)
+        raise ValueError(f"{name} must not be a function of your own where heads share a pattern and a group shares the heads out, because "
+                         f"every rank would have to find the same pattern, got {function!r} with mask_share_within_head = True")
+    return LayerSpec(layout, kv_layout, config, resolve_scale(scale, dim), query.dtype, query.device, heads, kv_heads, dim,
+                     require_impl(impl), deterministic, recorded, rows, None, means)
 
 
-def check_inputs(query: Any, key: Any, value: Any, layout: Any, config: Any, kv_layout: Any = None, share: Share | None = None) -> None:
-    """That they fit one another and their layouts, or with ``share`` a rank's share of ``layout``."""
-    require_layout("layout", layout)
-    if kv_layout is not None:
-        require_layout("kv_layout", kv_layout)
-    if not isinstance(config, SSTAConfig):
-        raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
+def check_tensors(query: Any, key: Any, value: Any, layout: TokenLayout, kv_layout: TokenLayout, by_thw: bool = False,
+                  share: Shares | None = None) -> tuple[int, int, int]:
+    """(H, Hkv, D), after the check that the three fit one another and their layouts, or with ``share`` a rank's share of ``layout``.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
     _check_tensor("query", query)
-    dtype, device, (batch, heads, _, dim) = query.dtype, query.device, query.shape
-    for name, x, tokens in (("query", query, layout), ("key", key, kv_layout or layout), ("value", value, kv_layout or layout)):
+    dtype, device, batch, dim = query.dtype, query.device, query.shape[0], query.shape[3]
+    of_heads = []
+    for name, x, tokens in (("query", query, layout), ("key", key, kv_layout), ("value", value, kv_layout)):
         if x is not query:
             _check_tensor(name, x)
-        shape = x.shape
         if isinstance(x, Tensor) != isinstance(query, Tensor):
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        if isinstance(x, Deferred):
-            if not set(accumulate(x.lengths)) <= set(accumulate([segment.length for segment in tokens.segments])):
-                raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for "
-                                 f"{tokens.segments}")
-        if share is not None:
-            share.check(name, x)
-        elif shape[2] != tokens.length:
+        shape = x.shape if share is None else share.whole(name, x)
+        if isinstance(x, Deferred) and not set(accumulate(x.lengths)) <= set(accumulate([of.length for of in tokens.segments])):
+            raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {tokens.segments}")
+        if shape[2] != tokens.length:
+            if by_thw and x is query:
+                raise _wrong_thw(shape, tokens)
             whose = "layout" if tokens is layout else "kv_layout"
             raise ValueError(f"{name} must have the {whose}'s {tokens.length} tokens, got {shape[2]} in shape {tuple(shape)}"
                              + _tokens_first(shape, tokens.length))
@@ -82,25 +138,17 @@ def check_inputs(query: Any, key: Any, value: Any, layout: Any, config: Any, kv_
             raise TypeError(f"{name} must have query's dtype {dtype}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name} must be on query's device {device}, got {x.device}")
-    if key.shape != shape:
-        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(shape)}")
+        of_heads.append(shape[1])
+    if key.shape != value.shape:
+        raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}")
+    heads, kv_heads, _ = of_heads
     if heads == 0:
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
-    if shape[1] == 0 or heads % shape[1]:
-        raise ValueError(f"query's heads must be a multiple of key's {shape[1]}, got {heads}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query's heads must be a multiple of key's {kv_heads}, got {heads}")
     if share is not None:
-        share.deal_heads(heads, shape[1])
-
-
-def require_layout(name: str, layout: Any) -> TokenLayout:
-    """``layout``, a TokenLayout.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(layout, TokenLayout):
-        raise TypeError(f"{name} must be a TokenLayout, got {type(layout).__name__}")
-    return layout
+        share.deal_heads(heads, kv_heads)
+    return heads, kv_heads, dim
 
 
 def check_query(name: str, query: Any, layout: TokenLayout) -> None:
@@ -130,17 +178,10 @@ def _check_tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 
-def check_lengths(query: Tensor, layout: TokenLayout) -> None:
-    """That thw and text_len, of which ``layout`` was made, say how long the sequence is, in these two names."""
-    if type(query) is Tensor and query.dim() == 4 and query.shape[2] == layout.length:
-        # Whatever else must hold of a query every layer sees to, once for each kind of inputs.
-        return
-    _check_tensor("query", query)
-    length, text_len = query.shape[2], layout.dense_length
-    if layout.length == length:
-        return
-    hint = _tokens_first(query.shape, layout.length)
+def _wrong_thw(shape: Sequence[int], layout: TokenLayout) -> ValueError:
+    """That thw and text_len, of which ``layout`` was made, do not say how long the sequence is."""
+    length, text_len, hint = shape[2], layout.dense_length, _tokens_first(shape, layout.length)
     if text_len > length:
-        raise ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}{hint}")
-    raise ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
-                     f"got {layout.video[0].thw} = {layout.video_length}{hint}")
+        return ValueError(f"text_len must be at most the sequence's {length} tokens, got {text_len}{hint}")
+    return ValueError(f"thw must multiply to the {length - text_len} video tokens of query ({length} tokens less text_len {text_len}), "
+                      f"got {layout.video[0].thw} = {layout.video_length}{hint}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .kernels import BlockLists, Deferred, Route, choose_backend
@@ -53,27 +52,15 @@ class Tiled(NamedTuple):
     held: Held | None = None
 
 
-class Tail(NamedTuple):
-    """What the backward of the step "combine" needs; see ``kernels.eager.tail``. q is of all rows."""
-
-    tail_lse: Tensor
-    bias: Tensor
-    mixture: Tensor
-    log_count: Tensor
-    order: Tensor | None
-    k_mean: Tensor
-    v_mean: Tensor
-    q: Tensor
-
-
 class Tape(NamedTuple):
     """What a layer's backward needs of its forward, all in the order of the tiles.
 
     Attributes:
         q, k, v: as of ``Tiled``; q of the computed rows.
         out, lse: attention to the listed tiles alone.
-        merged, merged_lse: with the estimate; None where nothing is estimated, and so is tail.
-        tail: of the estimate.
+        merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
+        tail_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.tail``.
+        q_all: q of all rows; None where all are computed.
     """
 
     q: Tensor
@@ -81,23 +68,16 @@ class Tape(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
-    merged: Tensor | None
-    merged_lse: Tensor | None
-    tail: Tail | None
-
-    @property
-    def flat(self) -> list[Tensor | None]:
-        """All of its tensors, for autograd to save. q is not there twice."""
-        tail = (None,) * len(Tail._fields) if self.tail is None else self.tail
-        return [*self[:-1], *tail[:-1], None if tail[-1] is self.q else tail[-1]]
-
-    @classmethod
-    def of(cls, flat: list[Tensor | None]) -> Tape:
-        """What was flattened."""
-        own, tail = flat[:len(cls._fields) - 1], flat[len(cls._fields) - 1:]
-        if tail[0] is None:
-            return cls._make([*own, None])
-        return cls._make([*own, Tail._make([*tail[:-1], own[0] if tail[-1] is None else tail[-1]])])
+    merged: Tensor | None = None
+    merged_lse: Tensor | None = None
+    tail_lse: Tensor | None = None
+    bias: Tensor | None = None
+    mixture: Tensor | None = None
+    log_count: Tensor | None = None
+    order: Tensor | None = None
+    k_mean: Tensor | None = None
+    v_mean: Tensor | None = None
+    q_all: Tensor | None = None
 
 
 class Ran(NamedTuple):
@@ -118,12 +98,11 @@ class Layer:
 
     Args:
         spec: what it is.
-        device: where its tensors are.
     """
 
-    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
-        config = spec.config
-        self.spec, self.device = spec, device
+    def __init__(self, spec: LayerSpec) -> None:
+        config, device = spec.config, spec.device
+        self.spec = spec
         self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
@@ -166,12 +145,12 @@ class Layer:
         del tiled
         rows = self.rows.take(self.backend, q)
         out, lse, route = self.attend(rows, k, v, selection.blocks)
-        tape = Tape(rows, k, v, out, lse, None, None, None) if self.spec.recorded else None
+        tape = Tape(rows, k, v, out, lse) if self.spec.recorded else None
         mass = None
         if estimates is not None:
-            out, lse, mass, tail = self.combine(out, lse, q, k, v, selection.blocks, estimates)
+            out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
-                tape = tape._replace(merged=out, merged_lse=lse, tail=tail)
+                tape = tape._replace(merged=out, merged_lse=lse, **kept)
         del rows, q, k, v
         return Ran(self.take(out, returned), selection, route, mass, means, tape)
 
@@ -234,16 +213,18 @@ class Layer:
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
 
     def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
-                ) -> tuple[Tensor, Tensor, ExactMass, Tail]:
-        """(out, lse, exact mass, what the backward needs) of attention with what the lists leave out estimated."""
+                ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
+        """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
         out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
-        shares, *kept = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts, blocks.indices, estimates,
-                                             spec.scale, spec.recorded)
+        shares, tail_lse, bias, mixture = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
+                                                               blocks.indices, estimates, spec.scale, spec.recorded)
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
-        return out, lse, mass, Tail._make([*kept, estimates.log_count, estimates.order, estimates.k_mean, estimates.v_mean, q])
+        return out, lse, mass, dict(
+            tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
+            v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
 
     def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
         """Back to the order of the sequence."""
@@ -263,11 +244,11 @@ class Layer:
             dmeans: the gradients of the means.
         """
         spec, backend, rows = self.spec, self.backend, self.rows
-        q, k, v, out, lse, merged, merged_lse, tail = tape
+        q, k, v, out, lse, *_ = tape
         lists = rows.lists(blocks)
         route = backend.route(q, k, lists)
         dlse = of_tail = None
-        if tail is None:
+        if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
             dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
@@ -285,18 +266,16 @@ class Layer:
 
     def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
-        q, k, v, out, lse, merged, merged_lse, tail = tape
-        assert tail is not None, "of a layer that estimates"
-        tail_lse, bias, mixture, log_count, order, k_mean, v_mean, q_all = tail
-        exact, exact_lse = self.rows.spread(self.backend, out, lse)
+        exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
+        q = tape.q if tape.q_all is None else tape.q_all
         dexact, dexact_lse, *rest = self.backend.combine_backward(
-            dout, None, exact, exact_lse, merged, merged_lse, tail_lse, q_all, k, v, self.q_blocks, self.kv_blocks, bias, mixture,
-            log_count, order, k_mean, v_mean, self.spec.scale)
+            dout, None, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
+            tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
         dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
         return dexact, dexact_lse, *rest
 
 
 @remember(64)
-def prepared(spec: LayerSpec, device: torch.device) -> Layer:
-    """The layer of a spec on a device; the 64 used last are remembered."""
-    return Layer(spec, device)
+def prepared(spec: LayerSpec) -> Layer:
+    """The layer of a spec; the 64 used last are remembered."""
+    return Layer(spec)

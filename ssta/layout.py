@@ -15,7 +15,7 @@ from .cut import Cut, TiledSegment, cut_of, in_sequence, tile_index
 from .kernels import Deferred, take_tokens
 from .kernels.checks import require_strided
 from .kernels.memo import remember
-from .sequence import TokenLayout
+from .sequence import TokenLayout, require_layout
 
 # What a layer takes: tokens that are ready, or that are materialised on the way into the tiles.
 Input = Tensor | Deferred
@@ -122,10 +122,8 @@ def tile_layout(
         ValueError: an entry of tile_thw below 1, an unknown padding, a device that is not there, or so large a tile that almost everything
             would be padding: more than 64 slots a token, and more than 2 ** 20 of them.
     """
-    if not isinstance(tokens, TokenLayout):
-        raise TypeError(f"tokens must be a TokenLayout, got {type(tokens).__name__}")
-    return checked_layout(tokens, require_tile("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES),
-                          require_device("device", device))
+    return checked_layout(require_layout("tokens", tokens), require_tile("tile_thw", tile_thw),
+                          require_choice("padding", padding, PAD_TYPES), require_device("device", device))
 
 
 @remember(64)

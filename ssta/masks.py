@@ -81,8 +81,8 @@ def create_moba_3d_mask(
                         mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
     _check_inputs(q, k, prod(canvas_thw))
     layout = TokenLayout.video_text(canvas_thw, 0)
-    layer = prepared(LayerSpec(layout, layout, config, q.shape[3]**-0.5, q.dtype, q.shape[1], k.shape[1], q.shape[3], "auto", True, False),
-                     q.device)
+    (_, heads, _, dim), kv_heads = q.shape, k.shape[1]
+    layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
     keep = layer.select(Tiled(q, k, k, None, None), None, None, False).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 

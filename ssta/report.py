@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .config import SSTAConfig
 from .cut import TiledSegment
-from .inputs import check_lengths, checked_spec
+from .inputs import described
 from .kernels import Backend, BlockLists, Route
-from .kernels.checks import autocast_inputs
 from .kernels.operators import on_device
 from .layer import Layer, Ran, prepared
 from .layout import TileLayout
+from .op import in_autocast
 from .sequence import TokenLayout
 from .text import TextMask
 from .window import near
@@ -170,16 +170,15 @@ def explain(
         config = SSTAConfig(**keywords)
     elif keywords:
         raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
-    if not isinstance(thw, TokenLayout):
-        check_lengths(query, tokens)
-    query, key, given = autocast_inputs(query=query, key=key, value=key if value is None else value)
-    spec = checked_spec(query, key, given, tokens, None, config, scale, True, impl, None, None, text_mask=text_mask, recorded=False)
+    query, key, given = in_autocast(query, key, key if value is None else value)
+    spec = described(query, key, given, tokens, config, text_mask=text_mask, scale=scale, impl=impl,
+                     by_thw=not isinstance(thw, TokenLayout))
     if query.numel() == 0 or query.is_meta:
         raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
     config, scale = spec.config, spec.scale
     batch, heads, length, head_dim = query.shape
-    layer = prepared(spec, query.device)
+    layer = prepared(spec)
     layout = layer.tiles
     ran, seconds = _run(layer, query, key, given, text)
     output = None if value is None else ran.out

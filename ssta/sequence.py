@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import index
+from typing import Any
 
 from .checks import require_int, require_triple
 from .kernels.memo import remember_plain
@@ -118,3 +119,14 @@ class TokenLayout:
 def _video_text(kind: type[TokenLayout], t: int, h: int, w: int, text_len: int) -> TokenLayout:
     video = VideoGrid(t, h, w)
     return kind((video, DenseRun(text_len)) if text_len else (video,))
+
+
+def require_layout(name: str, layout: Any) -> TokenLayout:
+    """``layout``, a TokenLayout.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"{name} must be a TokenLayout, got {type(layout).__name__}")
+    return layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ class LayerSpec(NamedTuple):
         kv_layout: the keys' and values' sequence.
         config: what is attended to, without variants.
         scale: factor on the scores.
-        dtype: of query, key and value.
+        dtype, device: of query, key and value.
         heads, kv_heads, head_dim: H, Hkv and D; H is a multiple of Hkv.
         impl: which kernels, as ``choose_backend`` takes it.
         deterministic: whether gradients are the same bits every time.
@@ -50,6 +50,7 @@ class LayerSpec(NamedTuple):
     config: SSTAConfig
     scale: float
     dtype: torch.dtype
+    device: torch.device
     heads: int
     kv_heads: int
     head_dim: int
@@ -82,26 +83,25 @@ class LayerSpec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The spec as text, which ``from_text`` reads, in another process too unless the config holds functions."""
+        """The spec but for its device as text, which ``from_text`` reads, in another process too unless the config holds functions."""
         peers = None if self.peers is None else tuple(self.peers)
         return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale.hex(), str(self.dtype), index(self.heads),
                      index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.rows, peers,
                      self.means))
 
     @classmethod
-    def from_text(cls, text: str) -> LayerSpec:
-        """The spec that ``text`` was made of.
+    def from_text(cls, text: str, device: torch.device) -> LayerSpec:
+        """The spec that ``text`` was made of, for tensors on ``device``.
 
         Raises:
             ValueError: it names a function of another process.
         """
-        return _from_text(text)
+        return _from_text(text, device)
 
 
 @remember_plain
-def _from_text(text: str) -> LayerSpec:
-    plain: Any = LayerSpec(*ast.literal_eval(text))
-    return plain._replace(
-        layout=TokenLayout.from_plain(plain.layout), kv_layout=TokenLayout.from_plain(plain.kv_layout),
-        config=SSTAConfig.from_plain(plain.config), scale=float.fromhex(plain.scale),
-        dtype=getattr(torch, plain.dtype.removeprefix("torch.")), peers=None if plain.peers is None else Peers(*plain.peers))
+def _from_text(text: str, device: torch.device) -> LayerSpec:
+    layout, kv_layout, config, scale, dtype, heads, kv_heads, dim, impl, deterministic, recorded, rows, peers, mean = ast.literal_eval(text)
+    return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig.from_plain(config), float.fromhex(scale),
+                     getattr(torch, dtype.removeprefix("torch.")), device, heads, kv_heads, dim, impl, deterministic, recorded, rows,
+                     None if peers is None else Peers(*peers), mean)

@@ -12,13 +12,16 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
+from ssta.attention import attend
+from ssta.dense import EXACT
+from ssta.inputs import described
 from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
 from ssta.mass import ExactMass
-from ssta.op import LayerResult, attend
+from ssta.op import LayerResult, world_of
 from ssta.ranks import Sent
-from ssta.ranks.layer import attend_shared, exchanged
+from ssta.ranks.layer import exchanged
 from ssta.ranks.rings import shares_of
 from ssta.ranks.shares import Shares, Spans
 from ssta.report import heads_without_estimate, mass_summary
@@ -259,10 +262,8 @@ class SSTAProcessor:
         assert config is not None
 
         def attended(selection: Selection | None) -> LayerResult:
-            options: dict[str, Any] = dict(text_mask=text_mask, impl=self.context.impl, selection=selection)
-            if isinstance(q, Sent):
-                return attend_shared(q, k, v, layout, config, q.shards, note=self._exchange.note, **options)
-            return attend(q, k, v, layout, config, **options)
+            return attend(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection,
+                          shares=q.shards if isinstance(q, Sent) else None, note=self._exchange.note)
 
         return self._selecting(attended, tuple(q.shape)), None
 
@@ -271,8 +272,10 @@ class SSTAProcessor:
         """The same, exactly; diffusers' backend gives the output alone."""
         if not isinstance(q, Sent):
             return self._densely(q, k, v, layout, text_mask)
-        exchange = exchanged(q, k, v, layout, None, q.shards, text_mask=text_mask, impl=self.context.impl, note=self._exchange.note)
-        result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.rows)
+        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl, world=world_of(q, k, v, text_mask),
+                         share=q.shards)
+        exchange = exchanged(q, k, v, spec, text_mask, q.shards, self._exchange.note)
+        result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
         self._exchange.note("attended")
         if isinstance(result, Tensor):
             return exchange.back(result), name

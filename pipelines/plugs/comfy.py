@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout
+from ssta.attention import attend
 from ssta.kernels import Route
 from ssta.kernels.notices import logger, warn_once
 from ssta.mass import ExactMass
-from ssta.op import LayerResult, attend
+from ssta.op import LayerResult
 from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.report import LayerRun, RunReport

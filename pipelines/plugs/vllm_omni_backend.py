@@ -30,8 +30,8 @@ except ImportError as error:
     raise misfit(str(error)) from error
 
 from ssta import SSTAConfig, TokenLayout
+from ssta.attention import attend
 from ssta.kernels import Route
-from ssta.op import attend
 
 from .vllm_omni import STANDS_IN_FOR, Settings, misfit, sequence_layout
 

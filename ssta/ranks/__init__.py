@@ -3,7 +3,7 @@
 ``Shards`` and ``check_ranks`` are for code of one's own around ``ssta_attention(group=...)``.
 """
 
-from .group import check_ranks
+from .agreement import check_ranks
 from .runs import SPLITS, Run, deal
 from .shards import Shards
 from .shares import Sent

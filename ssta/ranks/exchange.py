@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember
-from .runs import Division, Place
+from .runs import Place
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..layout import TileLayout
+    from ..spec import LayerSpec
+    from .shards import Shards
 
 # Of each of several tensors how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
@@ -33,14 +35,14 @@ class Incoming:
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
     """
 
-    def __init__(self, shards: Division, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
+    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
         self._own = [counts[shards.rank] for counts in deals]
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if any([in_graph(x) for x in xs if isinstance(x, Tensor)]) else torch.empty(
+        self._buffer = None if tensors and in_graph(*tensors) else torch.empty(
             shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
         self._coming: list[Collective | Batch] = []
         parts: list[Tensor | Collective] = []
@@ -71,12 +73,12 @@ class Incoming:
         assert self._buffer is not None
         return self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Division, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Collective:
+    def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
         return Collective(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
                         None if self._buffer is None else self._into(place))
 
-    def _goes(self, shards: Division, deals: Deals, place: Place) -> list[int]:
+    def _goes(self, shards: Shards, deals: Deals, place: Place) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     @property
@@ -125,7 +127,7 @@ class Batch:
         self._send = None
 
 
-def send_tokens(shards: Division, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
+def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = [place for place in shards.places if place.shared or gather]
@@ -144,12 +146,12 @@ def send_tokens(shards: Division, xs: Sequence[Tensor], deals: Deals, gather: bo
     return tuple([out.transpose(1, 2) for out in outs])
 
 
-def packet_slots(shards: Division, tiles: TileLayout) -> Tensor:
+def packet_slots(shards: Shards, tiles: TileLayout) -> Tensor:
     """int64: the slot of ``tiles`` of each token of each packet, so that a layer writes its result into packets at once."""
     return _packet_slots(tiles, shards.places, shards.ranks)
 
 
-def send_packets(shards: Division, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
+def send_packets(shards: Shards, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
     """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_slots`` -> ``[B, H, S_r, D]``. Not differentiable."""
     return _return_packets(shards, packets.permute(2, 0, 1, 3), (deal,), shards.places)[0].transpose(1, 2)
 
@@ -165,24 +167,16 @@ def _packet_slots(tiles: TileLayout, places: tuple[Place, ...], ranks: int) -> T
     return torch.cat([tiles.inverse.narrow(0, first, count) for first, count in _spans(places, ranks)])
 
 
-def _return_packets(shards: Division, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
+def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received = Collective(shards.group, packets.reshape(-1), comes, goes).wait().split(comes)
-    parts = [_in_words(part.view(counts[rank], batch, total, dim)).split([own[of] for own in deals], 2)
-             for of, (part, total) in enumerate(zip(received, totals))]
+    received = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes).wait().view(-1, dim))
+    parts = [part.view(counts[rank], batch, total, received.shape[1]).split([own[of] for own in deals], 2)
+             for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
     return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
-
-
-def _copy(x: Tensor, into: Tensor) -> None:
-    words, into_words = _in_words(x), _in_words(into)
-    if words.dtype == into_words.dtype:
-        into_words.copy_(words)
-    else:
-        into.copy_(x)
 
 
 def _in_words(x: Tensor) -> Tensor:
@@ -194,7 +188,7 @@ def _in_words(x: Tensor) -> Tensor:
     return x.view(torch.complex128)
 
 
-def _with_own_heads(shards: Division, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, shared tokens of S_r, H, D]`` with the whole runs of x ``[B, H_r, S, D]`` in their places, zeros in other ranks' heads."""
     rank, at = shards.rank, 0
     parts: list[Tensor] = []
@@ -208,7 +202,7 @@ def _with_own_heads(shards: Division, out: Tensor, x: Tensor, own: tuple[int, ..
     return torch.cat(parts, 1)
 
 
-def _sum_tokens(shards: Division, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
@@ -226,15 +220,20 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     ranks, (batch, _, _, dim) = len(deals[0]), xs[0].shape
     pieces = [x.narrow(2, first, tokens) for x in xs]
     if all([len(set(counts)) == 1 for counts in deals]):
-        packets = xs[0].new_empty(ranks, tokens, batch, _totals(deals)[0], dim)
-        for piece, into in zip(pieces, packets.split([counts[0] for counts in deals], 3)):
-            _copy(piece.unflatten(1, (ranks, into.shape[3])).permute(1, 3, 0, 2, 4), into)
+        own = [counts[0] for counts in deals]
+        packets = xs[0].new_empty(ranks, tokens, batch, sum(own), dim)
+        words = _in_words(packets)
+        for piece, into, into_words in zip(pieces, packets.split(own, 3), words.split(own, 3)):
+            piece = piece.view(batch, ranks, into.shape[3], tokens, dim).permute(1, 3, 0, 2, 4)
+            piece_words = _in_words(piece)
+            (into_words if piece_words.dtype == words.dtype else into).copy_(
+                piece_words if piece_words.dtype == words.dtype else piece)
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Division) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shards) -> Tensor:
     """A shared run's packets, flat."""
     x, held = xs[0], place.held[shards.rank]
     if isinstance(x, Deferred):
@@ -283,7 +282,7 @@ class Collective:
 
 class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Division, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals = shards, deals
         return (arrival or Incoming(shards, xs, deals)).wait()
 
@@ -294,10 +293,44 @@ class ToHeads(torch.autograd.Function):
 
 class ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Division, deals: Deals, x: Tensor) -> Tensor:
+    def forward(ctx, shards: Shards, deals: Deals, x: Tensor) -> Tensor:
         ctx.shards, ctx.deals = shards, deals
         return send_tokens(shards, (x,), deals, gather=True)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, _sum_tokens(ctx.shards, grad, ctx.deals[0])
+
+
+class Exchange:
+    """q, k and v of one layer, which ranks have exchanged, and the way back of its result.
+
+    Attributes:
+        arriving: q, k and v with all tokens of this rank's heads, as a layer takes them; its own from then on.
+        spec: the layer of this rank: of its heads, or of its rows.
+        returned: gives for the queries' tiles the order in which ``back`` wants the result; None = the sequence's.
+    """
+
+    def __init__(self, arriving: tuple[Any, Any, Any], spec: LayerSpec, back: Callable[[Tensor], Tensor],
+                 returned: Callable[[TileLayout], Tensor] | None = None, back_packed: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.arriving, self.spec, self.returned = arriving, spec, returned
+        self._back, self._back_packed = back, back_packed
+
+    def take(self) -> tuple[Any, Any, Any]:
+        """``arriving``, of which nothing is kept here."""
+        arriving, self.arriving = self.arriving, (None, None, None)
+        return arriving
+
+    def ready(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``take`` for attention of another kind than a layer's: tensors, and the result in the sequence's order."""
+        q, k, v = self.take()
+        self.returned = None
+        v, k, q = (x.wait() if hasattr(x, "wait") else x for x in (v, k, q))
+        return q, k, v
+
+    def back(self, out: Tensor) -> Tensor:
+        """What the layer gave of its rows, ``[B, H_r, n, D]``, in the order of ``returned`` -> this rank's ``[B, H, S_r, D]``."""
+        if self.returned is None:
+            return self._back(out)
+        assert self._back_packed is not None, "it comes with returned"
+        return self._back_packed(out)

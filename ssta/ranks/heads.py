@@ -14,8 +14,7 @@ from .shards import Shards
 def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
     """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
     group = dist.distributed_c10d._resolve_process_group(peers.group)  # type: ignore[arg-type]
-    own = Shards(group, (Run(q_means.shape[2], False),), dist.get_world_size(group), dist.get_rank(group))
-    keys = Shards(group, (Run(k_means.shape[2], False),), own.ranks, own.rank)
+    own, keys = (Shards((Run(x.shape[2], False),), group.size(), group.rank(), group) for x in (q_means, k_means))
     if own.ranks == 1:
         return q_means, k_means
     q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)

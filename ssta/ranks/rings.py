@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout
-from ..spec import Peers
-from .exchange import Batch, Collective
-from .group import group_of, is_mesh, settle
+from ..spec import LayerSpec
+from .exchange import Batch, Collective, Exchange
+from .group import group_of, is_mesh
 from .runs import Run, deal, held_by, runs_of
 from .shards import Shards
-from .shares import Exchange, Sent, Shares, Spans, sent_apart
+from .shares import Sent, Shares, Spans, check_sent, own_spec
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def pieces_of(runs: tuple[Run, ...], size: int, place: int, width: int) -> Piece
 
 
 @dataclass(frozen=True)
-class Rings:
+class Rings(Shares):
     """How the ranks of a mesh (ring, heads) share one sequence out. All of them hold shares of it, in the order of the mesh. Ranks along
     the second dimension exchange heads for tokens, which gives each its ring position's piece of the sequence; ranks along the first,
     which then have the same heads, gather the pieces of q, k and v. Each attends for the rows of its own piece and of a share of what is
@@ -72,14 +71,12 @@ class Rings:
         ring: the ranks along the first dimension.
         size, place: how many they are, and this rank's place among them.
         inner: this place's piece of the sequence, between the ranks that exchange heads.
-        outer: the whole sequence's shares. Its group is that of ``inner``, for nothing goes through it.
     """
 
     ring: ProcessGroup
     size: int
     place: int
     inner: Shards
-    outer: Shards
     _pieces: Pieces = field(repr=False, compare=False)
 
     @classmethod
@@ -87,41 +84,20 @@ class Rings:
         """How ``mesh``, of two dimensions, shares ``layout`` out; the rest as ``Shards.of``."""
         runs = runs_of(layout, split)
         ring, heads = group_of(mesh, 0), group_of(mesh, 1)
-        (size, place), (width, column) = [(dist.get_world_size(group), dist.get_rank(group)) for group in (ring, heads)]
+        size, place, width, column = ring.size(), ring.rank(), heads.size(), heads.rank()
         pieces = pieces_of(runs, size, place, width)
-        inner, outer = Shards(heads, pieces.runs, width, column), Shards(heads, runs, size * width, place * width + column)
-        return cls(ring, size, place, inner, outer, pieces)
+        return cls(runs, size * width, place * width + column, ring, size, place, Shards(pieces.runs, width, column, heads), pieces)
 
     def __str__(self) -> str:
-        return f"{self.outer}, in rings of {self.size}"
+        return f"{super().__str__()}, in rings of {self.size}"
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
         return self.inner.group, self.ring
 
     @property
-    def runs(self) -> tuple[Run, ...]:
-        return self.outer.runs
-
-    @property
-    def ranks(self) -> int:
-        return self.outer.ranks
-
-    @property
-    def rank(self) -> int:
-        return self.outer.rank
-
-    def check(self, name: str, x: Any, length: int | None = None) -> None:
-        """As ``Shards.check``."""
-        self.outer.check(name, x, length)
-
-    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
-        """As ``Shards.deal_heads``, over the ranks that exchange heads."""
-        return self.inner.deal_heads(total, key_heads)
-
-    def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
-        """As ``Shards.agreed``, between all ranks of the mesh."""
-        settle(self.groups, None if call is None else (self.runs, call), self.runs, lambda: {"sequence": self.runs, **check()})
+    def head_ranks(self) -> int:
+        return self.inner.ranks
 
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """As ``Shards.start``, between the ranks that exchange heads."""
@@ -129,21 +105,22 @@ class Rings:
         sent.shards = self
         return sent
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
-        """As ``Shards.exchange``: ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
+    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
+                 ) -> Exchange:
+        """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
         if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            heads, key_heads = query.shape[1], key.shape[1]
             own: tuple = query, key, value
             if self.inner.ranks > 1:
-                own = self.inner.to_heads(*own, key_heads=key_heads)
+                own = self.inner.to_heads(*own, key_heads=spec.kv_heads)
         else:
-            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the layer has checked that"
-            heads, key_heads = sent_apart(self, query, key, value)
+            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
+            check_sent(self, spec, query, key, value)
             own = query.wait(), key.wait(), value.wait()
-        arriving = _gather(self, own, self._pieces.gathered)
+        q, k, v = _gather(self, own, self._pieces.gathered)
         note("arrived")
-        return Exchange(arriving, self._pieces.rows, Peers(self.inner.group.group_name, heads, key_heads),
-                        partial(self._back, heads=heads, key_heads=key_heads))
+        heads, kv_heads = (deal[self.inner.rank] for deal in (self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)))
+        return Exchange((q, k, v), own_spec(spec, self.inner.group, heads, kv_heads, self._pieces.rows),
+                        partial(self._back, heads=spec.heads, key_heads=spec.kv_heads))
 
     def _back(self, out: Tensor, heads: int, key_heads: int) -> Tensor:
         """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> ``[B, H, S_r, D]``."""

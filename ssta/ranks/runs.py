@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..checks import require_choice
 from ..kernels.memo import remember_plain
-from ..sequence import TokenLayout, VideoGrid
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ..sequence import TokenLayout, VideoGrid, require_layout
 
 SPLITS = ("video", "all", "each")
 
@@ -19,6 +16,17 @@ SPLITS = ("video", "all", "each")
 def deal(total: int, ranks: int) -> tuple[int, ...]:
     """How many of ``total`` each rank has, by ``torch.tensor_split``'s rule: the first ones have one more where they do not divide."""
     return tuple([total // ranks + (rank < total % ranks) for rank in range(ranks)])
+
+
+@remember_plain
+def dealt(total: int, key_heads: int, ranks: int) -> tuple[int, ...]:
+    """How many of ``total`` heads each rank has; see ``Shares.deal_heads``."""
+    if key_heads < ranks:
+        what = "heads" if key_heads == total else "key heads"
+        raise ValueError(f"group must have at most as many ranks as there are {what}, got {ranks} ranks and {key_heads} {what}")
+    if total % key_heads:
+        raise ValueError(f"query's heads must be a multiple of key's {key_heads}, got {total}")
+    return tuple([count * (total // key_heads) for count in deal(key_heads, ranks)])
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,9 @@ def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> Held:
 
 @dataclass(frozen=True)
 class Division:
-    """How much of a sequence of S tokens each rank of a group has.
+    """How much of a sequence of S tokens each of several ranks has.
 
     Attributes:
-        group: the ranks.
         runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
         ranks, rank: how many there are, and which this process is.
         places: where the runs lie.
@@ -75,7 +82,6 @@ class Division:
         local_length: those of this rank, S_r.
     """
 
-    group: ProcessGroup
     runs: tuple[Run, ...]
     ranks: int
     rank: int
@@ -103,10 +109,7 @@ class Division:
 
 def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
     """What ``split`` shares out of ``layout``, after their checks."""
-    if not isinstance(layout, TokenLayout):
-        raise TypeError(f"layout must be a TokenLayout, got {type(layout).__name__}")
-    require_choice("split", split, SPLITS)
-    return _runs(layout, split)
+    return _runs(require_layout("layout", layout), require_choice("split", split, SPLITS))
 
 
 @remember_plain

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..sequence import TokenLayout
-from ..spec import Peers
-from .exchange import Incoming, ToTokens, packet_slots, send_packets, send_tokens
-from .group import resolve_group, settle
-from .runs import Division, deal, runs_of
-from .shares import Exchange, Sent, sent_apart
+from ..spec import LayerSpec
+from .exchange import Deals, Exchange, Incoming, ToTokens, packet_slots, send_packets, send_tokens
+from .group import resolve_group
+from .runs import runs_of
+from .shares import Sent, Shares, check_sent, own_spec
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
@@ -25,10 +23,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shards(Division):
+class Shards(Shares):
     """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective
     carries a size and nothing waits for the device.
+
+    Attributes:
+        group: the ranks.
     """
+
+    group: ProcessGroup
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
@@ -44,7 +47,7 @@ class Shards(Division):
             TypeError, ValueError: the argument's name, what was required and what came.
         """
         runs, group = runs_of(layout, split), resolve_group(group)
-        return cls(group, runs, dist.get_world_size(group), dist.get_rank(group))
+        return cls(runs, group.size(), group.rank(), group)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
@@ -60,80 +63,33 @@ class Shards(Division):
         first = sum(counts[:self.rank])
         return first, first + counts[self.rank]
 
-    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
-        """How many of ``total`` heads each rank has; see ``heads``."""
-        key_heads = total if key_heads is None else key_heads
-        if key_heads < self.ranks:
-            what = "heads" if key_heads == total else "key heads"
-            raise ValueError(f"group must have at most as many ranks as there are {what}, got {self.ranks} ranks and {key_heads} {what}")
-        if total % key_heads:
-            raise ValueError(f"query's heads must be a multiple of key's {key_heads}, got {total}")
-        return tuple([count * (total // key_heads) for count in deal(key_heads, self.ranks)])
-
-    def check(self, name: str, x: Any, length: int | None = None) -> None:
-        """That ``x`` is ``[B, H, S_r, D]``.
-
-        Raises:
-            TypeError, ValueError: in the name ``name``, with both numbers.
-        """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        self._check_shape(name, x.shape, self.local_length if length is None else length)
-
-    def _check_shape(self, name: str, shape: torch.Size, length: int) -> None:
-        if len(shape) != 4:
-            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
-        if shape[2] != length:
-            raise ValueError(f"{name} must have {self._expected(length)}, got {shape[2]} in shape {tuple(shape)}")
-
-    def _expected(self, length: int) -> str:
-        if length != self.local_length or self.length == length:
-            return f"the sequence's {length} tokens"
-        shared = sum([run.length for run in self.runs if run.shared])
-        whole = self.length - shared
-        share = f"rank {self.rank} of {self.ranks}'s share of {self.local_length - whole} of {shared} tokens"
-        return f"{share} and the {whole} that are whole, together {length}" if whole else share
-
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """The ranks, as ``Rings`` has them too."""
         return (self.group,)
 
-    def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
-        """That this rank's call is right and all ranks make it with the same facts; see ``group.settle``."""
-        settle(self.groups, None if call is None else (self.runs, call), self.runs, lambda: {"sequence": self.runs, **check()})
-
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
-        """q, k and v to heads, and the way back.
-
-        Args:
-            note: called with "arrived" once what comes is being waited for.
-        """
+    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
+                 ) -> Exchange:
+        deals = q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
+        back = partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads)
+        own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
+        # Without gradients and graphs the layer gives packets, so that nothing is packed again.
+        packed = partial(packet_slots, self), lambda out: send_packets(self, out, q_deal)
         if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            heads, key_heads = query.shape[1], key.shape[1]
-            plain = not (recorded(query, key, value) or in_graph(query, key, value))
+            plain = not (spec.recorded or in_graph(query, key, value))
             if not plain or not query.is_cuda:
-                arriving: tuple = self._send(query, key, value, key_heads=key_heads).wait()
+                arriving: tuple = self._send((query, key, value), (*deals, kv_deal)).wait()
                 note("arrived")
-                return self._exchange(arriving, heads, key_heads, plain)
+                return Exchange(arriving, own, back, *(packed if plain else ()))
             # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-            value, key = self._send(value), self._send(key)
-            query = self._send(query, key_heads=key_heads)
-        assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the layer has checked that"
-        heads, key_heads = sent_apart(self, query, key, value)
+            value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
+            query = self._send((query,), (q_deal,))
+        assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
+        check_sent(self, spec, query, key, value)
         if query.waits and key.waits and value.waits:
-            return self._exchange((query.then(note), key, value), heads, key_heads, True)
+            return Exchange((query.then(note), key, value), own, back, *packed)
         arriving = query.wait(), key.wait(), value.wait()
         note("arrived")
-        return self._exchange(arriving, heads, key_heads, False)
-
-    def _exchange(self, arriving: tuple, heads: int, key_heads: int, packed: bool) -> Exchange:
-        """With ``packed`` the layer gives packets, so that nothing is packed again."""
-        peers, back = Peers(self.group.group_name, heads, key_heads), partial(self.to_tokens, heads=heads, key_heads=key_heads)
-        if not packed:
-            return Exchange(arriving, None, peers, back)
-        deals = self.deal_heads(heads, key_heads)
-        return Exchange(arriving, None, peers, back, partial(packet_slots, self), lambda out: send_packets(self, out, deals))
+        return Exchange(arriving, own, back)
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...
@@ -163,13 +119,18 @@ class Shards(Division):
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """``to_heads`` that does not wait: the device goes on with other work until ``Sent.wait``. Ranks must start exchanges in the same
         order. What is deferred is finished on its way into what is sent."""
-        call = "start", key_heads, *[(type(x), x.shape, x.dtype, x.device, recorded(x)) if isinstance(x, (Tensor, Deferred))
-                                               else None for x in xs]
-        self.agreed(call, lambda: self._facts(xs, key_heads))
-        return self._send(*xs, key_heads=key_heads)
+        try:
+            deals = self._checked(xs, key_heads)
+        except (TypeError, ValueError) as error:
+            self.refuse(error)
+        like = xs[0]
+        batch, heads, _, dim = like.shape
+        call = batch, heads, dim, like.dtype, like.device.type, deals, recorded(*xs)
+        self.agreed(("start", *call), lambda: dict(zip((
+            "x's batch", "x's heads", "x's head_dim", "x's dtype", "x's device", "heads of all ranks", "gradients"), call)))
+        return self._send(xs, deals)
 
-    def _send(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
-        deals = tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
+    def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
             return Sent(self, xs, deals, Incoming(self, xs, deals), False)
@@ -199,8 +160,8 @@ class Shards(Division):
             return ToTokens.apply(self, deals, x)
         return send_tokens(self, (x,), deals, gather=True)[0]
 
-    def _facts(self, xs: tuple[Tensor | Deferred, ...], key_heads: int | None) -> dict[str, object]:
-        """What ranks compare of ``start``, after its checks."""
+    def _checked(self, xs: tuple[Tensor | Deferred, ...], key_heads: int | None) -> Deals:
+        """How many heads of each tensor each rank has, after the checks of ``start``."""
         if not xs:
             raise ValueError("to_heads must be given at least one tensor, got none")
         for x in xs:
@@ -213,10 +174,4 @@ class Shards(Division):
             if x.shape[0] != like.shape[0] or x.shape[3] != like.shape[3] or x.dtype != like.dtype or x.device != like.device:
                 raise ValueError(f"tensors that are exchanged together must be alike in batch, head_dim, dtype and device, got "
                                  f"{tuple(like.shape)} {like.dtype} {like.device} and {tuple(x.shape)} {x.dtype} {x.device}")
-        return {**alike("x", like), "heads": tuple([self.deal_heads(x.shape[1], key_heads) for x in xs]), "gradients": recorded(*xs)}
-
-
-def alike(name: str, x: Tensor | Deferred) -> dict[str, object]:
-    """What all ranks' ``[B, H, S_r, D]`` have in common."""
-    batch, heads, _, dim = x.shape
-    return {f"{name}'s batch, heads and head_dim": (batch, heads, dim), f"{name}'s dtype": x.dtype, f"{name}'s device": x.device.type}
+        return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])

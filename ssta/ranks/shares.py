@@ -1,59 +1,108 @@
-"""What stands around a layer on ranks: Shares, how they share a sequence; Sent, what is on its way; Exchange, q, k and v of one layer."""
+"""What stands around a layer on ranks: Shares, how they share a sequence; and Sent, what is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..kernels import Deferred
-from ..spec import Peers
-from .exchange import Deals, Incoming, ToHeads
+from ..spec import LayerSpec, Peers
+from .agreement import refuse, settle
+from .exchange import Deals, Exchange, Incoming, ToHeads
+from .runs import Division, dealt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..layout import TileLayout
-    from .runs import Division, Run
+    from .shards import Shards
 
 # (first token, tokens) each: rows of a layer, as ``LayerSpec`` has them.
 Spans = tuple[tuple[int, int], ...]
 
 
-class Shares(Protocol):
-    """How ranks share one sequence of S tokens out: ``Shards``, and ``Rings`` beyond the heads.
-
-    Attributes:
-        groups: the ranks, by the dimensions of their mesh, the last one first.
-        runs: the sequence.
-        ranks, rank: how many share it, and which of them this process is.
-    """
+@dataclass(frozen=True)
+class Shares(Division):
+    """How ranks share one sequence of S tokens out: ``Shards``, and ``Rings`` beyond the heads."""
 
     @property
-    def groups(self) -> tuple[ProcessGroup, ...]: ...
-    @property
-    def runs(self) -> tuple[Run, ...]: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """The ranks, by the dimensions of their mesh, the last one first."""
+        raise NotImplementedError
 
-    def check(self, name: str, x: Any, length: int | None = None) -> None:
-        """That ``x`` is this rank's ``[B, H, S_r, D]``; TypeError or ValueError in the name ``name``."""
+    @property
+    def head_ranks(self) -> int:
+        """How many of them exchange heads."""
+        return self.ranks
 
-    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
-        """How many of ``total`` heads each rank has, of those that exchange heads."""
-
-    def agreed(self, call: Any, check: Callable[[], dict[str, object]]) -> None:
-        """That all ranks make this call; see ``Agreement.settle``."""
+    @property
+    def plain(self) -> tuple:
+        """All that a rank's share follows from."""
+        return self.runs, self.ranks, self.rank, self.head_ranks
 
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """This rank's ``[B, H, S_r, D]``, on their way."""
+        raise NotImplementedError
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, note: Callable[[str], object]) -> Exchange:
-        """q, k and v for a layer of one process, and the way back; calls ``note`` with "arrived" once what comes is being waited for."""
+    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
+                 ) -> Exchange:
+        """q, k and v for a layer of one process, and the way back.
+
+        Args:
+            spec: the layer of all ranks together.
+            note: called with "arrived" once what comes is being waited for.
+        """
+        raise NotImplementedError
+
+    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
+        """How many of ``total`` heads each of the ranks has that exchange heads. ``key_heads``: of grouped-query attention, whose key heads
+        are dealt out, each with all its query heads.
+
+        Raises:
+            ValueError: ranks would be left without a head, or total is no multiple of key_heads.
+        """
+        return dealt(total, total if key_heads is None else key_heads, self.head_ranks)
+
+    def check(self, name: str, x: Any, length: int | None = None) -> None:
+        """That ``x`` is ``[B, H, S_r, D]``.
+
+        Raises:
+            TypeError, ValueError: in the name ``name``, with both numbers.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        self._check_shape(name, x.shape, self.local_length if length is None else length)
+
+    def whole(self, name: str, x: Any) -> tuple[int, ...]:
+        """``[B, H, S, D]`` of all ranks together, of x, which is this rank's share or what was sent of it; raises as ``check``."""
+        if not isinstance(x, Sent):
+            self.check(name, x)
+        return x.shape[0], x.heads if isinstance(x, Sent) else x.shape[1], self.length, x.shape[3]
+
+    def agreed(self, call: Hashable, facts: Callable[[], dict[str, object]]) -> None:
+        """That all ranks make this call with the same facts; see ``agreement.settle``."""
+        settle(self.groups, None if call is None else (self.runs, call), lambda: {"sequence": self.runs, **facts()})
+
+    def refuse(self, error: TypeError | ValueError) -> NoReturn:
+        """Raises what is wrong on this rank, and says it to the others."""
+        refuse(self.groups, error)
+
+    def _check_shape(self, name: str, shape: torch.Size, length: int) -> None:
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
+        if shape[2] != length:
+            raise ValueError(f"{name} must have {self._expected(length)}, got {shape[2]} in shape {tuple(shape)}")
+
+    def _expected(self, length: int) -> str:
+        if length != self.local_length or self.length == length:
+            return f"the sequence's {length} tokens"
+        shared = sum([run.length for run in self.runs if run.shared])
+        whole = self.length - shared
+        share = f"rank {self.rank} of {self.ranks}'s share of {self.local_length - whole} of {shared} tokens"
+        return f"{share} and the {whole} that are whole, together {length}" if whole else share
 
 
 class Sent:
@@ -63,18 +112,17 @@ class Sent:
         shards: how the ranks share the sequence out.
         deals: of each tensor how many heads each rank has.
         shape, dtype, device: of what comes, where it is one tensor: ``[B, H_r, S, D]``.
-        recorded: whether a gradient is wanted.
+        requires_grad: whether a gradient is wanted.
     """
 
-    def __init__(self, division: Division, xs: tuple[Tensor | Deferred, ...], deals: Deals, incoming: Incoming | None, recorded: bool
-                 ) -> None:
-        self.shards: Any = division
-        self.deals, self.recorded = deals, recorded
+    def __init__(self, shards: Shards, xs: tuple[Tensor | Deferred, ...], deals: Deals, incoming: Incoming | None, recorded: bool) -> None:
+        self.shards: Shares = shards
+        self.deals, self.requires_grad = deals, recorded
         batch, _, _, dim = xs[0].shape
-        self.shape = torch.Size((batch, deals[0][division.rank], division.length, dim))
+        self.shape = torch.Size((batch, deals[0][shards.rank], shards.length, dim))
         self.dtype, self.device = xs[0].dtype, xs[0].device
         # Packets are copies: what nobody wants a gradient of need not be kept.
-        self._division: Division | None = division
+        self._by: Shards | None = shards
         self._xs = xs if recorded else ()
         self._incoming = incoming
         self._arrived: Callable[[str], object] | None = None
@@ -87,7 +135,7 @@ class Sent:
     @property
     def waits(self) -> bool:
         """Whether what comes may be waited for as late as it is read: nobody differentiates it, and it is no part of a graph."""
-        return not self.recorded and self._incoming is not None and self._incoming.in_place
+        return not self.requires_grad and self._incoming is not None and self._incoming.in_place
 
     def then(self, note: Callable[[str], object]) -> Sent:
         """Itself, which calls ``note`` with "arrived" after it was waited for."""
@@ -100,57 +148,28 @@ class Sent:
         Raises:
             RuntimeError: it was called before.
         """
-        if self._division is None:
+        if self._by is None:
             raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
-        if self.recorded:
-            outs = ToHeads.apply(self._division, self.deals, self._incoming, *self._xs)
+        if self.requires_grad:
+            outs = ToHeads.apply(self._by, self.deals, self._incoming, *self._xs)
         else:
             assert self._incoming is not None, "only with gradients a graph has the exchange inside one function of autograd"
             outs = self._incoming.wait()
-        self._division = self._incoming = None
+        self._by = self._incoming = None
         self._xs = ()
         if self._arrived is not None:
             self._arrived("arrived")
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-class Exchange:
-    """q, k and v of one layer, which ranks have exchanged, and the way back of its result.
-
-    Attributes:
-        arriving: q, k and v with all tokens of this rank's heads, as a layer takes them; its own from then on.
-        rows: the only rows that this rank computes; None = all.
-        peers: the ranks that have the other heads.
-        returned: gives for the queries' tiles the order in which ``back`` wants the result; None = the sequence's.
-    """
-
-    def __init__(self, arriving: tuple, rows: Spans | None, peers: Peers, back: Callable[[Tensor], Tensor],
-                 returned: Callable[[TileLayout], Tensor] | None = None, back_packed: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.arriving, self.rows, self.peers, self.returned = arriving, rows, peers, returned
-        self._back, self._back_packed = back, back_packed
-
-    def take(self) -> tuple:
-        """``arriving``, of which nothing is kept here."""
-        arriving, self.arriving = self.arriving, ()
-        return arriving
-
-    def ready(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``take`` for attention of another kind than a layer's: tensors, and the result in the sequence's order."""
-        q, k, v = self.take()
-        self.returned = None
-        v, k, q = (x.wait() if isinstance(x, Sent) else x for x in (v, k, q))
-        return q, k, v
-
-    def back(self, out: Tensor) -> Tensor:
-        """What the layer gave of its rows, ``[B, H_r, n, D]``, in the order of ``returned`` -> this rank's ``[B, H, S_r, D]``."""
-        if self.returned is None:
-            return self._back(out)
-        assert self._back_packed is not None, "it comes with returned"
-        return self._back_packed(out)
+def own_spec(spec: LayerSpec, group: ProcessGroup, heads: int, kv_heads: int, rows: Spans | None = None) -> LayerSpec:
+    """The layer of a rank that has so many heads of ``spec``, the others of ``group`` having the rest, or only some rows of them."""
+    peers = Peers(group.group_name, spec.heads, spec.kv_heads) if spec.config.mask_share_within_head else None
+    return spec._replace(heads=heads, kv_heads=kv_heads, rows=rows, peers=peers)
 
 
-def sent_apart(shares: Shares, query: Sent, key: Sent, value: Sent) -> tuple[int, int]:
-    """(heads, key heads) of what was sent one by one by ``shares``.
+def check_sent(shares: Shares, spec: LayerSpec, query: Sent, key: Sent, value: Sent) -> None:
+    """That q, k and v were sent one by one by ``shares``.
 
     Raises:
         ValueError: between other ranks, several tensors at once, or heads of query that are not with their key heads.
@@ -160,8 +179,6 @@ def sent_apart(shares: Shares, query: Sent, key: Sent, value: Sent) -> tuple[int
             raise ValueError(f"{name} must have been sent by the layer's own shards, {shares}, got {x.shards}")
         if len(x.deals) != 1:
             raise ValueError(f"{name} must have been sent by itself, got {len(x.deals)} tensors")
-    heads, key_heads = query.heads, key.heads
-    if query.deals[0] != shares.deal_heads(heads, key_heads) or key.deals != value.deals:
-        raise ValueError(f"query, key and value must have been sent with key_heads {key_heads}, got heads {query.deals[0]}, "
+    if query.deals[0] != shares.deal_heads(spec.heads, spec.kv_heads) or key.deals != value.deals:
+        raise ValueError(f"query, key and value must have been sent with key_heads {spec.kv_heads}, got heads {query.deals[0]}, "
                          f"{key.deals[0]} and {value.deals[0]} on the ranks")
-    return heads, key_heads

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..checks import LARGEST, require_choice
-from ..config import SSTAConfig
-from ..inputs import check_inputs
+from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import (
     autocast_inputs,
@@ -44,7 +43,6 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 EPS = 1e-5
 Q_BLOCK, KV_BLOCK = 128, 64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PLAIN = SSTAConfig()
 
 
 def sparse_linear_attention(
@@ -92,7 +90,8 @@ def sla_layer(
     q, k, v = autocast_inputs(query=query, key=key, value=value)
     if q.dim() != 4 or q.shape[2] == 0:
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")
-    check_inputs(q, k, v, TokenLayout((DenseRun(q.shape[2]),)), _PLAIN)
+    layout = TokenLayout((DenseRun(q.shape[2]),))
+    check_tensors(q, k, v, layout, layout)
     dim = q.shape[3]
     _check_parameter("weight", weight, (dim, dim), q.device)
     if bias is not None:

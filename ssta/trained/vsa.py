@@ -21,14 +21,14 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
+from ..attention import attend
 from ..config import SSTAConfig
 from ..dense import dense_attention
-from ..inputs import check_lengths
 from ..kernels import Deferred, take_tokens
 from ..kernels.checks import autocast_inputs, require_number
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, heads_by_row
-from ..op import LayerResult, attend
+from ..op import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
 
@@ -62,9 +62,7 @@ def video_sparse_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    layout = TokenLayout.video_text(thw)
-    check_lengths(query, layout)
-    config = vsa_config(sparsity, tile_thw)
+    layout, config = TokenLayout.video_text(thw), vsa_config(sparsity, tile_thw)
     return vsa_layer(query, key, value, gate, layout, config, scale=scale, deterministic=deterministic, impl=impl).out
 
 
@@ -104,7 +102,7 @@ def vsa_layer(
     thw, tile_thw = layout.video[0].thw, config.tile_thw
     tiles = prod([ceil(n / size) for n, size in zip(thw, tile_thw)])
     result = attend(query, key, value, layout, _row_budget(config, ceil(config.density * tiles)), scale=scale, deterministic=deterministic,
-                    impl=impl, selection=selection, means=True)
+                    impl=impl, selection=selection, means=True, by_thw=True)
     q_means, k_means, v_means = result.means
     pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(tiles),)), scale=scale, impl=impl).out
     exact, spread = result.out, _spread(pooled, thw, tile_thw)

@@ -216,7 +216,7 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     layout = TokenLayout.video_text(shape.thw, shape.text)
     layer = types.SimpleNamespace(shape=shape, layout=layout, qkv=[torch.zeros(1, shape.tokens, 4, 8)] * 3)
     for ranks in (2, 4):
-        shards, deal = Shards(object(), runs_of(layout, "video"), ranks, 1), (4 // ranks,) * ranks
+        shards, deal = Shards(runs_of(layout, "video"), ranks, 1, object()), (4 // ranks,) * ranks
         sent.clear()
         exchange.Incoming(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3).wait()
         exchange.send_tokens(shards, (torch.zeros(1, 4 // ranks, shape.tokens, 8),), (deal,), gather=True)

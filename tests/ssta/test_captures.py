@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ssta import SSTAConfig, TokenLayout
-from ssta.op import attend as ssta_layer
+from ssta.attention import attend as ssta_layer
 
 EVERYTHING = dict(kernel_thw=(1, 1, 1), sparse_type="block_attn")
 estimates = pytest.mark.parametrize("tile", [(2, 4, 4), (2, 4, 8), (4, 4, 8)], ids=str)

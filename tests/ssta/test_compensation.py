@@ -7,8 +7,8 @@ import torch
 from selection_cases import layer_of
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
+from ssta.attention import attend
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.op import attend
 
 TILE = (2, 4, 4)
 LINEAR = dict(tile_thw=TILE, kernel_thw=(1, 1, 1), sparse_type="block_attn", compensation="linear")

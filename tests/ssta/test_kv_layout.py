@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
-from ssta.op import attend
+from ssta.attention import attend
 
 # (queries' segments, keys' segments): new frames to a first frame, cached frames, themselves and text, and less usual ones.
 SEQUENCES = [

@@ -15,10 +15,10 @@ from selection_cases import cases, layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, prepare, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, prepare, ssta_attention
+from ssta.attention import attend
 from ssta.kernels import Deferred, Projection
 from ssta.layer import Layer, prepared
-from ssta.op import attend
 from ssta.spec import LayerSpec, Peers
 
 GPU = torch.cuda.is_available()
@@ -110,7 +110,7 @@ def test_nothing_leaks_from_call_to_call():
     calls += [(*longer, "estimate", None), (q, k, v, "estimate", None)]
     together = [attend(q, k, v, LAYOUT, config_of(name), text_mask=mask) for q, k, v, name, mask in calls + calls]
     for (q, k, v, name, mask), *found in zip(calls, together, together[len(calls):]):
-        alone = Layer(layer_of(q, k, LAYOUT, config_of(name)).spec, q.device).run(q, k, v, mask)
+        alone = Layer(layer_of(q, k, LAYOUT, config_of(name)).spec).run(q, k, v, mask)
         for result in found:
             assert torch.equal(result.out, alone.out)
             assert torch.equal(result.selection.blocks.to_mask(), alone.selection.blocks.to_mask())
@@ -131,8 +131,9 @@ def test_the_64_used_last_are_kept_and_another_one_takes_the_place_of_one():
 
 @given(cases(), st.booleans(), st.booleans(), st.sampled_from((None, ((0, 3), (5, 2)))), st.sampled_from((None, Peers("0", 8, 4))))
 def test_a_spec_is_what_its_text_says(case, deterministic, recorded, rows, peers):
-    spec = LayerSpec(case.tokens, case.tokens, case.config, 0.1 + 0.2, case.q.dtype, 4, 2, 8, "auto", deterministic, recorded, rows, peers)
-    again = LayerSpec.from_text(spec.text)
+    spec = LayerSpec(case.tokens, case.tokens, case.config, 0.1 + 0.2, case.q.dtype, case.q.device, 4, 2, 8, "auto", deterministic,
+                     recorded, rows, peers)
+    again = LayerSpec.from_text(spec.text, spec.device)
     assert again == spec and hash(again) == hash(spec) and again.text == spec.text
     assert [again.config.selected_by, again.config.scored_by] == [spec.config.selected_by, spec.config.scored_by]
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -141,9 +142,10 @@ def test_a_spec_is_what_its_text_says(case, deterministic, recorded, rows, peers
 def test_a_spec_is_read_in_another_process_unless_it_holds_functions():
     """A function's number means nothing there, even if that process has numbered functions of its own."""
     texts = [layer_of(*inputs()[:2], LAYOUT, config_of(name)).spec.text for name in ("halves", "own scorer")]
-    program = ("import sys\nfrom ssta import SSTAConfig\nfrom ssta.spec import LayerSpec\n"
+    program = ("import sys\nimport torch\nfrom ssta import SSTAConfig\nfrom ssta.spec import LayerSpec\n"
                "SSTAConfig(sampling_type=lambda q, k: q @ k.mT, budget=lambda scores: scores > 0).plain\n"
-               "print(LayerSpec.from_text(sys.argv[1]).text)\nLayerSpec.from_text(sys.argv[2])")
+               "device = torch.device('cpu')\nprint(LayerSpec.from_text(sys.argv[1], device).text)\n"
+               "LayerSpec.from_text(sys.argv[2], device)")
     run = subprocess.run([sys.executable, "-c", program, *texts], capture_output=True, text=True)
     assert run.stdout.strip() == texts[0]
     assert "ValueError: sampling_type and budget must be named ones in a program that another process runs" in run.stderr
@@ -177,6 +179,19 @@ def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad, masked, by_t
     call = layer_call(name, MASK.to(DEVICE) if masked else None)
     tensors = inputs(grad=grad, by_token=by_token)
     weight = torch.randn_like(tensors[0])
+    same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
+
+
+@pytest.mark.slow
+def test_some_rows_of_a_layer_that_moves_nothing_in_one_graph():
+    torch._dynamo.reset()
+    layout, tensors = TokenLayout((DenseRun(7), DenseRun(5))), [torch.randn(1, 2, 12, 8, device=DEVICE).requires_grad_() for _ in range(3)]
+    weight = torch.randn(1, 2, 5, 8, device=DEVICE)
+
+    def call(*x):
+        result = dense_attention(*x, layout, rows=((2, 3), (8, 2)))
+        return result.out, result.selection.blocks
+
     same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
 
 
@@ -389,8 +404,8 @@ class TestALayerThatIsHeld:
         q, k, v = self.qkv()
         layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
         layer(q, k, v)
-        monkeypatch.setattr("ssta.op.checked_spec", None)
-        monkeypatch.setattr("ssta.op.Layer", None)
+        monkeypatch.setattr("ssta.inputs._checked", None)
+        monkeypatch.setattr("ssta.attention.Layer", None)
         layer(q, k, v)
 
     def test_other_tensors_are_refused(self):

@@ -12,7 +12,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.norm_rope_kernel import token_rstd
 from ssta.ranks import Run, Shards, check_ranks, deal, exchange
-from ssta.ranks.group import told
+from ssta.ranks.agreement import told
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,7 +45,7 @@ def test_shares_are_those_of_tensor_split(total, ranks):
 def shards(ranks, rank=0, layout=TEXT):
     """Of ranks that nobody asks for anything."""
     runs = tuple(Run(segment.length, segment in layout.video) for segment in layout.segments)
-    return Shards(None, runs, ranks, rank)
+    return Shards(runs, ranks, rank, None)
 
 
 def test_key_heads_are_dealt_out_with_all_their_query_heads():

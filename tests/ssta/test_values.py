@@ -11,8 +11,8 @@ from backend_rows import backend_of
 from selection_cases import selected
 
 from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
+from ssta.attention import attend
 from ssta.kernels import BlockLists, block_sparse_attention
-from ssta.op import attend
 from ssta.selection import text_lengths
 from ssta.text import tile_places
 
@@ -196,7 +196,7 @@ def test_arguments_of_a_kind_that_has_come_before_are_not_checked_again():
             ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
         finally:
             sys.setprofile(None)
-    repeated = {"autocast_inputs", "checked_spec", "check_inputs", "require_triple", "resolve_scale", "settled_fields", "__post_init__",
+    repeated = {"autocast_inputs", "_checked", "check_tensors", "require_triple", "resolve_scale", "settled_fields", "__post_init__",
                 "for_canvas", "cut_segments", "fixed_tiles", "near"} & set(seen)
     # BlockLists check what they are made of.
     assert repeated <= {"__post_init__"} and seen.get("__post_init__", 0) <= 2

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vsa_oracle import video_sparse_attention as by_definition
 
 from ssta import SSTAConfig, TokenLayout, tile_layout, video_sparse_attention
+from ssta.attention import attend
 from ssta.kernels import Deferred, Projection
-from ssta.op import attend
 from ssta.scoring import tile_means
 from ssta.trained.vsa import vsa_config, vsa_layer
 

@@ -11,15 +11,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
-from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, rings_refuse
+from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, rings_refuse
 
 from ssta import DenseRun, TokenLayout, op, ssta_3d_attention, ssta_attention
+from ssta.attention import attend as attend_layer
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.layer import Layer
-from ssta.op import attend as attend_alone
 from ssta.ranks import Shards
 from ssta.ranks.exchange import Incoming
-from ssta.ranks.layer import attend_shared
 from ssta.ranks.rings import Rings
 
 
@@ -86,13 +85,13 @@ def sent_ahead():
         q_sent = shards.start(q, key_heads=key_heads)
         own = shards.deal_heads(4, key_heads)[shards.rank]
         assert (q_sent.shape, q_sent.heads, k_sent.heads) == ((2, own, TEXT.length, 16), 4, key_heads)
-        out = attend_shared(q_sent, k_sent, v_sent, TEXT, settings, shards).out
+        out = attend_layer(q_sent, k_sent, v_sent, TEXT, settings, shares=shards).out
         agrees(out, ssta_attention(q, k, v, TEXT, settings, group=dist.group.WORLD))
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
     rings = Rings.of(mesh, TEXT)
-    q, k, v = [local(x, rings.outer) for x in inputs(TEXT, 4, 2, 2)]
+    q, k, v = [local(x, rings) for x in inputs(TEXT, 4, 2, 2)]
     sent = [rings.start(v), rings.start(k), rings.start(q, key_heads=2)]
-    agrees(attend_shared(*sent[::-1], TEXT, settings, rings).out, ssta_attention(q, k, v, TEXT, settings, group=mesh))
+    agrees(attend_layer(*sent[::-1], TEXT, settings, shares=rings).out, ssta_attention(q, k, v, TEXT, settings, group=mesh))
 
 
 def sent_in_turn():
@@ -100,17 +99,16 @@ def sent_in_turn():
     shards, steps = Shards.of(None, TEXT), []
     qkv = [local(x, shards) for x in inputs(TEXT, batch=2)]
 
-    def noted(spec, device):
-        layer = Layer(spec, device)
+    def noted(spec):
+        layer = Layer(spec)
         of = layer.backend
         layer.backend = replace(of, take=noting(of.take, "take", steps), gather_one=noting(of.gather_one, "gather_one", steps))
         return layer
 
     expected = ssta_attention(*qkv, TEXT, config(), group=dist.group.WORLD)
     sent = [shards.start(x) for x in qkv[::-1]]
-    with patch.object(Incoming, "wait", noting(Incoming.wait, "wait", steps)), patch.object(op, "prepared", noted), \
-            patch.object(op, "_known", {}):
-        out = attend_shared(*sent[::-1], TEXT, config(), shards, note=steps.append).out
+    with patch.object(Incoming, "wait", noting(Incoming.wait, "wait", steps)), patch.object(op, "prepared", noted):
+        out = attend_layer(*sent[::-1], TEXT, config(), shares=shards, note=steps.append).out
     agrees(out, expected)
     assert steps == ["wait", "take", "wait", "gather_one", "wait", "arrived", "gather_one", "take", "attended"], steps
 
@@ -182,7 +180,7 @@ def rings(layout=TEXT, split="video", ring=False, heads=4, key_heads=None, batch
     ranks have all heads."""
     ranks = dist.get_world_size()
     mesh, settings = dist.device_mesh.init_device_mesh("cpu", (ranks, 1) if ring else (2, ranks // 2)), config(**options)
-    shards = Rings.of(mesh, layout, split).outer
+    shards = Rings.of(mesh, layout, split)
     qkv = [x.requires_grad_() for x in inputs(layout, heads, key_heads, batch, torch.float64)]
     text_mask = mask(layout, batch) if masked else None
     expected = ssta_attention(*qkv, layout, settings, text_mask=text_mask)
@@ -201,7 +199,7 @@ def freed():
     for options in ({}, {"mask_share_within_head": True}):
         ssta_attention(*own, TEXT, config(**options), group=group).sum().backward()
     shards = Shards.of(group, TEXT)
-    attend_shared(*[shards.start(x) for x in own], TEXT, config(), shards)
+    attend_layer(*[shards.start(x) for x in own], TEXT, config(), shares=shards)
     seen = weakref.ref(group)
     dist.destroy_process_group(group)
     del group, shards
@@ -282,8 +280,8 @@ RINGS = {
 }
 CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
-         "errors before anything is agreed": errors_before_anything_is_agreed, "facts": facts, "freed": freed, "traced": traced,
-         "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
+         "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "freed": freed,
+         "traced": traced, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 
@@ -300,9 +298,7 @@ def on_gpus(rank, ranks):
 
     def attend(over=None, selection=None):
         given, loss = (qkv, weight) if over is None else (own, local(weight, shards))
-        options = dict(text_mask=text_mask, selection=selection)
-        out, selection, *_ = attend_alone(*given, layout, settings, **options) if over is None else attend_shared(
-            *given, layout, settings, over, **options)
+        out, selection, *_ = attend_layer(*given, layout, settings, text_mask=text_mask, selection=selection, shares=over)
         return [out.detach(), *torch.autograd.grad((out[:, :, :-77] * loss[:, :, :-77]).sum(), given)], selection
 
     expected, blocks = attend()
@@ -328,7 +324,7 @@ def on_gpus(rank, ranks):
         errors |= {f"{name} {x}": distance(got, local(want, shards)) for x, got, want in zip(("out", "dq", "dk", "dv"), found, expected)}
     with torch.no_grad():
         sent = [shards.start(x) for x in own[::-1]]
-        ahead = attend_shared(*sent[::-1], layout, settings, shards, text_mask=text_mask).out
+        ahead = attend_layer(*sent[::-1], layout, settings, text_mask=text_mask, shares=shards).out
         # Without gradients it is another call, on which ranks agree once.
         ssta_attention(*own, layout, settings, text_mask=text_mask, group=dist.group.WORLD)
         torch.cuda.synchronize()

@@ -1,15 +1,18 @@
 """What ranks refuse, on all of them and before any token is sent; cases of parallel_cases."""
 
+import warnings
+from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, TEXT, TILE, WAN, config, inputs, local, mask, refused
 
 from ssta import TokenLayout, ssta_3d_attention, ssta_attention
+from ssta.attention import attend as attend_layer
 from ssta.kernels import Deferred, Projection
-from ssta.ranks import Shards, check_ranks
-from ssta.ranks.layer import attend_shared
+from ssta.ranks import Shards, agreement, check_ranks
 from ssta.ranks.rings import Rings
 
 
@@ -44,10 +47,11 @@ def errors():
     refused(ValueError, "heads, got 3", lambda: shards.to_tokens(torch.zeros(1, 3, TEXT.length, 8), 4))
     refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
     sent = [shards.start(x) for x in (q, k, v)]
-    refused(TypeError, "must all three be sent, or none", lambda: attend_shared(sent[0], sent[1], v, TEXT, settings, shards))
+    mixed = sent[0], sent[1], v
+    refused(TypeError, "value must be Sent as query is, got Tensor", lambda: attend_layer(*mixed, TEXT, settings, shares=shards))
     other = Shards.of(None, TEXT, "all")
-    refused(ValueError, "query must have been sent by the layer's own shards", lambda: attend_shared(*sent, TEXT, settings, other))
-    attend_shared(*sent, TEXT, settings, shards)
+    refused(ValueError, "query must have been sent by the layer's own shards", lambda: attend_layer(*sent, TEXT, settings, shares=other))
+    attend_layer(*sent, TEXT, settings, shares=shards)
     refused(RuntimeError, "can be waited for once", sent[0].wait)
 
 
@@ -109,18 +113,43 @@ def every_fact():
     own = [local(x, shards) for x in inputs(TEXT)]
     attend = partial(ssta_attention, *own, TEXT, config(), group=dist.group.WORLD)
     attend()
-    for name, values in (("scale", (0.25, 0.5)), ("deterministic", (True, False)), ("impl", ("torch", "reference"))):
+    for name, values in (("scale", (0.375, 0.5)), ("deterministic", (True, False)), ("impl", ("torch", "reference"))):
         refused(ValueError, f"{name} must be the same on all ranks", partial(attend, **{"scale": 0.75, name: values[rank > 0]}))
     leaves = [x.clone().requires_grad_(rank == 1) for x in own]
     refused(ValueError, "gradients must be the same on all ranks, got False on rank 0 and True on rank 1", lambda: ssta_attention(
         *leaves, TEXT, config(), group=dist.group.WORLD, scale=0.75))
     # What was sent before attention is compared with the rest of the call.
     sent = [shards.start(x) for x in own]
-    refused(ValueError, "config must be the same on all ranks", lambda: attend_shared(*sent, TEXT, config(topk=4 + rank), shards))
+    refused(ValueError, "config must be the same on all ranks", lambda: attend_layer(*sent, TEXT, config(topk=4 + rank), shares=shards))
     turned = TokenLayout.video_text((9, 5, 7) if rank else (5, 9, 7), 37)
     refused(ValueError, "layout must be the same on all ranks", lambda: ssta_attention(
         *own, turned, config(), group=dist.group.WORLD, scale=0.75))
     attend()
+
+
+def late():
+    """A rank that the others do not follow into a new call soon says what is new there, and raises it when its group's time is up."""
+    rank, group = dist.get_rank(), dist.new_group()
+    own, store = [local(x, Shards.of(group, TEXT)) for x in inputs(TEXT)], group.get_group_store()
+    attend = partial(ssta_attention, *own, TEXT, config(), group=group)
+    attend()
+    attend(scale=0.5)
+    if rank == 1:
+        others = "[0]" if dist.get_world_size() == 2 else "[0, 2, 3]"
+        said = f"waits for ranks {others} of its group to make a call that they have not agreed on yet, the first with scale = 0.75 where"
+        patience = store.timeout
+        store.set_timeout(timedelta(milliseconds=100))
+        with patch.object(agreement, "SOON", timedelta(milliseconds=50)), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            try:
+                attend(scale=0.75)
+            except ValueError as error:
+                assert said in str(error) and "sequence" not in str(error)
+            else:
+                raise AssertionError("nobody came")
+        assert any([said in str(of.message) for of in found])
+        store.set_timeout(patience)
+    dist.barrier()
 
 
 def facts():
@@ -144,7 +173,7 @@ def facts():
 def rings_refuse():
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     layout = TokenLayout.video_text((3, 5, 7), 29)
-    shards = Rings.of(mesh, layout).outer
+    shards = Rings.of(mesh, layout)
     own = [local(x, shards) for x in inputs(layout)]
     last = dist.get_rank() == 1
     refused(ValueError, "on rank 1: query must have rank 1 of", lambda: ssta_attention(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
-from ssta.inputs import checked_spec
+from ssta.inputs import described
 from ssta.layer import prepared
 
 PADDINGS = ("none", "zero", "repeat")
@@ -15,8 +15,8 @@ PADDINGS = ("none", "zero", "repeat")
 
 def layer_of(q, k, tokens, config, *, kv_tokens=None, scale=None, impl="auto", recorded=False, text_mask=None):
     """The layer that attends to such tensors."""
-    return prepared(checked_spec(q, k, k, tokens, kv_tokens, config, scale, True, impl, None, None, text_mask=text_mask, recorded=recorded),
-                    q.device)
+    spec = described(q, k, k, tokens, config, kv_layout=kv_tokens, text_mask=text_mask, scale=scale, impl=impl)
+    return prepared(spec._replace(recorded=recorded))
 
 
 def selected(q, k, tokens, config, text_mask=None, *, keep_scores=True, **options):
