@@ -150,7 +150,8 @@ class TileCache:
             if self._raw_sink is not None:
                 self._fill_raw_sink(raw, t)
             others = [of for frames, of in self._chunks.items() if frames != t]
-            keep_chunk(storage, [chunk, *others], self._kept < self.sink, geometry.cuts(first))
+            settled = geometry.settles(first) and self._kept >= self.sink + self.window
+            keep_chunk(storage, [chunk, *others], self._kept < self.sink, geometry.cuts(first), settled)
             if self._raw_sink is not None:
                 self._move_sink(self._raw_sink)
             self._first, self._kept = first, self._kept + t

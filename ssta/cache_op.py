@@ -43,14 +43,16 @@ def attend_chunk(query: Tensor, key: Tensor, value: Tensor, storage: Storage, ch
         return layer.attend(query, key, value, storage, *chunk.known, dense=dense, describe=describe)
 
 
-def keep_chunk(storage: Storage, chunks: Sequence[Chunk], fill: bool, cut: bool) -> None:
-    """``CachedLayer.keep`` of the first chunk in whatever world; what is known for each of them is written anew."""
+def keep_chunk(storage: Storage, chunks: Sequence[Chunk], fill: bool, cut: bool, settled: bool) -> None:
+    """``CachedLayer.keep`` of the first chunk in whatever world; what is known for each of them is written anew unless that is settled."""
     if watched(storage.k):
-        _keep(storage.tensors, [x for chunk in chunks for x in chunk.known], "\n".join([chunk.plan for chunk in chunks]), fill, cut)
+        _keep(storage.tensors, [x for chunk in chunks for x in chunk.known], "\n".join([chunk.plan for chunk in chunks]), fill, cut,
+              settled)
         return
     with on_device(storage.k), torch.no_grad():
-        cached_layer(chunks[0].plan, storage.k.device).keep(storage, fill, cut)
-        recount(storage, chunks)
+        cached_layer(chunks[0].plan, storage.k.device).keep(storage, fill, cut, settled)
+        if not settled:
+            recount(storage, chunks)
 
 
 def recount(storage: Storage, chunks: Iterable[Chunk]) -> None:
@@ -75,12 +77,12 @@ def _(query, key, value, storage, known, plan, dense, describe):
 
 
 @torch.library.custom_op(f"{NAMESPACE}::keep_cached", mutates_args=("storage", "known"))
-def _keep(storage: list[Tensor], known: list[Tensor], plans: str, fill: bool, cut: bool) -> None:
+def _keep(storage: list[Tensor], known: list[Tensor], plans: str, fill: bool, cut: bool, settled: bool) -> None:
     found = plans.split("\n")
     each, held = len(known) // len(found), cached_layer(found[0], storage[0].device).storage(storage)
-    keep_chunk(held, [Chunk(plan, known[i * each:(i + 1) * each]) for i, plan in enumerate(found)], fill, cut)
+    keep_chunk(held, [Chunk(plan, known[i * each:(i + 1) * each]) for i, plan in enumerate(found)], fill, cut, settled)
 
 
 @_keep.register_fake
-def _(storage, known, plans, fill, cut):
+def _(storage, known, plans, fill, cut, settled):
     return None

@@ -166,32 +166,37 @@ class CachedLayer:
         if storage.k_means is not None:
             put(descriptors(k, self.layer.tiles) if k_means is None else k_means, self.ring.units(storage.k_means, 1)[1], None)
 
-    def keep(self, storage: Storage, fill: bool, cut: bool) -> None:
+    def keep(self, storage: Storage, fill: bool, cut: bool, settled: bool) -> None:
         """The chunk at hand stays, and what leaves the window goes.
 
         Args:
             fill: whether the sink may have room.
             cut: whether a tile may have lost some of its frames.
+            settled: whether all pages are full and stay so.
         """
         ring, places, geometry = self.ring, self.places, self.geometry
         if fill:
             self._fill_sink(storage)
-        written, oldest = ring.roll(storage.counts, places)
+        written, oldest = (ring.turn(storage.counts, places), None) if settled else ring.roll(storage.counts, places)
         at = (written[0] * geometry.page_tokens + places.in_pages) % (geometry.pages * geometry.page_tokens)
         for x in (storage.k, storage.v):
             pages, chunk, *_ = ring.tokens(x)
             pages.index_copy_(2, at, chunk if places.in_chunk is None else chunk.index_select(2, places.in_chunk))
-        empty = (storage.counts.frames == 0)[:, None]
         if storage.statistics is not None:
             units = spread(written, self.of_page)
             for name in _STATISTICS:
                 pages, chunk = ring.units(getattr(storage.statistics, name), self.parts)
                 pages.index_copy_(2, units, chunk.narrow(2, 0, self.of_chunk))
-            ring.units(storage.statistics.log_count, self.parts)[0].unflatten(2, (geometry.pages, -1)).masked_fill_(empty, -torch.inf)
         if storage.k_means is not None:
             pages, chunk = ring.units(storage.k_means, 1)
             pages.index_copy_(2, spread(written, geometry.layer_tiles), chunk.narrow(2, 0, self.layer.tiles.num_tiles))
-            pages.unflatten(2, (geometry.pages, -1)).masked_fill_(empty[..., None], torch.nan)
+        if oldest is None:
+            return
+        empty = (storage.counts.frames == 0)[:, None]
+        if storage.statistics is not None:
+            ring.units(storage.statistics.log_count, self.parts)[0].unflatten(2, (geometry.pages, -1)).masked_fill_(empty, -torch.inf)
+        if storage.k_means is not None:
+            ring.units(storage.k_means, 1)[0].unflatten(2, (geometry.pages, -1)).masked_fill_(empty[..., None], torch.nan)
         if cut:
             self.describe_pages(storage, oldest)
 

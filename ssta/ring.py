@@ -74,6 +74,10 @@ class Geometry(NamedTuple):
         """Whether a tile ever loses some of its frames and keeps others; ``first``: frames of the first chunk."""
         return any([frames % self.tile[0] for frames in (self.window, self.sink, self.chunk, first)])
 
+    def settles(self, first: int) -> bool:
+        """Whether a full window looks the same from then on: all pages stay full."""
+        return not self.cuts(first) and self.window == self.pages * self.tile[0]
+
     @property
     def kv_layout(self) -> TokenLayout:
         """What a cache's memory consists of."""
@@ -124,6 +128,13 @@ class Ring:
         """Of an empty cache."""
         return Counts(*[torch.zeros(number, dtype=torch.int64, device=self.device) for number in (self.geometry.pages, 1, 1, 1)])
 
+    def turn(self, counts: Counts, chunk: ChunkPlaces) -> Tensor:
+        """``roll`` where all pages are full and stay so: the pages that the chunk takes."""
+        written = (counts.place + self.order[:len(chunk.begins)]) % self.geometry.pages
+        counts.place.add_(len(chunk.begins)).remainder_(self.geometry.pages)
+        counts.kept.add_(chunk.frames)
+        return written
+
     def roll(self, counts: Counts, chunk: ChunkPlaces) -> tuple[Tensor, Tensor]:
         """Counts a chunk in, and out what leaves the window.
 
@@ -133,11 +144,9 @@ class Ring:
         """
         frames, place, kept, _ = counts
         window, sink, pages = self.geometry.window, self.geometry.sink, self.geometry.pages
-        written = (place + self.order[:len(chunk.begins)]) % pages
         in_sink = (sink - kept).clamp(min=0)
+        written = self.turn(counts, chunk)
         frames.index_copy_(0, written, (chunk.ends - torch.maximum(chunk.begins, in_sink)).clamp(min=0))
-        place.add_(len(chunk.begins)).remainder_(pages)
-        kept.add_(chunk.frames)
         # From the newest on.
         by_age = (place - 1 - self.order) % pages
         have = frames[by_age]
