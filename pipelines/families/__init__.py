@@ -2,8 +2,13 @@
 
 # Class name in diffusers -> where its family is.
 PLACES = {
+    "AllegroTransformer3DModel": "ssta.pipelines.families.allegro:ALLEGRO",
+    "AnyFlowTransformer3DModel": "ssta.pipelines.families.anyflow:ANYFLOW",
+    "ChronoEditTransformer3DModel": "ssta.pipelines.families.wan:CHRONOEDIT",
     "CogVideoXTransformer3DModel": "ssta.pipelines.families.cogvideox:COGVIDEOX",
     "ConsisIDTransformer3DModel": "ssta.pipelines.families.cogvideox:CONSISID",
+    "CosmosTransformer3DModel": "ssta.pipelines.families.cosmos:COSMOS",
+    "EasyAnimateTransformer3DModel": "ssta.pipelines.families.easyanimate:EASYANIMATE",
     "HunyuanVideo15Transformer3DModel": "ssta.pipelines.families.hunyuan_video_15:HUNYUAN_VIDEO_15",
     "HunyuanVideoTransformer3DModel": "ssta.pipelines.families.hunyuan_video:HUNYUAN_VIDEO",
     "Kandinsky5Transformer3DModel": "ssta.pipelines.families.kandinsky5:KANDINSKY5",
@@ -13,12 +18,14 @@ PLACES = {
     "MochiTransformer3DModel": "ssta.pipelines.families.mochi:MOCHI",
     "MotifVideoTransformer3DModel": "ssta.pipelines.families.motif_video:MOTIF_VIDEO",
     "SkyReelsV2Transformer3DModel": "ssta.pipelines.families.skyreels_v2:SKYREELS_V2",
+    "WanAnimateTransformer3DModel": "ssta.pipelines.families.wan:WAN_ANIMATE",
     "WanTransformer3DModel": "ssta.pipelines.families.wan:WAN",
     "WanVACETransformer3DModel": "ssta.pipelines.families.wan:WAN_VACE",
 }
 
-# Class name in diffusers -> why none of these families is for it. They keep keys and values of earlier chunks.
+# Class name in diffusers -> why none of these families is for it. They keep keys and values of other passes.
 REFUSED = {
     "AnyFlowFARTransformer3DModel": "it attends to earlier chunks that it compressed to other grids, by masks of FlexAttention",
     "SanaWMLTX2RefinerTransformer3DModel": "its pipeline takes keys and values of earlier chunks out of the model and hands them back",
+    "WanAnimate2Transformer3DModel": "it attends to keys and values of a reference that an earlier pass kept, by masks of FlexAttention",
 }

@@ -1,21 +1,29 @@
-"""Wan 2.1 and 2.2, and VACE: self-attention over the video alone; text and images come in through cross-attention."""
+"""Wan 2.1 and 2.2, VACE, Animate and ChronoEdit: self-attention over the video alone; all else comes in through cross-attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
+from diffusers.models.transformers import transformer_chronoedit, transformer_wan_animate
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, Site, stack_sites
 from ..ranks.split import Plan, Split, gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
 from .wan_attention import WanSSTAProcessor
 
+# The classes that diffusers has copied this one into have a processor each, which does the same.
+_STOCK = WanAttnProcessor, transformer_chronoedit.WanAttnProcessor, transformer_wan_animate.WanAttnProcessor
+
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "blocks", "attn1", WanAttnProcessor, WanSSTAProcessor)
+    return stack_sites(model, "blocks", "attn1", _STOCK, WanSSTAProcessor)
 
 
 def _vace_sites(model: nn.Module) -> Iterator[Site]:
@@ -34,6 +42,39 @@ def _vace_plan(model: nn.Module) -> Plan:
             "blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
 
 
+def _animate_plan(model: nn.Module) -> Plan:
+    return {"rope": split_outputs(4, 1), "blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+def _face_frames(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    """The face blocks' tokens look at the face of their own frame: on several ranks, at that of the frames that a rank has a part of."""
+    for block in model.get_submodule("face_adapter").children():
+        yield block.register_forward_pre_hook(partial(_whole_frames, call))
+        yield block.register_forward_hook(partial(_own_tokens, call))
+
+
+def _whole_frames(call: Callable[[], CallState], block: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    state, (hidden_states, motion) = call(), args
+    if state.ranks is None:
+        return None
+    area = math.prod(state.thw) // motion.shape[1]
+    start = state.ranks.start(math.prod(state.thw))
+    end = start + hidden_states.shape[1]
+    first, last = start // area, -(-end // area)
+    return nn.functional.pad(hidden_states, (0, 0, start - first * area, last * area - end)), motion[:, first:last]
+
+
+def _own_tokens(call: Callable[[], CallState], block: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> Tensor | None:
+    ranks, tokens = call().ranks, math.prod(call().thw)
+    if ranks is None:
+        return None
+    area = args[0].shape[1] // args[1].shape[1]
+    return output.narrow(1, ranks.start(tokens) % area, ranks.share(tokens))
+
+
 WAN = Family("WanTransformer3DModel", _sites, from_bcfhw, split=Split(stock_plan, ("blocks.*.attn2",), stock=True))
 WAN_VACE = Family("WanVACETransformer3DModel", _vace_sites, from_bcfhw, default_schedule=_vace_schedule,
                   split=Split(_vace_plan, ("blocks.*.attn2", "vace_blocks.*.attn2"), stock=True))
+WAN_ANIMATE = Family("WanAnimateTransformer3DModel", _sites, from_bcfhw,
+                     split=Split(_animate_plan, ("blocks.*.attn2", "face_adapter.*"), hooks=_face_frames))
+CHRONOEDIT = Family("ChronoEditTransformer3DModel", _sites, from_bcfhw, split=Split(stock_plan, ("blocks.*.attn2",), stock=True))

@@ -102,6 +102,11 @@ class SSTAProcessor:
         tokens, ranks = math.prod(self.context.thw), self.context.call.ranks
         return tokens if ranks is None or ranks.tokens is not None else ranks.share(tokens)
 
+    def rank_share(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of x, which has an entry along ``dim`` for each token of the canvas; x where one rank has all of them."""
+        ranks, tokens = self.context.call.ranks, math.prod(self.context.thw)
+        return x if ranks is None else x.narrow(dim, ranks.start(tokens), ranks.share(tokens))
+
     def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
         """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
 

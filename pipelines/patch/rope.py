@@ -1,4 +1,4 @@
-"""Rotary position embedding of neighbouring channels, as most video transformers have it, in few passes over memory."""
+"""Rotary position embedding of neighbouring channels, as most video transformers have it, or of halves; in few passes over memory."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(even * sin, odd, cos)
     return torch.stack([half.to(x.dtype) for half in rotated], dim=-1).flatten(-2)
+
+
+def apply_rope_of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``apply_rope`` where a point in the plane are channels i and D / 2 + i."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(first * sin, second, cos)
+    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)

@@ -17,14 +17,17 @@ from ssta.pipelines.patch.canvas import from_coordinates
 from ssta.pipelines.patch.family import family_of
 
 NEVER_DENSE = Schedule()
+# An animation has a frame besides the reference.
+SINGLE_FRAMES = [name for name in TINY if name != "wan_animate"]
+
 
 def test_every_family_has_a_tiny_model():
     # README's example registers one that is not of diffusers.
     assert {tiny.model for tiny in TINY.values()} == {name for name in supported_models() if hasattr(diffusers, name)}
 
 
-@pytest.mark.parametrize("thw, prompts", [(CANVAS, (4,)), ((1, 5, 7), (7,)), ((5, 3, 4), (2, 6))])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name, thw, prompts", [*((name, *case) for name in TINY for case in ((CANVAS, (4,)), ((5, 3, 4), (2, 6)))),
+                                               *((name, (1, 5, 7), (7,)) for name in SINGLE_FRAMES)])
 def test_everything_selected_is_the_stock_model(name, thw, prompts):
     tiny = TINY[name]
     model, call = tiny.build().to(tiny.dtype), cast(tiny.call(thw, prompts), tiny.dtype)
@@ -151,7 +154,7 @@ def test_one_batch_element_alone_is_the_same_in_a_batch(name):
             torch.testing.assert_close(run(model, alone), together[i : i + 1], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", SINGLE_FRAMES)
 def test_the_canvas_may_change_between_calls(name):
     tiny = TINY[name]
     model = tiny.build(layers=1 if name == "wan" else 2)
@@ -297,6 +300,13 @@ def test_masks_and_sparsity_that_ssta_does_not_have_are_refused():
     model = tiny.build()
     with apply_ssta(model, SPARSE), pytest.raises(ValueError, match="video_self_attention_mask must be None"):
         run(model, tiny.call() | {"video_self_attention_mask": torch.ones(1, 144, 144)})
+
+
+def test_timesteps_that_are_no_noise_levels_are_refused():
+    tiny = PIPELINES["cosmos_2.5"]
+    pipe = tiny.build()
+    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_above=0.5)), pytest.raises(ValueError, match="must be None in Cosmos' pipelines"):
+        latents(pipe, **tiny.call)
 
 
 @pytest.mark.parametrize("name, message", [

@@ -229,8 +229,8 @@ def test_a_timestep_that_is_none(timestep, message):
 
 def pipelines() -> dict[str, type]:
     """Every pipeline class of diffusers with a supported transformer, by name."""
-    found, packages = {}, ("cogvideo", "consisid", "hunyuan_video", "hunyuan_video1_5", "kandinsky5", "ltx", "ltx2", "mochi", "motif_video",
-                           "skyreels_v2", "wan")
+    found, packages = {}, ("allegro", "anyflow", "chronoedit", "cogvideo", "consisid", "cosmos", "easyanimate", "hunyuan_video",
+                           "hunyuan_video1_5", "kandinsky5", "ltx", "ltx2", "mochi", "motif_video", "skyreels_v2", "wan")
     for package in packages:
         package = importlib.import_module(f"diffusers.pipelines.{package}")
         for module in pkgutil.iter_modules(package.__path__):
@@ -261,7 +261,7 @@ def tellers(kind: type) -> set[str]:
             ways.add("current")
         elif "timestep = t.expand(" in text and "timestep=timestep," in text:
             ways.add("timestep")
-        elif "self.scheduler.step(" in text and "FlowMatch" in str(inspect.signature(kind.__init__).parameters["scheduler"].annotation):
+        elif "self.scheduler.step(" in text and hasattr(inspect.signature(kind.__init__).parameters["scheduler"].annotation, "step_index"):
             ways.add("step_index")
         else:
             ways.add("none")
@@ -274,5 +274,7 @@ def test_every_pipeline_of_diffusers_says_which_step_it_is():
     assert len(found) >= 35 and {tiny.pipeline.rpartition(":")[2] for tiny in PIPELINES.values()} <= set(found)
     # Mochi keeps 1000 - t.
     assert {name: ways for name, ways in found.items() if "none" in ways} == {}
-    others = {f"Kandinsky5{kind}Pipeline" for kind in ("I2I", "I2V", "T2I", "T2V")} | {"ConsisIDPipeline", "MochiPipeline"}
+    others = {f"{name}Pipeline" for name in (
+        "AnyFlow", "ConsisID", "Cosmos2_5_PredictBase", "Cosmos2_5_Transfer", "EasyAnimate", "EasyAnimateControl", "EasyAnimateInpaint",
+        "Kandinsky5I2I", "Kandinsky5I2V", "Kandinsky5T2I", "Kandinsky5T2V", "Mochi")}
     assert {name for name, ways in found.items() if ways != {"current"}} == others

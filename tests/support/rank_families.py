@@ -35,7 +35,7 @@ def sparse_dense_and_removed(name, rank, ranks):
         if model._parallel_config is None:
             assert torch.equal(again, stock)
         else:
-            assert name in ("wan", "wan_i2v", "wan_ti2v", "wan_vace", "skyreels_v2", "kandinsky5", "minimax_h3")
+            assert name in ("wan", "wan_i2v", "wan_ti2v", "wan_vace", "chronoedit", "skyreels_v2", "kandinsky5", "minimax_h3")
             assert distance(again, stock) < (1e-4 if stock.dtype == torch.float32 else 1e-12)
             # One process' result asks for a whole model.
             model, _ = tiny(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import diffusers
 import tiny_hunyuan
 import torch
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.models.embeddings import get_3d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 from torch import Tensor, nn
 
 from ssta.pipelines.patch.family import family_of
@@ -88,6 +88,38 @@ def wan_vace(thw, prompts, random):
     return wan(thw, prompts, random) | {"control_hidden_states": random(len(prompts), 6, thw[0], 2 * thw[1], 2 * thw[2])}
 
 
+def wan_animate(thw, prompts, random):
+    """The first frame is the reference's; the others have a pose, and the face in four pixel frames each."""
+    batch, (t, h, w) = len(prompts), thw
+    return wan_i2v(thw, prompts, random) | {
+        "hidden_states": random(batch, 12, t, 2 * h, 2 * w), "pose_hidden_states": random(batch, 4, t - 1, 2 * h, 2 * w),
+        "face_pixel_values": random(batch, 3, 4 * (t - 2) + 1, 8, 8)}
+
+
+def anyflow(thw, prompts, random):
+    """From one timestep to another, for every frame."""
+    batch, (t, h, w) = len(prompts), thw
+    return wan(thw, prompts, random) | {"hidden_states": random(batch, t, 4, 2 * h, 2 * w), "timestep": torch.full((batch, t), 500.0),
+                                        "r_timestep": torch.linspace(0, 400, t).expand(batch, -1).contiguous()}
+
+
+def allegro(thw, prompts, random):
+    t, h, w = thw
+    *tables, t_at, h_at, w_at = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (h, w)), (h, w), t, device=torch.device("cpu"))
+    positions = torch.cartesian_prod(t_at.long(), h_at.long(), w_at.long()).T[:, None].contiguous()
+    return wan(thw, prompts, random) | {"encoder_attention_mask": valid(prompts), "image_rotary_emb": (tuple(tables), tuple(positions))}
+
+
+def cosmos(thw, prompts, random):
+    return wan(thw, prompts, random) | {"timestep": torch.full((len(prompts),), 0.5), "fps": 16}
+
+
+def cosmos_conditioned(thw, prompts, random):
+    """Conditioned frames have a timestep of their own."""
+    timestep = torch.linspace(0.1, 0.5, thw[0]).view(1, 1, -1, 1, 1)
+    return cosmos(thw, prompts, random) | {"timestep": timestep.repeat(len(prompts), 1, 1, 1, 1)}
+
+
 def ltx(thw, prompts, random):
     return {"hidden_states": random(len(prompts), math.prod(thw), 4), "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
             "encoder_attention_mask": valid(prompts), "num_frames": thw[0], "height": thw[1], "width": thw[2]}
@@ -161,6 +193,8 @@ HEADED = dict(num_attention_heads=HEADS, attention_head_dim=HEAD_DIM)
 HUNYUAN_VIDEO = HEADED | dict(in_channels=4, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=12,
                               pooled_projection_dim=8, rope_axes_dim=(4, 6, 6))
 WAN = HEADED | dict(in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, rope_max_seq_len=32)
+COSMOS = HEADED | dict(in_channels=4, out_channels=4, text_embed_dim=12, adaln_lora_dim=8, max_size=(16, 32, 32),
+                       concat_padding_mask=False)
 COGVIDEOX = HEADED | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=12, sample_width=16, sample_height=12,
                           sample_frames=9, max_text_seq_length=TEXT_LEN, use_rotary_positional_embeddings=True)
 LTX2 = HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=32, audio_in_channels=4, audio_out_channels=4,
@@ -183,6 +217,25 @@ TINY = {
     "wan_i2v": Tiny("WanTransformer3DModel", WAN | dict(image_dim=8, added_kv_proj_dim=WIDTH), blocks, wan_i2v),
     "wan_ti2v": Tiny("WanTransformer3DModel", WAN, blocks, wan_ti2v),
     "wan_vace": Tiny("WanVACETransformer3DModel", WAN | dict(vace_layers=[0], vace_in_channels=6), blocks, wan_vace),
+    "wan_animate": Tiny(
+        "WanAnimateTransformer3DModel",
+        WAN | dict(in_channels=12, latent_channels=4, image_dim=8, added_kv_proj_dim=WIDTH, motion_encoder_size=8, motion_style_dim=8,
+                   motion_encoder_channel_sizes={"4": 4, "8": 4}, motion_dim=4, motion_encoder_dim=16, face_encoder_hidden_dim=8,
+                   face_encoder_num_heads=2),
+        lambda n: {"num_layers": n, "inject_face_latents_blocks": n}, wan_animate),
+    # Its RoPE has whole pairs of channels for each axis only in heads of a multiple of 6.
+    "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN | dict(attention_head_dim=24, image_dim=8, added_kv_proj_dim=48), blocks,
+                       wan_i2v),
+    "anyflow": Tiny("AnyFlowTransformer3DModel", WAN, blocks, anyflow),
+    "allegro": Tiny("AllegroTransformer3DModel",
+                    dict(num_attention_heads=HEADS, attention_head_dim=24, in_channels=4, out_channels=4, cross_attention_dim=48,
+                         sample_height=12, sample_width=16, sample_frames=3, caption_channels=12), blocks, allegro),
+    "cosmos": Tiny("CosmosTransformer3DModel", COSMOS, blocks, cosmos, dtype=torch.float32),
+    "cosmos_2.5": Tiny("CosmosTransformer3DModel", COSMOS | dict(extra_pos_embed_type=None), blocks, cosmos_conditioned),
+    "easyanimate": Tiny("EasyAnimateTransformer3DModel",
+                        HEADED | dict(in_channels=4, out_channels=4, patch_size=2, time_embed_dim=8, text_embed_dim=12, mmdit_layers=1,
+                                      sample_width=16, sample_height=12),
+                        blocks, wan, conditions=TEXT_LEN),
     "skyreels_v2": Tiny("SkyReelsV2Transformer3DModel", WAN, blocks, wan),
     "ltx": Tiny("LTXVideoTransformer3DModel",
                 HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=WIDTH, caption_channels=12), blocks, ltx),

@@ -153,6 +153,18 @@ def wan_vae() -> dict:
                             temperal_downsample=[False, True, True])}
 
 
+def standardised_vae() -> dict:
+    """Wan's, whose latents have a mean and a spread, and which decodes to the latents themselves."""
+    return {"vae": Settings(config=Settings(z_dim=4, scale_factor_temporal=4, scale_factor_spatial=8, latents_mean=[0.0] * 4,
+                                            latents_std=[1.0] * 4),
+                            dtype=torch.float32, temperal_downsample=[False, True, True], decode=lambda x, return_dict: (x,))}
+
+
+def unchecked() -> dict:
+    """Cosmos' guardrail, which lets everything pass."""
+    return {"safety_checker": Settings(to=lambda device: None)}
+
+
 def ltx2_parts() -> dict:
     return {"vae": normed(8, 32), "audio_vae": normed(4, 4), "connectors": Connectors()}
 
@@ -166,6 +178,7 @@ LTX2 = LONG | dict(guidance_scale=1.0, audio_guidance_scale=1.0, stg_scale=0.0, 
                    audio_modality_scale=1.0) | two_prompts(12, masks=True)
 COARSE = dict(vae_scale_factor_spatial=128)
 IMAGE = dict(image=torch.zeros(1, 3, 96, 128))
+LONG_PROMPTS = {f"{name}_embeds": embeds(512, 12, seed) for seed, name in enumerate(("prompt", "negative_prompt"))}
 PIPELINES = {
     "wan": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12)),
     "wan_2.2": TinyPipeline("WanPipeline", "wan", unipc, SIZE | two_prompts(12), two=True),
@@ -282,7 +295,7 @@ PIPELINES = {
         methods={"_prepare_first_frame_conditioning": lambda pipe, *_, **__: (video(seed=6), video(1, seed=7), embeds(3, 8, 8))}),
     "skyreels_v2_image_to_video": TinyPipeline(
         "SkyReelsV2ImageToVideoPipeline", "skyreels_v2", unipc,
-        SIZE | IMAGE | {f"{name}_embeds": embeds(512, 12, seed) for seed, name in enumerate(("prompt", "negative_prompt"))},
+        SIZE | IMAGE | LONG_PROMPTS,
         missing=("text_encoder", "tokenizer", "image_encoder", "image_processor"),
         options={"in_channels": 8, "image_dim": 8, "added_kv_proj_dim": 32}, parts=wan_vae,
         methods={"encode_image": lambda pipe, *_: embeds(5, 8, 7), "prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
@@ -294,6 +307,30 @@ PIPELINES = {
         SIZE | dict(video=torch.zeros(1, 9, 3, 96, 128), overlap_history=5, base_num_frames=9) | two_prompts(12), parts=wan_vae,
         methods={"check_inputs": lambda pipe, *_: None,
                  "prepare_latents": lambda pipe, *_, **__: (video(), 3, video(seed=6)[:, :, :1], 1)}),
+    "wan_animate": TinyPipeline(
+        "WanAnimatePipeline", "wan_animate", unipc,
+        dict(height=96, width=128, segment_frame_length=5, image=Image.new("RGB", (128, 96)), guidance_scale=2.0,
+             pose_video=[Image.new("RGB", (128, 96))] * 5, face_video=[Image.new("RGB", (8, 8))] * 5) | LONG_PROMPTS,
+        missing=("text_encoder", "tokenizer", "image_encoder", "image_processor"), parts=standardised_vae,
+        methods={"encode_image": lambda pipe, *_: embeds(5, 8, 7),
+                 "prepare_reference_image_latents": lambda pipe, *_, **__: video(8)[:, :, :1],
+                 "prepare_pose_latents": lambda pipe, *_, **__: video(seed=6)[:, :, 1:],
+                 "prepare_prev_segment_cond_latents": lambda pipe, *_, **__: video(8, seed=7)[:, :, 1:]}),
+    "chronoedit": TinyPipeline(
+        "ChronoEditPipeline", "chronoedit", unipc, dict(height=96, width=128) | IMAGE | LONG_PROMPTS,
+        missing=("text_encoder", "tokenizer", "image_encoder", "image_processor"), options={"in_channels": 8}, parts=wan_vae,
+        methods={"encode_image": lambda pipe, *_: embeds(5, 8, 7), "prepare_latents": lambda pipe, *_: (video(), video(seed=6))}),
+    "anyflow": TinyPipeline("AnyFlowPipeline", "anyflow", diffusers.FlowMapEulerDiscreteScheduler,
+                            SIZE | dict(guidance_scale=2.0) | two_prompts(12)),
+    "allegro": TinyPipeline("AllegroPipeline", "allegro", diffusers.EulerAncestralDiscreteScheduler,
+                            SIZE | dict(negative_prompt=None) | two_prompts(12, masks=True)),
+    "easyanimate": TinyPipeline(
+        "EasyAnimatePipeline", "easyanimate", flow, SIZE | two_prompts(12, masks=True),
+        parts=lambda: {"vae": Settings(config=Settings(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=8)}),
+    "cosmos": TinyPipeline("CosmosTextToWorldPipeline", "cosmos", diffusers.EDMEulerScheduler,
+                           dict(height=96, width=128, num_frames=17) | two_prompts(12), parts=unchecked),
+    "cosmos_2.5": TinyPipeline("Cosmos2_5_PredictBasePipeline", "cosmos", unipc, SIZE | two_prompts(12),
+                               options={"in_channels": 5, "extra_pos_embed_type": None}, parts=lambda: standardised_vae() | unchecked()),
 }
 
 

@@ -1,0 +1,67 @@
+"""Allegro: self-attention over the video alone, RoPE for each axis in a third of the channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from diffusers.models.attention_processor import AllegroAttnProcessor2_0
+from torch import Tensor, nn
+
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.rope import apply_rope_of_halves
+from ..ranks.split import Plan, Split, gathered, split
+
+# For each axis a table of cosines and one of sines, ``[positions, D / 3]``; and for each axis every token's position, ``[1, t*h*w]``.
+RotaryEmb = tuple[tuple[tuple[Tensor, Tensor], ...], tuple[Tensor, ...]]
+
+
+class AllegroSSTAProcessor(SSTAProcessor):
+    """Attends as ``AllegroAttnProcessor2_0`` does, to selected tiles only."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        image_rotary_emb: RotaryEmb | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w, C]``; the pipeline gives no mask."""
+        if attention_mask is not None:
+            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
+        layout = self.around(hidden_states.shape[1])
+
+        def projected(linear: nn.Module) -> Tensor:
+            return linear(hidden_states).unflatten(2, (attn.heads, -1))
+
+        def turned(linear: nn.Module) -> Tensor:
+            x = projected(linear)
+            return x if image_rotary_emb is None else self._turned(x, image_rotary_emb)
+
+        query, key, value = self.made(partial(turned, attn.to_q), partial(turned, attn.to_k), partial(projected, attn.to_v), layout,
+                                      attn.heads)
+        return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
+
+    def _turned(self, x: Tensor, image_rotary_emb: RotaryEmb) -> Tensor:
+        tables, positions = image_rotary_emb
+        half = x.shape[-1] // 6
+        # [1, S, 1, axis, D / 6]
+        cos, sin = (torch.stack([nn.functional.embedding(self.rank_share(of, 1), axis[kind][:, :half])
+                                 for axis, of in zip(tables, positions)], dim=2).unsqueeze(2) for kind in (0, 1))
+        return apply_rope_of_halves(x.unflatten(-1, (3, -1)), cos, sin).flatten(-2)
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    return stack_sites(model, "transformer_blocks", "attn1", AllegroAttnProcessor2_0, AllegroSSTAProcessor)
+
+
+def _plan(model: nn.Module) -> Plan:
+    return {"transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+
+
+ALLEGRO = Family("AllegroTransformer3DModel", _sites, from_bcfhw, split=Split(_plan, ("transformer_blocks.*.attn2",)))

@@ -1,0 +1,84 @@
+"""Cosmos 1, 2 and 2.5: self-attention over the video alone; text and images come in through cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..patch.call import CallState
+from ..patch.canvas import from_bcfhw
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.rope import apply_rope_of_halves
+from ..ranks.after_gather import shared_gradients
+from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..schedule.progress import read
+
+
+class CosmosSSTAProcessor(SSTAProcessor):
+    """Attends as the self-attention of ``CosmosAttnProcessor2_0`` does, to selected tiles only."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w, C]``, image_rotary_emb ``[t*h*w, D]`` each; the model gives no mask."""
+        if attention_mask is not None:
+            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
+        layout = self.around(hidden_states.shape[1])
+
+        def projected(linear: nn.Module) -> Tensor:
+            return linear(hidden_states).unflatten(2, (attn.heads, -1))
+
+        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
+            x = norm(projected(linear))
+            if image_rotary_emb is None:
+                return x
+            # The angles of both halves are the same.
+            return apply_rope_of_halves(x, *(of[:, None, :x.shape[-1] // 2] for of in image_rotary_emb))
+
+        query, key, value = self.made(partial(finished, attn.to_q, attn.norm_q), partial(finished, attn.to_k, attn.norm_k),
+                                      partial(projected, attn.to_v), layout, attn.heads)
+        return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    return stack_sites(model, "transformer_blocks", "attn1", CosmosAttnProcessor2_0, CosmosSSTAProcessor)
+
+
+def _noise(timestep: Tensor | float) -> float:
+    """The transformers of Cosmos 2 and 2.5 are called with the noise level itself."""
+    level = read(timestep)
+    if level > 1:
+        raise ValueError(f"schedule's dense_above must be None in Cosmos' pipelines, whose schedulers' timesteps are no noise levels, got "
+                         f"a timestep of {level}; dense_steps counts steps there")
+    return level
+
+
+def _last_block(model: nn.Module) -> str:
+    return f"transformer_blocks.{len(model.get_submodule('transformer_blocks')) - 1}"
+
+
+def _plan(model: nn.Module) -> Plan:
+    """Conditioned frames have a timestep of their own, so that modulations are the tokens', also after the last block."""
+    if _last_block(model) == "transformer_blocks.0":
+        raise ValueError("model must have at least 2 blocks to be split over ranks, got 1")
+    of_tokens = ("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual")
+    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()},
+            "transformer_blocks.*": {name: split() for name in of_tokens}, _last_block(model): gathered()}
+
+
+def _gradients(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    return shared_gradients(model, call, _last_block(model))
+
+
+COSMOS = Family("CosmosTransformer3DModel", _sites, from_bcfhw, noise=_noise,
+                split=Split(_plan, ("transformer_blocks.*.attn2",), hooks=_gradients))
