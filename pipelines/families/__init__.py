@@ -12,6 +12,7 @@ PLACES = {
     "HunyuanVideo15Transformer3DModel": "ssta.pipelines.families.hunyuan_video_15:HUNYUAN_VIDEO_15",
     "HunyuanVideoTransformer3DModel": "ssta.pipelines.families.hunyuan_video:HUNYUAN_VIDEO",
     "Kandinsky5Transformer3DModel": "ssta.pipelines.families.kandinsky5:KANDINSKY5",
+    "Kandinsky6Transformer3DModel": "ssta.pipelines.families.kandinsky6:KANDINSKY6",
     "LTX2VideoTransformer3DModel": "ssta.pipelines.families.ltx2:LTX2",
     "LTXVideoTransformer3DModel": "ssta.pipelines.families.ltx:LTX_VIDEO",
     "MiniMaxH3Transformer3DModel": "ssta.pipelines.families.minimax_h3:MINIMAX_H3",

@@ -230,7 +230,7 @@ def test_a_timestep_that_is_none(timestep, message):
 def pipelines() -> dict[str, type]:
     """Every pipeline class of diffusers with a supported transformer, by name."""
     found, packages = {}, ("allegro", "anyflow", "chronoedit", "cogvideo", "consisid", "cosmos", "easyanimate", "hunyuan_video",
-                           "hunyuan_video1_5", "kandinsky5", "ltx", "ltx2", "mochi", "motif_video", "skyreels_v2", "wan")
+                           "hunyuan_video1_5", "kandinsky5", "kandinsky6", "ltx", "ltx2", "mochi", "motif_video", "skyreels_v2", "wan")
     for package in packages:
         package = importlib.import_module(f"diffusers.pipelines.{package}")
         for module in pkgutil.iter_modules(package.__path__):

@@ -31,10 +31,12 @@ from tiny_models import TINY
 
 __all__ = ["CASES", "run_all"]
 
-TRAINED = [name for name in TINY if not name.startswith("ltx2")]
+# Audio's queries, which are whole, look at keys of Kandinsky 6's video.
+SPLIT = [name for name in TINY if name != "kandinsky6"]
+TRAINED = [name for name in SPLIT if not name.startswith("ltx2")]
 TWO = {
-    **{f"{name}: sparse, dense, removed": partial(sparse_dense_and_removed, name) for name in TINY},
-    **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in TINY},
+    **{f"{name}: sparse, dense, removed": partial(sparse_dense_and_removed, name) for name in SPLIT},
+    **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in SPLIT},
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
     **{case.__name__: case for case in (settings, masks, copied, order, packed, pipelines, cached, compiled, reported, example, mistakes,

@@ -162,6 +162,14 @@ def kandinsky5(thw, prompts, random):
             "text_rope_pos": torch.arange(TEXT_LEN)}
 
 
+def kandinsky6(thw, prompts, random):
+    """Audio goes through the same blocks; the last frame is the reference's, at the time of the first."""
+    (t, h, w), batch = thw, len(prompts)
+    at = torch.arange(t) % max(t - 1, 1), torch.arange(h), torch.arange(w)
+    return {"hidden_states": random(batch, t, 2 * h, 2 * w, 4), "encoder_hidden_states": random(batch, TEXT_LEN, 12),
+            "pooled_projections": random(batch, 8), "audio_hidden_states": random(batch, 5, 4), "visual_rope_pos": at}
+
+
 def motif_video(thw, prompts, random):
     return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
             "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
@@ -254,6 +262,11 @@ TINY = {
                        dict(in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64, num_text_blocks=1,
                             axes_dims=(4, 6, 6)),
                        lambda n: {"num_visual_blocks": n}, kandinsky5, dtype=torch.float32),
+    "kandinsky6": Tiny("Kandinsky6Transformer3DModel",
+                       dict(in_visual_dim=4, out_visual_dim=4, in_text_dim=12, in_text_dim2=8, time_dim=16, model_dim=WIDTH, ff_dim=64,
+                            num_text_blocks=1, axes_dims=(4, 6, 6), visual_cond=False, in_audio_dim=4, out_audio_dim=4, ca_rope=True,
+                            cross_gates=True, fix_modulation=True),
+                       lambda n: {"num_visual_blocks": n}, kandinsky6, dtype=torch.float32),
     "motif_video": Tiny("MotifVideoTransformer3DModel",
                         HEADED | dict(in_channels=4, out_channels=4, num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=12,
                                       image_embed_dim=8, rope_axes_dim=(4, 6, 6), enable_text_cross_attention_dual=True),

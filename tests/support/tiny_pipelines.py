@@ -324,6 +324,11 @@ PIPELINES = {
                             SIZE | dict(guidance_scale=2.0) | two_prompts(12)),
     "allegro": TinyPipeline("AllegroPipeline", "allegro", diffusers.EulerAncestralDiscreteScheduler,
                             SIZE | dict(negative_prompt=None) | two_prompts(12, masks=True)),
+    "kandinsky6": TinyPipeline(
+        "Kandinsky6TI2VAPipeline", "kandinsky6", flow,
+        SIZE | two_prompts(12) | dict(pooled_prompt_embeds=embeds(1, 8, 0)[0], negative_pooled_prompt_embeds=embeds(1, 8, 1)[0]),
+        missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        parts=lambda: {"audio_vae": Settings(config=Settings(sample_rate=44100), latent_hop_length=1024), "vocoder": Settings()}),
     "easyanimate": TinyPipeline(
         "EasyAnimatePipeline", "easyanimate", flow, SIZE | two_prompts(12, masks=True),
         parts=lambda: {"vae": Settings(config=Settings(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=8)}),

@@ -1,0 +1,46 @@
+"""Kandinsky 6: self-attention over the video alone, in blocks that audio shares; audio's own attention stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusers.models.transformers.transformer_kandinsky6 import Kandinsky6AttnProcessor
+from torch import Tensor, nn
+
+from ..patch.canvas import from_bfhwc
+from ..patch.family import Family, Site, stack_sites
+from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
+
+
+class Kandinsky6SSTAProcessor(SSTAProcessor):
+    """Attends as the video's self-attention under ``Kandinsky6AttnProcessor`` does, to selected tiles only."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        rotary_emb_kv: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w, C]``; rotary_emb, matrices of 2 x 2, ``[t*h*w, 1, D / 2, 2, 2]``, is the keys' too; the model gives no
+        mask. A reference frame behind the video is one more frame of the canvas."""
+        if attn_mask is not None:
+            raise ValueError(f"attn_mask must be None under SSTA, got shape {tuple(attn_mask.shape)}")
+        layout = self.around(hidden_states.shape[1])
+        angles = None if rotary_emb is None else (rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])
+        query, key, value = self.joined(
+            [Stream(later(attn.to_query, hidden_states), attn.query_norm, angles)],
+            [Stream(later(attn.to_key, hidden_states), attn.key_norm, angles)], [Stream(later(attn.to_value, hidden_states))], layout,
+            heads=attn.num_heads)
+        return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    return stack_sites(model, "visual_transformer_blocks", "video_dec_block.self_attention", Kandinsky6AttnProcessor,
+                       Kandinsky6SSTAProcessor)
+
+
+KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _sites, from_bfhwc)
