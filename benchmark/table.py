@@ -46,7 +46,7 @@ from shapes import LAYERS
 
 HERE = Path(__file__).parent
 DOCUMENTS = (HERE.parent / "README.md", *(HERE / f"{name}.md" for name in ("README", "kernels", "interfaces", "ranks", "quality")),
-             *(HERE.parent / "docs" / f"{name}.md" for name in ("recipes", "settings", "sparse-checkpoints")))
+             *(HERE.parent / "docs" / f"{name}.md" for name in ("recipes", "settings", "sparse-checkpoints", "streaming")))
 # The lines about staleness in a document.
 NOTE = re.compile(r"^\*\*(?:Stale|Unknown)\*\*: .*\n", re.M)
 PLACE = re.compile(r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table -->)", re.S)
@@ -264,6 +264,19 @@ def recipe_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def streaming_table(rows: list[Row]) -> list[list[str]]:
+    """One line a stream: milliseconds of each kind of call, and the cache's memory over its keys and values."""
+    kinds = ("call", "call that keeps", "all tiles", "stateless")
+    lines = [["model", "queries x keys x heads", *kinds, "dense", "dense / call", "cache over keys and values"]]
+    for stream, found in grouped(rows, lambda row: row["stream"]).items():
+        of = {row["what"]: float(row["median_ms"]) for row in found if row["median_ms"]}
+        dense = min((ms for what, ms in of.items() if what.startswith("dense")), default=None)
+        lines.append([stream, " x ".join(f"{int(found[0][name]):,}" for name in ("queries", "keys", "heads")),
+                      *(figures(of.get(kind)) for kind in kinds), figures(dense),
+                      f"{dense / of['call']:.2f}" if dense and "call" in of else "–", figures(found[0]["of_plain"])])
+    return lines
+
+
 # Exactness
 
 
@@ -297,7 +310,7 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
-          "recipe": ("recipe", recipe_table),
+          "recipe": ("recipe", recipe_table), "streaming": ("streaming", streaming_table),
           "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -43,9 +44,10 @@ class TileLayout(Cut):
     lengths: Tensor
     row_major: Tensor
 
-    @property
+    @cached_property
     def move(self) -> tuple[Tensor, Tensor, int]:
-        """The order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted."""
+        """The order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted. The same object every
+        time, by which the step knows what it has planned for."""
         return self.source, self.offsets, self.num_video_tiles
 
     @property

@@ -214,3 +214,9 @@ def test_padding_may_be_much_but_not_nearly_everything():
     assert tile_layout(few, (2000, 1000, 1)).num_slots == 2, "and without padding any tile is"
     with pytest.raises(ValueError, match="tile_thw must not be so large that padding 'repeat' makes more than 64 slots of a token"):
         tile_layout(few, (2000, 1000, 1), "repeat")
+
+
+def test_the_move_is_one_object():
+    """By which the step "gather" knows what it has planned for."""
+    layout = tile_layout(TokenLayout.video_text((2, 4, 4), 3), (2, 2, 2), "none")
+    assert layout.move is layout.move
