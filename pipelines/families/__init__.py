@@ -9,6 +9,7 @@ PLACES = {
     "ConsisIDTransformer3DModel": "ssta.pipelines.families.cogvideox:CONSISID",
     "CosmosTransformer3DModel": "ssta.pipelines.families.cosmos:COSMOS",
     "EasyAnimateTransformer3DModel": "ssta.pipelines.families.easyanimate:EASYANIMATE",
+    "HeliosTransformer3DModel": "ssta.pipelines.families.helios:HELIOS",
     "HunyuanVideo15Transformer3DModel": "ssta.pipelines.families.hunyuan_video_15:HUNYUAN_VIDEO_15",
     "HunyuanVideoTransformer3DModel": "ssta.pipelines.families.hunyuan_video:HUNYUAN_VIDEO",
     "Kandinsky5Transformer3DModel": "ssta.pipelines.families.kandinsky5:KANDINSKY5",

@@ -8,7 +8,7 @@ from itertools import islice
 from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
 from torch import nn
 
-from ssta import TokenLayout
+from ssta import DenseRun, TokenLayout, VideoGrid
 
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, Site, stack_sites
@@ -19,7 +19,7 @@ from .joint import JointSSTAProcessor
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
     """What stands in the conditions' place is a second video of the same canvas, split over ranks by itself."""
 
-    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+    def around(self, tokens: int, *, before: int | tuple[VideoGrid | DenseRun, ...] | None = 0, after: int | None = 0) -> TokenLayout:
         grid = super().around(tokens - after).segments[0]
         self.canvas(after)
         return TokenLayout((grid, grid))

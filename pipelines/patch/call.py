@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ssta import DenseRun, VideoGrid
 from ssta.ranks import deal
 
 
@@ -34,10 +35,10 @@ class Ranks(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, the ranks that share it, if there are any, and how many tokens
-    its family has found before the video."""
+    """One forward's own: its canvas in tokens, whether its step is dense, the ranks that share it, if there are any, and what its family
+    has found before the video."""
 
     thw: tuple[int, int, int]
     dense_step: bool
     ranks: Ranks | None = None
-    before: int = 0
+    before: tuple[VideoGrid | DenseRun, ...] = ()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ssta import DenseRun
+
 # By tensor of coordinates: what was read from it, its version then, and the value. Most pipelines make the tensor once for all steps.
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -76,22 +78,22 @@ def from_coordinates(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, in
     return _value_of(key, "last grid", _last_grid, points)
 
 
-def tokens_before(model: nn.Module, arguments: Mapping[str, Any]) -> int:
-    """How many tokens stand before the video in a call of LTX-2's transformer: none, as in diffusers' own pipelines, which have key frames
-    and references behind it; or all that are not the video's, as Echo has its memory.
+def memory_before(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[DenseRun, ...]:
+    """What stands before the video in a call of LTX-2's transformer: nothing, as in diffusers' own pipelines, which have key frames and
+    references behind it; or all tokens that are not the video's, as Echo has its memory.
 
     Only where there are other tokens than the video's, their coordinates are read (see ``from_coordinates``): the video's are frames of
     which each begins when the one before it ends.
     """
     coords, frames, height, width = (arguments.get(name) for name in ("video_coords", "num_frames", "height", "width"))
     if coords is None or coords.dim() != 4 or frames is None or height is None or width is None:
-        return 0
+        return ()
     video, others = frames * height * width, coords.shape[2] - frames * height * width
     if others <= 0:
-        return 0
+        return ()
 
-    def before(points: Tensor) -> int:
-        return others if not _gapless(points[:video], frames) and _gapless(points[others:], frames) else 0
+    def before(points: Tensor) -> tuple[DenseRun, ...]:
+        return (DenseRun(others),) if not _gapless(points[:video], frames) and _gapless(points[others:], frames) else ()
 
     return _value_of(coords, ("before", video, frames), before, lambda: coords[0].movedim(0, 1))
 

@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 from torch import Tensor, nn
 
-from ssta import SSTAConfig
+from ssta import DenseRun, SSTAConfig, VideoGrid
 
 from ..families import PLACES, REFUSED
 from ..ranks.split import Split
@@ -105,8 +105,9 @@ class Family:
         presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
             ``apply_ssta(preset=name)`` takes them.
         split: how it runs on several ranks; None = it does not.
-        before: ``before(model, arguments)`` is how many tokens stand before the video, in a model where that differs from call to call and
-            an attention's own arguments do not say it; its processors find it in ``context.call.before``. None = they need not know.
+        before: ``before(model, arguments)`` are the segments of ``TokenLayout`` that stand before the video, in a model where they differ
+            from call to call and an attention's own arguments do not say it; its processors find them in ``context.call.before``.
+            None = they need not know.
 
     Raises:
         TypeError: a field of the wrong kind.
@@ -121,7 +122,7 @@ class Family:
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
     split: Split | None = None
-    before: Callable[[nn.Module, Mapping[str, Any]], int] | None = None
+    before: Callable[[nn.Module, Mapping[str, Any]], tuple[VideoGrid | DenseRun, ...]] | None = None
 
     def __post_init__(self) -> None:
         _require_name("Family.model", self.model)

@@ -107,13 +107,13 @@ class SSTAProcessor:
         ranks, tokens = self.context.call.ranks, math.prod(self.context.thw)
         return x if ranks is None else x.narrow(dim, ranks.start(tokens), ranks.share(tokens))
 
-    def around(self, tokens: int, *, before: int | None = 0, after: int | None = 0) -> TokenLayout:
+    def around(self, tokens: int, *, before: int | tuple[VideoGrid | DenseRun, ...] | None = 0, after: int | None = 0) -> TokenLayout:
         """The layout of a sequence of ``tokens`` that holds the canvas of the forward in progress.
 
         Args:
             tokens: of the whole sequence; on several ranks, of this rank's part of it.
-            before: how many of them stand before the video and are dense; None = all that are not video.
-            after: the same after the video.
+            before: how many of them stand before the video and are dense, or what stands there; None = all that are not video are dense.
+            after: how many stand after the video and are dense; None as for ``before``.
 
         Raises:
             ValueError: the rest is not the canvas, or there was no forward of the whole model.
@@ -128,14 +128,17 @@ class SSTAProcessor:
                 raise ValueError(f"hidden_states must have rank {ranks.rank} of {ranks.size}'s {ranks.share(ranks.tokens)} of "
                                  f"{ranks.tokens} tokens, got {tokens}")
             tokens = ranks.tokens
+        leading = before if isinstance(before, tuple) else None
+        if isinstance(before, tuple):
+            before = sum(segment.length for segment in before)
         others = (before or 0) + (after or 0)
         if before is None or after is None:
             others = max(tokens - self._own_tokens, others)
             # At most one of them is None.
             before, after = (others - after, after) if before is None else (before, others - before)  # type: ignore[operator]
         grid = VideoGrid(*self.canvas(tokens - others))
-        runs = [DenseRun(length) if length else None for length in (before, after)]
-        layout = TokenLayout(tuple(segment for segment in (runs[0], grid, runs[1]) if segment is not None))
+        runs = [(DenseRun(length),) if length else () for length in (before, after)]
+        layout = TokenLayout((*(runs[0] if leading is None else leading), grid, *runs[1]))
         if not compiling:
             if len(layouts) >= _LAYOUTS_KEPT:
                 layouts.clear()

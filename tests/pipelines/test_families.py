@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
-from tiny_models import TINY, TOLERANCE, cast, note_projections, run
+from tiny_models import TINY, TOLERANCE, cast, helios_with_histories, note_projections, run
 from tiny_pipelines import PIPELINES, flow, latents
 
-from ssta import SSTAConfig
+from ssta import SSTAConfig, VideoGrid
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta, remove_ssta, supported_models
 from ssta.pipelines.patch.canvas import from_coordinates
 from ssta.pipelines.patch.family import family_of
@@ -281,6 +282,25 @@ def test_the_grid_at_the_end_of_coordinates():
         ragged = video[1:].clone()
         ragged[:, 0] = 0
         from_coordinates(ragged, lambda: ragged)
+
+
+def test_helios_has_grids_for_its_histories():
+    tiny = replace(TINY["helios"], inputs=helios_with_histories)
+    model, call = tiny.build().double(), cast(tiny.call(CANVAS, (4, 6)), torch.float64)
+    stock, layouts, attend = run(model, call), set(), SSTAProcessor.attend
+
+    def noted(processor, query, key, value, layout, text_mask=None):
+        layouts.add(layout.segments)
+        return attend(processor, query, key, value, layout, text_mask)
+
+    with apply_ssta(model, EVERYTHING, schedule=NEVER_DENSE) as handle, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SSTAProcessor, "attend", noted)
+        torch.testing.assert_close(run(model, call), stock, rtol=1e-6, atol=1e-6)
+        assert {layer.density for layer in handle.report()} == {1.0}
+    assert layouts == {(VideoGrid(2, 2, 2), VideoGrid(2, 3, 4), VideoGrid(2, 6, 8), VideoGrid(*CANVAS))}
+    with apply_ssta(model, SPARSE, schedule=NEVER_DENSE) as handle:
+        assert (run(model, call) - stock).abs().max() > 1e-3
+        assert all(layer.density < 0.5 for layer in handle.report())
 
 
 def test_masks_and_sparsity_that_ssta_does_not_have_are_refused():

@@ -229,7 +229,7 @@ def test_a_timestep_that_is_none(timestep, message):
 
 def pipelines() -> dict[str, type]:
     """Every pipeline class of diffusers with a supported transformer, by name."""
-    found, packages = {}, ("allegro", "anyflow", "chronoedit", "cogvideo", "consisid", "cosmos", "easyanimate", "hunyuan_video",
+    found, packages = {}, ("allegro", "anyflow", "chronoedit", "cogvideo", "consisid", "cosmos", "easyanimate", "helios", "hunyuan_video",
                            "hunyuan_video1_5", "kandinsky5", "kandinsky6", "ltx", "ltx2", "mochi", "motif_video", "skyreels_v2", "wan")
     for package in packages:
         package = importlib.import_module(f"diffusers.pipelines.{package}")
@@ -276,5 +276,5 @@ def test_every_pipeline_of_diffusers_says_which_step_it_is():
     assert {name: ways for name, ways in found.items() if "none" in ways} == {}
     others = {f"{name}Pipeline" for name in (
         "AnyFlow", "ConsisID", "Cosmos2_5_PredictBase", "Cosmos2_5_Transfer", "EasyAnimate", "EasyAnimateControl", "EasyAnimateInpaint",
-        "Kandinsky5I2I", "Kandinsky5I2V", "Kandinsky5T2I", "Kandinsky5T2V", "Mochi")}
+        "HeliosPyramid", "Kandinsky5I2I", "Kandinsky5I2V", "Kandinsky5T2I", "Kandinsky5T2V", "Mochi")}
     assert {name for name, ways in found.items() if ways != {"current"}} == others

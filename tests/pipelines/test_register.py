@@ -49,7 +49,7 @@ def test_importing_the_package_imports_no_model(tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     count, *loaded = run.stdout.split()
-    assert int(count) == 13
+    assert int(count) == len(PLACES)
     assert not [name for name in loaded if name.startswith(("diffusers.models.transformers", "diffusers.pipelines", "transformers"))]
     # What the dense steps dispatch to, and the package that it is in.
     assert sum(name.startswith("diffusers.") for name in loaded) < 10
@@ -82,7 +82,7 @@ def test_a_class_renamed_upstream_takes_its_own_family_down(monkeypatch, registe
         assert pipelines.WAN
     for name in ("skyreels_v2", "ltx"):
         apply_ssta(models[name]).remove()
-    assert len(supported_models()) == 13
+    assert len(supported_models()) == len(PLACES)
 
 
 def test_a_place_that_holds_something_else():
@@ -103,7 +103,7 @@ def test_a_place_that_holds_something_else():
 def test_what_cannot_be_registered(arguments, error, message):
     with pytest.raises(error, match=message):
         register_family(*arguments)
-    assert len(supported_models()) == 13
+    assert len(supported_models()) == len(PLACES)
 
 
 def test_no_module_of_pipelines_is_imported_in_a_circle():

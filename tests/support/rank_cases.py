@@ -27,12 +27,10 @@ from rank_mistakes import (
     without_rope,
 )
 from rank_settings import cached, compiled, copied, example, masks, order, packed, pipelines, reported, settings
-from tiny_models import TINY
+from tiny_models import SPLIT
 
 __all__ = ["CASES", "run_all"]
 
-# Audio's queries, which are whole, look at keys of Kandinsky 6's video.
-SPLIT = [name for name in TINY if name != "kandinsky6"]
 TRAINED = [name for name in SPLIT if not name.startswith("ltx2")]
 TWO = {
     **{f"{name}: sparse, dense, removed": partial(sparse_dense_and_removed, name) for name in SPLIT},

@@ -12,7 +12,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 from torch import Tensor, nn
 
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.family import family_of, family_of_class
 
 HEADS, HEAD_DIM, WIDTH, TEXT_LEN = 2, 16, 32, 7
 
@@ -170,6 +170,16 @@ def kandinsky6(thw, prompts, random):
             "pooled_projections": random(batch, 8), "audio_hidden_states": random(batch, 5, 4), "visual_rope_pos": at}
 
 
+def helios_with_histories(thw, prompts, random):
+    """Of three scales, which the model pads to whole tokens."""
+    batch, first, call = len(prompts), 0, wan(thw, prompts, random)
+    for name, frames in (("long", 5), ("mid", 3), ("short", 2)):
+        call[f"latents_history_{name}"] = random(batch, 4, frames, 2 * thw[1], 2 * thw[2])
+        call[f"indices_latents_history_{name}"] = torch.arange(first, first + frames).expand(batch, -1)
+        first += frames
+    return call | {"indices_hidden_states": torch.arange(first, first + thw[0]).expand(batch, -1)}
+
+
 def motif_video(thw, prompts, random):
     return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
             "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12),
@@ -267,6 +277,9 @@ TINY = {
                             num_text_blocks=1, axes_dims=(4, 6, 6), visual_cond=False, in_audio_dim=4, out_audio_dim=4, ca_rope=True,
                             cross_gates=True, fix_modulation=True),
                        lambda n: {"num_visual_blocks": n}, kandinsky6, dtype=torch.float32),
+    "helios": Tiny("HeliosTransformer3DModel",
+                   HEADED | dict(in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, rope_dim=(4, 6, 6),
+                                 is_amplify_history=True), blocks, wan),
     "motif_video": Tiny("MotifVideoTransformer3DModel",
                         HEADED | dict(in_channels=4, out_channels=4, num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=12,
                                       image_embed_dim=8, rope_axes_dim=(4, 6, 6), enable_text_cross_attention_dual=True),
@@ -277,6 +290,9 @@ TINY = {
                                      freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16, rope_freq_dim=2),
                        blocks, minimax_h3, conditions=15, before=15),
 }
+
+# Those that several ranks can share.
+SPLIT = [name for name, tiny in TINY.items() if family_of_class(getattr(diffusers, tiny.model)).split is not None]
 
 # Kandinsky rounds q and k to bfloat16 after RoPE, so a difference in the last bit before may become one of 2^-8 there.
 TOLERANCE = {"kandinsky5": 1e-2}

@@ -329,6 +329,9 @@ PIPELINES = {
         SIZE | two_prompts(12) | dict(pooled_prompt_embeds=embeds(1, 8, 0)[0], negative_pooled_prompt_embeds=embeds(1, 8, 1)[0]),
         missing=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
         parts=lambda: {"audio_vae": Settings(config=Settings(sample_rate=44100), latent_hop_length=1024), "vocoder": Settings()}),
+    "helios": TinyPipeline(
+        "HeliosPipeline", "helios", lambda: diffusers.HeliosScheduler(stages=1),
+        SIZE | dict(num_latent_frames_per_chunk=3) | two_prompts(12), parts=standardised_vae),
     "easyanimate": TinyPipeline(
         "EasyAnimatePipeline", "easyanimate", flow, SIZE | two_prompts(12, masks=True),
         parts=lambda: {"vae": Settings(config=Settings(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=8)}),
