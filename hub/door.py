@@ -2,6 +2,7 @@
 
 from . import masks
 from .attention import ssta_3d_attention, ssta_attention
+from .cache import TileCache
 from .config import SSTAConfig
 from .dense import dense_attention
 from .kernels import BlockLists, block_sparse_attention, interfaces, merge_attention
@@ -10,5 +11,6 @@ from .report import explain
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .text import TextMask
 
-__all__ = ["BlockLists", "DenseRun", "SSTAConfig", "TextMask", "TileLayout", "TokenLayout", "VideoGrid", "block_sparse_attention",
-           "dense_attention", "explain", "interfaces", "masks", "merge_attention", "ssta_3d_attention", "ssta_attention", "tile_layout"]
+__all__ = ["BlockLists", "DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid",
+           "block_sparse_attention", "dense_attention", "explain", "interfaces", "masks", "merge_attention", "ssta_3d_attention",
+           "ssta_attention", "tile_layout"]
