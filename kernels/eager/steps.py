@@ -16,9 +16,9 @@ from ..blocks import BlockLists, per_query_head
 
 # Elements of keys that a padded step gathers at once: 64 MiB of float32.
 GATHER_ELEMENTS = 1 << 24
-# Elements of keys or of scores, whichever are more, that a step on a CPU has at once: 16 MiB of float32, about what its caches hold, and
-# enough that threads meet rarely. Where other programs take cores away, each meeting waits for the thread that has none.
-CACHED_ELEMENTS = 1 << 22
+# Elements of keys or of scores, whichever are more, that a step on a CPU has at once: 4 MiB of float32, which caches hold. Larger steps
+# make threads meet less often, which counts where other programs take cores away, and take a fifth longer where none does.
+CACHED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
