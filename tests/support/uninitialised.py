@@ -1,11 +1,13 @@
 """Uninitialised memory that shows: replacements of what makes tensors without values, which fill them with NaN."""
 
 import torch
-from torch._dynamo import trace_rules
 
 
 def poisoned():
     """(owner, name, replacement) of each function that makes a tensor without values."""
+    # Not before: it imports triton, which must not be imported before a test says whether it interprets.
+    from torch._dynamo import trace_rules
+
     # Once in a process torch.compile lists torch's functions by what they are now; those that it meets later it does not trace.
     trace_rules.get_torch_obj_rule_map()
 
