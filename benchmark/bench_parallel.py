@@ -136,7 +136,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
             if path:
                 write_rows(path, rows, quiet=True)
     if world.rank == 0:
-        head, *lines = scaling_table(rows, left_out=())
+        head, *lines = scaling_table(rows)
         if lines:
             print_rows([dict(zip(head, line)) for line in lines])
         print(f"{'wrote ' + str(path) + ' after ' if path else ''}{world.own_seconds():.0f} s", flush=True)

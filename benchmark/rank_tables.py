@@ -5,10 +5,10 @@ from __future__ import annotations
 from rows import STAGES, STEPS, Row, attention_of, figures, grouped, milliseconds, spread
 
 
-def scaling_table(rows: list[Row], left_out: tuple[str, ...] = ()) -> list[list[str]]:
+def scaling_table(rows: list[Row]) -> list[list[str]]:
     """One line a layer or step and attention: measured times and speed-ups by the number of GPUs, heads exchanged for tokens, no rings."""
     totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and row["basis"] == "measured"
-              and row["mesh"].startswith("1 x ") and row["attention"] not in left_out and not row["note"]]
+              and row["mesh"].startswith("1 x ") and not row["note"]]
     numbers = sorted({int(row["ranks"]) for row in totals})
     lines = [["of", "attention", *(f"{n} GPU{'s' * (n > 1)}" for n in numbers), *(f"speed-up on {n}" for n in numbers[1:])]]
     for (what, shape, attention), found in grouped(totals, lambda row: (row["what"], row["shape"], row["attention"])).items():

@@ -50,7 +50,7 @@ def apply_ssta(
             default and keep the rest of it, give ``density`` or other fields by keyword instead.
         density: the share in (0, 1] of the video's tile pairs that is computed exactly, in place of that of the family's default or of the
             preset.
-        changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=2`` or ``tile_thw=(4, 8, 8)``: they change those of the
+        changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=1`` or ``tile_thw=(4, 8, 8)``: they change those of the
             family's default or of the preset, on every canvas. What they leave no room for goes: ``topk`` takes the place of the density.
         schedule: which steps and layers stay dense; default the preset's or the family's, which is the first layer.
         preset: the name of a configuration and a schedule: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``, for every family's
