@@ -32,7 +32,9 @@ class JointSSTAProcessor(SSTAProcessor):
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         layout = self.around(video_len + after, after=after)
-        angles = None if image_rotary_emb is None else tuple(of[:, None] for of in image_rotary_emb)
+        # EasyAnimate's are on the CPU.
+        angles = None if image_rotary_emb is None else tuple(
+            of[:, None].to(hidden_states.device, non_blocking=True) for of in image_rotary_emb)
         both = hidden_states
         if encoder_hidden_states is not None and attn.add_q_proj is None:
             both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
