@@ -25,9 +25,8 @@ import torch
 from arguments import Unusable
 from bench_quality import add_training, trained
 from sample_quality import Sampler, step_at, velocity
+from self_attention import Seen
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from video_model import Checkpoint
 
 from ssta import TokenLayout, tile_layout
@@ -38,23 +37,6 @@ STEPS, AT = 30, (20, 80)
 BOX, TILE = (4, 12, 16), (4, 4, 8)
 # Of all heads in the order of h.
 SHARES = (0.0, 0.5, 1.0)
-
-
-class SelfAttention(TorchFunctionMode):
-    """Within it ``seen`` takes over q, k and v ``[B, H, S, D]`` of every call of dense attention from ``tokens`` tokens to themselves."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.seen: list[tuple[Tensor, ...]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args)) | (kwargs or {})
-            q, k, v = (named[name] for name in ("query", "key", "value"))
-            if q.shape[2] == k.shape[2] == self.tokens:
-                self.seen.append((q, k, v))
-        return func(*args, **(kwargs or {}))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,7 +69,7 @@ def captured(checkpoint: Checkpoint, device: torch.device) -> dict[str, np.ndarr
     kept: list[dict[str, np.ndarray]] = []
     x = sampler.noise.clone()
     for step, t in enumerate(sampler.times()):
-        with SelfAttention(size.tokens) as attention:
+        with Seen(size.tokens) as attention:
             v = velocity(model, x, t, sampler.condition)
         if step in wanted:
             kept += chosen(attention.seen, size.canvas, box, float(t) / 1000)

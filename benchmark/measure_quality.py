@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -12,6 +12,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from measure import failure, write_rows
 from quality_grid import Entry, dense_entry
 from sample_quality import VELOCITIES, Reference, Sampler, Trajectory, held_out_loss, mean_and_spread, step_at
+from self_attention import Replaced
 from sheet import Sheet
 from torch import Tensor
 from video_model import Checkpoint, VideoModel, label_order
@@ -136,7 +137,8 @@ class Bench:
 def under(entry: Entry, sampler: Sampler) -> Iterator[Callable[[], list[LayerRun]]]:
     """Within it the sampler's model attends as ``entry`` says; its scheduler counts the steps. Gives the report of the last forward."""
     if entry.config is None:
-        with attention_backend(entry.backend):
+        attend = Replaced(sampler.model.size.tokens, entry.attend) if entry.attend else nullcontext()
+        with attention_backend(entry.backend), attend:
             yield list
         return
     all_dense = Schedule(dense_layers=tuple(range(sampler.model.size.layers)))

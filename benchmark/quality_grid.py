@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
@@ -29,6 +31,7 @@ class Entry:
         config, schedule: what ``apply_ssta`` is given; no config = diffusers' own processors.
         later: from which share of the steps on the configuration is another, and which; None in its place = dense.
         backend: of diffusers, for its own processors.
+        attend: ``f(q, k, v)``, ``[B, H, S, D]``, in the place of these processors' dense self-attention.
         noise: added to the seed of the noise.
         shown: whether the contact sheet has it.
     """
@@ -39,6 +42,7 @@ class Entry:
     schedule: Schedule = field(default_factory=Schedule)
     later: tuple[float, SSTAConfig | None] | None = None
     backend: str = "native"
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     noise: int = 0
     shown: bool = False
 

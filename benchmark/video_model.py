@@ -58,6 +58,8 @@ class ModelSize:
 
 # 20 million parameters over 11,520 tokens: in five minutes on an H200 its samples look like the clips. A checkpoint has 45 MB.
 FULL = ModelSize((12, 24, 40), channels=24, layers=8, width=384, head_dim=64, ffn=1536, batch=4, small_batch=16, clips=12, held=6)
+# 7 million over as many tokens: trained in twice the speed, for what needs several trainings, or GPUs of all kinds.
+LIGHT = ModelSize((12, 24, 40), channels=24, layers=6, width=256, head_dim=64, ffn=1024, batch=4, small_batch=16, clips=12, held=2)
 TOY = ModelSize((4, 8, 8), channels=8, layers=2, width=64, head_dim=32, ffn=64, batch=2, small_batch=4, clips=4, held=2)
 
 

@@ -123,7 +123,7 @@ def test_heads_are_captured_from_a_model_that_it_trains(tmp_path, monkeypatch, c
         for name, x in zip("qkv", layers[held["layer"][i]]):
             exact = x[0, held["head"][i]].float().numpy()
             assert (abs(held[name][i] * held[f"{name}_step"][i] - exact) <= 0.5001 * held[f"{name}_step"][i]).all()
-    with capture.SelfAttention(5) as seen:
+    with capture.Seen(5) as seen:
         q, k = torch.randn(2, 1, 1, 5, 4)
         scaled_dot_product_attention(q, k, value=k)
         scaled_dot_product_attention(q, k[:, :, :3], k[:, :, :3])
