@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU; make quick: the faster half of them
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
-# Others: make mutants, make compat (every supported Triton), make gpu-test, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
+# Others: make mutants, make compat (every supported Triton), make gpu-test, make gate, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test quick mutants gpu-test sanitize bench lint wheel check-wheel hub clean compat
+.PHONY: help demo test quick mutants gpu-test gate sanitize bench lint wheel check-wheel hub clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +51,10 @@ gpu-test: $(STAMP)
 # Deliberate faults in the sources, each of which the tests must catch.
 mutants: $(STAMP)
 	$(BIN)/python tests/tools/mutants.py
+
+# Decibels to dense videos, beside the last release's; trains a small model when first called. ESTIMATES=MODULE:FUNCTION holds others beside it.
+gate: $(STAMP)
+	$(BIN)/python benchmark/gate.py$(if $(ESTIMATES), --estimate $(ESTIMATES))
 
 # Every family of kernels once, under compute-sanitizer.
 sanitize: $(STAMP)

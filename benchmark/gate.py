@@ -110,8 +110,9 @@ def entries(size: ModelSize, tiles: Tiles, estimates: dict[str, Callable[..., Te
     """(estimate, density, what is measured)."""
     for name, attend in estimates.items():
         for density in sorted(DENSITIES):
-            yield name, density, Entry("gate", f"{name} {density:g}", kept(tiles.others[0], density, **LINEAR_2) if attend is None else None,
-                                       attend=attend and partial(attend, thw=size.canvas, density=density))
+            how: dict = (dict(config=kept(tiles.others[0], density, **LINEAR_2)) if attend is None else
+                         dict(attend=partial(attend, thw=size.canvas, density=density)))
+            yield name, density, Entry("gate", f"{name} {density:g}", **how)
 
 
 def digest(checkpoint: Checkpoint) -> str:

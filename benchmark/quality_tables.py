@@ -93,3 +93,14 @@ def fine_tune_table(rows: list[Row]) -> list[list[str]]:
                           f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
                           f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
     return lines
+
+
+def gate_table(rows: list[Row]) -> list[list[str]]:
+    """One line for each estimate that gate.py held against the dense videos, a column for each density."""
+    densities = sorted({row["density"] for row in rows}, key=float)
+    lines = [["attention", *(f"{float(density):.3g} of the pairs: PSNR, dB" for density in densities)]]
+    for (name,), of in grouped(rows, lambda row: (row["estimate"],)).items():
+        psnr = {row["density"]: row["psnr"] for row in of}
+        lines.append([f"{name} {of[0]['version']}" if name == "ssta" else name,
+                      *(f"{float(psnr[density]):.2f}" if psnr.get(density) else "–" for density in densities)])
+    return lines

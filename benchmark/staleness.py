@@ -37,7 +37,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*", "!*tail*"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
-    "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP,
+    "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP,
     "parallel": _RANKS, "timeline": _RANKS}
 # These compare two commits that they name, and say nothing of the present code.
 COMPARISONS = ("against", "before_after")

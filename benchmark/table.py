@@ -25,7 +25,7 @@ from pathlib import Path
 import staleness
 from kernel_tables import around_table, missing_table, rates_table, times_table
 from measure import RESULTS
-from quality_tables import equal_time_table, fine_tune_table, quality_table, samples_table
+from quality_tables import equal_time_table, fine_tune_table, gate_table, quality_table, samples_table
 from rank_tables import exchange_table, ranks_table, scaling_table, shared_stages_table
 from rows import (
     BESIDE,
@@ -314,7 +314,8 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
-          "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table)}
+          "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table),
+          "gate": ("gate", gate_table)}
 # Those that are made of two CSVs.
 JOINED = (samples_table, equal_time_table)
 

@@ -26,6 +26,8 @@ class Fault:
 
 LAWS = "tests/kernels/test_laws.py"
 AGAINST_FLOAT64 = (f"{LAWS}::test_against_float64",)
+# A quality that users would see: other tests see these faults too, but the gate has to by itself.
+GATE = ("tests/benchmark/test_gate.py::test_the_toy_s_decibels",)
 
 FAULTS = (
     # Attention to the blocks that are listed
@@ -110,6 +112,13 @@ FAULTS = (
     Fault("portable: halves are cut after an iteration less", "kernels/portable/tail_order.py",
           "    for _step in range(ITERATIONS):\n", "    for _step in range(ITERATIONS - 1):\n",
           ("tests/kernels/test_tail.py::test_kernels_and_plain_torch_cut_blocks_alike",)),
+    Fault("gate: exact tiles are chosen by their mass alone", "kernels/eager/tail.py",
+          "    found = (mass * half_variance).unflatten", "    found = mass.unflatten", GATE),
+    Fault("gate: units are estimated by their means alone", "kernels/eager/tail.py",
+          " + scale * rows.join(rows.cut(queries) @ matrix)\n", "\n", GATE),
+    Fault("gate: the mixture without damping", "kernels/eager/tail.py",
+          " * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()", "", GATE),
+    Fault("gate: a list loses its first block", "kernels/eager/steps.py", "(indices >= 0)", "(indices > 0)", GATE),
 
     # What the compiler makes of kernels, and who waits for whom
     Fault("launches: tiles are reckoned at half their bytes", "kernels/portable/config.py",
