@@ -139,6 +139,8 @@ def _value(name: str, text: str) -> object:
         return None
     if name in _OWN:
         return tuple(int(part) if part.isdecimal() else part for part in text.split("x"))
+    if name == "densities":
+        return tuple(float(part) for part in text.split(";"))
     if name == "dense_layers":
         return tuple(int(part) if part.lstrip("-").isdecimal() else part for part in text.split(";"))
     if text in ("True", "False"):

@@ -56,7 +56,7 @@ class HeliosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-def _histories(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[VideoGrid, ...]:
+def _histories(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> tuple[VideoGrid, ...]:
     """The oldest first, in tokens of four, two and one times the chunk's size along each axis; rounded up, as the model pads them."""
     config: Any = model.config
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from torch import Tensor, nn
 
+from ssta import DenseRun
+
+from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
 from ..patch.family import Family, Site, stack_sites
-from ..patch.processor import SSTAProcessor
 from ..patch.streams import Projected, projection_of, projections
 from ..ranks.split import Split, stock_plan
 
 
-class MiniMaxH3SSTAProcessor(SSTAProcessor):
+class MiniMaxH3SSTAProcessor(BranchedProcessor):
     """Attends as ``MiniMaxH3AttnProcessor`` does, to selected tiles of the video only; everything before the video stays dense."""
 
     def __call__(
@@ -43,7 +46,7 @@ class MiniMaxH3SSTAProcessor(SSTAProcessor):
         query, key, value = self.made(partial(finished, q, attn.norm_q), partial(finished, k, attn.norm_k), partial(by_head, v), layout,
                                       attn.heads)
         del q, k, v
-        out = self.attend(query, key, value, layout)
+        out = self.attend_in(attn, hidden_states, query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
@@ -74,5 +77,12 @@ def _tokens(arguments: Mapping[str, Any]) -> int:
     return tokens
 
 
-MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise,
+def _before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> tuple[DenseRun, ...]:
+    """Text, conditions and audio, in the order of a generation without references."""
+    conditions = arguments["video_indices"].shape[0] - math.prod(thw)
+    lengths = arguments["text_indices"].shape[0], conditions, arguments["audio_indices"].shape[0]
+    return tuple([DenseRun(length) for length in lengths if length])
+
+
+MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise, before=_before,
                     split=Split(stock_plan, ("token_refiner.refiner_blocks.*.attn",), _tokens, stock=True))

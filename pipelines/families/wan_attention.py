@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ssta import TokenLayout
-from ssta.layout import Input
-
-from ..patch.processor import SSTAProcessor
+from ..patch.branched import BranchedProcessor
 from ..patch.streams import Stream, projections
 
 
-class WanSSTAProcessor(SSTAProcessor):
+class WanSSTAProcessor(BranchedProcessor):
     """Attends as the self-attention of ``WanAttnProcessor`` does, to selected tiles only. q and k are normed over all heads at once."""
 
     def __call__(
@@ -33,7 +30,3 @@ class WanSSTAProcessor(SSTAProcessor):
         del q, k, v
         out = self.attend_in(attn, hidden_states, query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
-
-    def attend_in(self, attn: nn.Module, hidden_states: Tensor, query: Input, key: Input, value: Input, layout: TokenLayout) -> Tensor:
-        """``attend`` for a processor that asks the module and what came into it for more."""
-        return self.attend(query, key, value, layout)

@@ -252,7 +252,12 @@ def _settings(
         if not isinstance(value, wanted):
             source = "default" if preset is None else f"preset {preset!r}"
             raise TypeError(f"{family.model}'s {source} {name} must be of class {wanted.__name__}, got {type(value).__name__}")
-    if progress.scheduler is None and schedule.dense_steps:
-        raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}; apply SSTA to "
-                         "the pipeline, give its scheduler, or use dense_above")
+    require_counter(schedule, progress)
     return config, schedule
+
+
+def require_counter(schedule: Schedule, progress: Progress) -> None:
+    """Refuses a schedule that counts steps where nothing counts them."""
+    if progress.scheduler is None and schedule.counts_steps:
+        raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}, densities = "
+                         f"{schedule.densities}; apply SSTA to the pipeline, give its scheduler, or use dense_above")

@@ -35,10 +35,11 @@ class Ranks(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """One forward's own: its canvas in tokens, whether its step is dense, the ranks that share it, if there are any, and what its family
-    has found before the video."""
+    """One forward's own: its canvas in tokens, whether its step is dense, the ranks that share it, if there are any, what its family has
+    found before the video, and the density that the schedule has for its step, if it has one."""
 
     thw: tuple[int, int, int]
     dense_step: bool
     ranks: Ranks | None = None
     before: tuple[VideoGrid | DenseRun, ...] = ()
+    density: float | None = None

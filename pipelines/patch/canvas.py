@@ -78,7 +78,7 @@ def from_coordinates(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, in
     return _value_of(key, "last grid", _last_grid, points)
 
 
-def memory_before(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[DenseRun, ...]:
+def memory_before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> tuple[DenseRun, ...]:
     """What stands before the video in a call of LTX-2's transformer: nothing, as in diffusers' own pipelines, which have key frames and
     references behind it; or all tokens that are not the video's, as Echo has its memory.
 

@@ -147,13 +147,15 @@ class ModelContext:
         arguments = self._signature.bind(model, *args, **kwargs).arguments
         schedule, thw = self.schedule, self.family.canvas(model, arguments)
         ranks = self.parallel.ranks(model, arguments, thw)
-        before = () if self.family.before is None else self.family.before(model, arguments)
+        before = () if self.family.before is None else self.family.before(model, arguments, thw)
         state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks, before)
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
-                             f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}; apply SSTA with Schedule()")
+                             f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, densities = "
+                             f"{schedule.densities}; apply SSTA with Schedule()")
         if schedule.follows_steps or not torch.compiler.is_compiling():
-            state = state._replace(dense_step=self._follow(arguments, state))
+            dense, density = self._follow(arguments, state)
+            state = state._replace(dense_step=dense, density=density)
         self._calls.state = self._latest = state
 
     @contextmanager
@@ -184,12 +186,12 @@ class ModelContext:
 
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
-    def _follow(self, arguments: dict, state: CallState) -> bool:
-        """Counts the forward's step, and starts the stopwatch; whether the step is dense."""
-        schedule, dense = self.schedule, self.wholly_dense
+    def _follow(self, arguments: dict, state: CallState) -> tuple[bool, float | None]:
+        """Counts the forward's step, and starts the stopwatch; whether the step is dense, and the density that the schedule has for it."""
+        schedule, dense, density = self.schedule, self.wholly_dense, None
         self._calls.forward = None
         if getattr(self._calls, "densely", False):
-            return True
+            return True, None
         timestep = arguments.get("timestep")
         step = self._progress.step(timestep)
         if self.check_ranks and state.ranks is not None and (step is None or self._count.begins(step)):
@@ -197,7 +199,10 @@ class ModelContext:
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
         if step is not None:
             dense = dense or schedule.is_dense_step(step.position, step.total)
-        elif schedule.dense_steps:
+            density = schedule.density_of_step(step.position, step.total)
+            # Where a trained branch stays, all tiles are no dense attention.
+            dense = dense or density == 1 and self.method is None
+        elif schedule.counts_steps:
             self._warn()
         if schedule.dense_above is not None:
             dense = dense or self._noise(step, timestep) > schedule.dense_above
@@ -206,7 +211,7 @@ class ModelContext:
             self._calls.forward = self._forwards
             self._count.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
-        return dense
+        return dense, density
 
     def _noise(self, step: Step | None, timestep: Tensor | float | None) -> float:
         """The noise level of a forward: by its step where that is known, else by its timestep."""
@@ -219,7 +224,7 @@ class ModelContext:
         return read(self.family.noise(timestep))
 
     def _warn(self) -> None:
-        warn_once(f"steps of {self.family.model}", f"schedule has dense_steps = {self.schedule.dense_steps}, but nothing says which step "
-                  f"this forward of {self.family.model} is: neither its timestep, nor a pipeline, nor "
-                  f"{type(self._progress.scheduler).__name__}; no step is dense for it. Call it from the pipeline that SSTA was applied "
-                  "to, or use a schedule that goes by the noise level")
+        warn_once(f"steps of {self.family.model}", f"schedule has densities = {self.schedule.densities}, dense_steps = "
+                  f"{self.schedule.dense_steps}, but nothing says which step this forward of {self.family.model} is: neither its timestep, "
+                  f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline that "
+                  "SSTA was applied to, or use a schedule that goes by the noise level")

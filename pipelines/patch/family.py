@@ -105,8 +105,8 @@ class Family:
         presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
             ``apply_ssta(preset=name)`` takes them.
         split: how it runs on several ranks; None = it does not.
-        before: ``before(model, arguments)`` are the segments of ``TokenLayout`` that stand before the video, in a model where they differ
-            from call to call and an attention's own arguments do not say it; its processors find them in ``context.call.before``.
+        before: ``before(model, arguments, thw)`` are the segments of ``TokenLayout`` that stand before the video, where they differ from
+            call to call and an attention's own arguments do not say it; its processors find them in ``context.call.before``.
             None = they need not know.
 
     Raises:
@@ -122,7 +122,7 @@ class Family:
     noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
     split: Split | None = None
-    before: Callable[[nn.Module, Mapping[str, Any]], tuple[VideoGrid | DenseRun, ...]] | None = None
+    before: Callable[[nn.Module, Mapping[str, Any], tuple[int, int, int]], tuple[VideoGrid | DenseRun, ...]] | None = None
 
     def __post_init__(self) -> None:
         _require_name("Family.model", self.model)

@@ -28,7 +28,7 @@ from ssta.report import heads_without_estimate, mass_summary
 from ssta.selection import Selection
 
 from ..ranks.exchange_timer import ExchangeTimer
-from ..schedule.changes import warn_of_the_window
+from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
 from .backends import default_is_sdpa
 from .context import ModelContext
@@ -151,6 +151,14 @@ class SSTAProcessor:
         """Whether the forward in progress attends densely here."""
         return self.config is None or self.context.dense_step
 
+    @property
+    def config_now(self) -> SSTAConfig:
+        """The configuration of the forward in progress; where the layer is dense, the model's with all tiles."""
+        config, density = self.config, self.context.call.density
+        if config is None or self.dense:
+            return at_density(self.context.config, 1.0)
+        return config if density is None or config is not self.context.config else at_density(config, density)
+
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
@@ -229,13 +237,6 @@ class SSTAProcessor:
         result, backend = attended(q, k, v, layout, text_mask)
         return self._noted(result, backend, layout, dense, part)
 
-    def attend_by(self, attended: Callable[[Selection | None], LayerResult], query: Input, layout: TokenLayout) -> Tensor:
-        """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``, on one rank, attending to a selection if it is given
-        one; notes what ran."""
-        if not torch.compiler.is_compiling():
-            self._stopwatch.start(query.device)
-        return self._noted(self._selecting(attended, tuple(query.shape)), None, layout, False, None)
-
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
         """What ``attended`` gives: with the selection that was kept for a query of ``shape``, or with one that is kept now, where
         ``frozen_checkpoint`` asks for that."""
@@ -266,8 +267,7 @@ class SSTAProcessor:
     def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None
                          ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended. q, k and v have heads before tokens."""
-        config = self.config
-        assert config is not None
+        config = self.config_now
 
         def attended(selection: Selection | None) -> LayerResult:
             return attend(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection,

@@ -98,7 +98,7 @@ def set_density(handle: SSTAHandle, density: float) -> None:
 
     For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. From
     63/64 on forwards are dense; those of ``apply_vsa`` and ``apply_sla`` keep their trained branches. Dense layers, and layers with a
-    configuration of their own, stay as they are.
+    configuration of their own, stay as they are, and so do steps for which the schedule has a density.
 
     Args:
         handle: what ``apply_ssta`` returned, still applied.

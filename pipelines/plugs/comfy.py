@@ -63,6 +63,8 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
     schedule = first_layer_dense() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
+    if schedule.densities:
+        raise ValueError(f"schedule must have the same density at all steps in ComfyUI, got densities = {schedule.densities}")
     if config is None:
         config = changed(small_tiles(), **changes)
     else:

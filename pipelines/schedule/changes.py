@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ssta import SSTAConfig
+from ssta.kernels.memo import remember_plain
 from ssta.kernels.notices import warn_once
 from ssta.window import window_size
 
@@ -74,6 +75,12 @@ def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
         raise ValueError("kernel_thw must come with sparse_type='ssta' where no window is kept, got kernel_thw = "
                          f"{made.kernel_thw} alone")
     return made
+
+
+@remember_plain
+def at_density(config: SSTAConfig, density: float) -> SSTAConfig:
+    """``changed(config, density=density)``, the same object each time."""
+    return changed(config, density=density)
 
 
 def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, published: Iterable[SSTAConfig] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Schedule: which steps and layers attend densely, and layers that have a configuration of their own."""
+"""Schedule: which steps and layers attend densely, densities by step, and layers that have a configuration of their own."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Schedule:
             for flow matching. None = no such rule.
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
             ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
+        densities: a density in (0, 1] for each step, in place of the configuration's, for layers without a configuration of their own; 1
+            is dense. As many steps share an entry as there are steps for each, so for a generation of n steps n entries are one each. ()
+            = the same density at all steps. ``dense_steps`` and ``dense_above`` come before it. Needs a scheduler, as ``dense_steps``.
         layer_configs: ``{layer: SSTAConfig}``, or pairs of these, for layers that need a configuration of their own.
 
     Raises:
@@ -42,6 +45,7 @@ class Schedule:
     dense_above: float | None = None
     dense_layers: tuple[int | str, ...] = ()
     layer_configs: Mapping[int | str, SSTAConfig] | tuple[tuple[int | str, SSTAConfig], ...] = ()
+    densities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.dense_steps) is int and self.dense_steps == 1:
@@ -51,6 +55,12 @@ class Schedule:
             raise ValueError(f"dense_steps must lie in [0, 1], a fraction of the steps, got {self.dense_steps}")
         if self.dense_above is not None and not 0 <= require_number("dense_above", self.dense_above) <= 1:
             raise ValueError(f"dense_above must lie in [0, 1], a noise level, got {self.dense_above}")
+        if isinstance(self.densities, (str, bytes, bytearray)) or not isinstance(self.densities, Sequence):
+            raise TypeError(f"densities must be a tuple of numbers, one for each step, got {self.densities!r}")
+        for density in self.densities:
+            if not 0 < require_number("densities", density) <= 1:
+                raise ValueError(f"densities must lie in (0, 1], shares of the tile pairs, got {density}")
+        object.__setattr__(self, "densities", tuple([float(density) for density in self.densities]))
         if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
         dense = _layers("dense_layers", self.dense_layers)
@@ -80,9 +90,20 @@ class Schedule:
         return cls(dense_steps=0.15, dense_layers=(0,))
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether any rule asks for the step's number."""
+        return self.dense_steps > 0 or len(self.densities) > 0
+
+    @property
     def follows_steps(self) -> bool:
         """Whether any rule asks which step it is."""
-        return self.dense_steps > 0 or self.dense_above is not None
+        return self.counts_steps or self.dense_above is not None
+
+    def density_of_step(self, index: int, count: int) -> float | None:
+        """The density that ``densities`` has for step ``index`` of the ``count`` that run, None where it has none; raises as
+        ``is_dense_step``."""
+        index, count = _step(index, count)
+        return self.densities[index * len(self.densities) // count] if self.densities else None
 
     def is_dense_step(self, index: int, count: int) -> bool:
         """Whether ``dense_steps`` covers step ``index`` of the ``count`` that run.
@@ -91,9 +112,7 @@ class Schedule:
             TypeError: not ints.
             ValueError: not 0 <= index < count.
         """
-        index, count = require_int("index", index, 0), require_int("count", count, 1)
-        if index >= count:
-            raise ValueError(f"index must lie in [0, {count}), the steps there are, got {index}")
+        index, count = _step(index, count)
         # 0.07 * 100 is a little more than 7.
         covered = math.ceil(self.dense_steps * count - 1e-9)
         return index < (covered if self.dense_steps == 1 else min(covered, count - 1))
@@ -117,6 +136,13 @@ class Schedule:
                     raise ValueError(f"{argument} must name a layer once, got {by!r} and {layer!r}, which are both {names[position]}")
                 chosen[position] = own
         return chosen
+
+
+def _step(index: int, count: int) -> tuple[int, int]:
+    index, count = require_int("index", index, 0), require_int("count", count, 1)
+    if index >= count:
+        raise ValueError(f"index must lie in [0, {count}), the steps there are, got {index}")
+    return index, count
 
 
 def _layers(argument: str, layers: Sequence[int | str]) -> tuple[int | str, ...]:

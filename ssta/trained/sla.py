@@ -10,7 +10,8 @@ With the means qb_i and kb_j of query block i and key block j, the mean km of al
     l_q   = f(q) (sum over tokens t of f(k_t)^T v_t) / (1e-5 + f(q) . sum over t of f(k_t))
     out_q = o_q + W l_q + b
 
-W and b are the same for all heads. The selection is a constant; its means are float32, where the published code rounds them.
+W and b are the same for all heads. LightX2V's Turbo-SLA for MiniMax-H3 was trained without them: there out_q = o_q. The selection is a
+constant; its means are float32, where the published code rounds them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..kernels.checks import (
 from ..op import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
+from .blocks import block_means
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}
@@ -46,7 +48,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def sparse_linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None = None, *, density: float = 0.1,
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, density: float = 0.1,
     feature_map: str = "softmax", q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None,
     deterministic: bool = True, impl: str = "auto",
 ) -> Tensor:
@@ -57,8 +59,8 @@ def sparse_linear_attention(
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. float16, bfloat16, float32 or float64,
-            on query's device.
-        bias: ``[D]``, dtype and device as for weight; None = none.
+            on query's device. None = no linear part.
+        bias: ``[D]``, dtype and device as for weight; None = none, as where there is no weight.
         density: in (0, 1], the share of the key blocks that each query block attends to exactly (TurboDiffusion's ``sla_topk``).
         feature_map: "softmax", "elu" (plus 1) or "relu".
         q_block, kv_block: tokens of a query block and of a key block, at most 2**31 - 1; the last ones may be shorter.
@@ -78,7 +80,7 @@ def sparse_linear_attention(
 
 
 def sla_layer(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, *, density: float, feature_map: str = "softmax",
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None, *, density: float, feature_map: str = "softmax",
     q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None,
 ) -> LayerResult:
@@ -93,7 +95,10 @@ def sla_layer(
     layout = TokenLayout((DenseRun(q.shape[2]),))
     check_tensors(q, k, v, layout, layout)
     dim = q.shape[3]
-    _check_parameter("weight", weight, (dim, dim), q.device)
+    if weight is not None:
+        _check_parameter("weight", weight, (dim, dim), q.device)
+    elif bias is not None:
+        raise ValueError("bias must be None without a weight, whose product it is added to, got one")
     if bias is not None:
         _check_parameter("bias", bias, (dim,), q.device)
     density = check_density(density)
@@ -111,6 +116,8 @@ def sla_layer(
     exact = block_sparse_attention(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
     # A pure function: what block_sparse_attention chose by the same facts.
     route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1])
+    if weight is None:
+        return LayerResult(exact, selection, route)
     with without_autocast(q.device.type):
         linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
     return LayerResult(exact + linear, selection, route)
@@ -140,21 +147,12 @@ def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch
 
 def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:
     wide = torch.promote_types(q.dtype, torch.float32)
-    q_means, k_means = _block_means(q, q_block, wide), _block_means(k, kv_block, wide) - k.mean(2, keepdim=True, dtype=wide)
+    q_means, k_means = block_means(q, q_block, wide), block_means(k, kv_block, wide) - k.mean(2, keepdim=True, dtype=wide)
     scores = q_means @ k_means.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     kept = max(1, int(density * scores.shape[-1]))
     best = scores.masked_fill(scores.isnan(), -torch.inf).topk(kept, sorted=False).indices.sort().values.int()
     counts = torch.full(best.shape[:3], kept, dtype=torch.int32, device=q.device)
     return BlockLists(counts, best, q_block, kv_block, num_kv_blocks=scores.shape[-1])
-
-
-def _block_means(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """``[B, H, S, D]`` -> ``[B, H, ceil(S / size), D]``."""
-    whole = x.shape[2] // size * size
-    means = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=dtype)] if whole else []
-    if whole < x.shape[2]:
-        means.append(x[:, :, whole:].mean(2, keepdim=True, dtype=dtype))
-    return torch.cat(means, 2)
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, feature_map: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,28 +1,34 @@
 """Video sparse attention: attention between the means of tiles, times a trained gate, added to exact attention to each tile's best tiles.
 
 The method and its formulas are those of Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention" (arXiv 2505.13389), as
-FastVideo's ``video_sparse_attn`` computes them for the FastWan checkpoints. With tiles i, j of n_i real tokens each, for one head,
+FastVideo computes them for the FastWan checkpoints (``video_sparse_attn``) and, of sequences that are not video alone, for FastH3
+(``video_sparse_attn_h3``, whose mode is "exempt"). With tiles i, j of n_i real tokens each, for one head,
 
     qb_i, kb_i, vb_i = means over the n_i tokens of tile i, rounded to their dtype
     A_ij = s qb_i . kb_j                                        the coarse scores
     c_i  = sum over j of softmax_j(A_ij) vb_j                   the pooled branch
-    K_i  = the ceil((1 - sparsity) N) tiles j with the largest A_ij
+    K_i  = the ceil((1 - sparsity) N) of the N video tiles j with the largest A_ij, and all tiles of text, conditions and audio;
+           of their own queries all tiles
     o_q  = softmax attention of token q of tile i to the tokens of the tiles in K_i
     out_q = o_q + gate_q * c_i
 
-Coarse scores are kept in float32, where FastVideo rounds them to the inputs' dtype: of tiles whose scores differ by less than that rounding
-it may keep others. Gradients flow through both branches; which tiles are kept is a constant, as there.
+Each run of text, conditions or audio is cut into tiles of as many tokens as a video tile has, of which the last may be shorter. Coarse
+scores are kept in float32, where FastVideo rounds Wan's to the inputs' dtype: of tiles whose scores differ by less than that rounding it
+may keep others. Gradients flow through both branches; which tiles are kept is a constant, as there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import ceil, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import attend
 from ..config import SSTAConfig
+from ..cut import Cut, TiledSegment, cut_of, in_sequence
 from ..dense import dense_attention
 from ..kernels import Deferred, take_tokens
 from ..kernels.checks import autocast_inputs, require_number
@@ -31,6 +37,7 @@ from ..layout import Input, heads_by_row
 from ..op import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
+from .blocks import block_means
 
 # The tile that the published checkpoints were trained with.
 TILE = (4, 4, 4)
@@ -38,18 +45,22 @@ TILE = (4, 4, 4)
 
 def video_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, thw: tuple[int, int, int], sparsity: float, *,
-    tile_thw: tuple[int, int, int] = TILE, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
+    before: Sequence[int] = (), tile_thw: tuple[int, int, int] = TILE, scale: float | None = None, deterministic: bool = True,
+    impl: str = "auto",
 ) -> Tensor:
     """Video sparse attention (VSA) over a video of (t, h, w) tokens, for checkpoints that were trained with it.
 
     Args:
-        query: ``[B, H, S, D]``, S = t * h * w; any strides whose last is 1. Under autocast all four are cast to its dtype.
+        query: ``[B, H, S, D]``, S = t * h * w and what stands before; any strides whose last is 1. Under autocast all four are cast to its
+            dtype.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         gate: ``[B, H, S, D]`` in query's dtype, what the pooled branch is multiplied by: a projection of the layer's input. None adds it
             as it is.
         thw: tokens of the video along t, h, w. The last tile along an axis may be partial: nothing is padded.
         sparsity: in [0, 1). Each tile attends to ceil((1 - sparsity) N) of the N tiles.
+        before: tokens of each run that stands before the video, such as text, conditions and audio: they attend to everything, and
+            everything to them.
         tile_thw: tokens of a tile along t, h, w.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
@@ -62,7 +73,8 @@ def video_sparse_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    layout, config = TokenLayout.video_text(thw), vsa_config(sparsity, tile_thw)
+    video, config = TokenLayout.video_text(thw), vsa_config(sparsity, tile_thw)
+    layout = TokenLayout((*[DenseRun(length) for length in before], *video.segments)) if before else video
     return vsa_layer(query, key, value, gate, layout, config, scale=scale, deterministic=deterministic, impl=impl).out
 
 
@@ -86,7 +98,7 @@ def vsa_layer(
 
     Args:
         query, key, value: as there, or all three deferred.
-        layout: one video grid.
+        layout: one video grid, and dense runs around it.
         config: what ``vsa_config`` makes.
         selection: attend to what an earlier call with the same layout selected, instead of selecting anew.
     """
@@ -94,18 +106,23 @@ def vsa_layer(
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
         query, key, value, *rest = autocast_inputs(**inputs)
         gate = rest[0] if rest else None
-    if layout.dense or len(layout.video) != 1:
-        raise ValueError(f"layout must be one video grid, got {layout}")
+    if len(layout.video) != 1:
+        raise ValueError(f"layout must have one video grid, got {layout}")
     if gate is not None:
         _check_gate(gate, query)
     assert config.density is not None
-    thw, tile_thw = layout.video[0].thw, config.tile_thw
-    tiles = prod([ceil(n / size) for n, size in zip(thw, tile_thw)])
-    result = attend(query, key, value, layout, _row_budget(config, ceil(config.density * tiles)), scale=scale, deterministic=deterministic,
-                    impl=impl, selection=selection, means=True, by_thw=True)
+    cut = cut_of(layout, config.tile_thw, "none")
+    if cut.dense:
+        query, key, value = (x.materialize() if isinstance(x, Deferred) else x for x in (query, key, value))
+    budget = _row_budget(config, ceil(config.density * cut.num_video_tiles))
+    result = attend(query, key, value, layout, budget, scale=scale, deterministic=deterministic, impl=impl, selection=selection, means=True,
+                    by_thw=layout.dense_length == 0)
     q_means, k_means, v_means = result.means
-    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(tiles),)), scale=scale, impl=impl).out
-    exact, spread = result.out, _spread(pooled, thw, tile_thw)
+    if cut.dense:
+        q_means, k_means, v_means = (torch.cat([of_video, *_run_means(x, cut.dense)], 2)
+                                     for of_video, x in zip(result.means, (query, key, value)))
+    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(cut.num_tiles),)), scale=scale, impl=impl).out
+    exact, spread = result.out, _spread(pooled, cut)
     if gate is None:
         out = exact + spread
     else:
@@ -131,41 +148,52 @@ def _check_gate(gate: Tensor, query: Input) -> None:
         raise ValueError(f"gate must be on query's device {query.device}, got {gate.device}")
 
 
-def _spread(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
-    """``[B, H, N, D]`` -> ``[B, H, S, D]``: each token of the video has its tile's row."""
-    return _Spread.apply(x, thw, tile_thw) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, thw, tile_thw)
+def _run_means(x: Any, runs: Iterable[TiledSegment]) -> list[Tensor]:
+    """Of each dense run of ``[B, H, S, D]`` the means of its tiles, in x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return [block_means(x.narrow(2, run.first_token, run.extent[2]), run.tile[2], wide).to(x.dtype) for run in runs]
+
+
+def _spread(x: Tensor, cut: Cut) -> Tensor:
+    """``[B, H, tiles, D]`` -> ``[B, H, S, D]``: each token has its tile's row."""
+    return _Spread.apply(x, cut) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, cut)
 
 
 class _Spread(torch.autograd.Function):
     """With a gradient that adds nothing atomically: the same bits every time."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
-        ctx.thw, ctx.tile_thw = thw, tile_thw
-        return _to_tokens(x, thw, tile_thw)
+    def forward(ctx, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _to_tokens(x, cut)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _tile_sums(grad, ctx.thw, ctx.tile_thw), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.cat([_tile_sums(grad, segment) for segment in (*ctx.cut.video, *ctx.cut.dense)], 2), None
 
 
-def _to_tokens(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
-    return take_tokens(heads_by_row(x), _tile_of_token(thw, tile_thw, x.device))
+def _to_tokens(x: Tensor, cut: Cut) -> Tensor:
+    return take_tokens(heads_by_row(x), _tile_of_token(cut.tokens, cut.tile_thw, x.device))
 
 
 @remember(64)
-def _tile_of_token(thw: tuple[int, int, int], tile_thw: tuple[int, int, int], device: torch.device) -> Tensor:
+def _tile_of_token(layout: TokenLayout, tile_thw: tuple[int, int, int], device: torch.device) -> Tensor:
     """int64 ``[S]``."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for n, size in zip(thw, tile_thw):
-        index = index[..., None] * ceil(n / size) + torch.arange(n, device=device) // size
-    return index.flatten()
+    cut, indices, first = cut_of(layout, tile_thw, "none"), [], 0
+    for segment in (*cut.video, *cut.dense):
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for n, size in zip(segment.extent, segment.tile):
+            index = index[..., None] * ceil(n / size) + torch.arange(n, device=device) // size
+        indices.append(first + index.flatten())
+        first += segment.num_tiles
+    return torch.cat(in_sequence(layout, indices[:len(cut.video)], indices[len(cut.video):]))
 
 
-def _tile_sums(x: Tensor, thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> Tensor:
-    """``[B, H, S, D]`` -> ``[B, H, N, D]``, the transpose of ``_spread``."""
-    sums, wide = x.unflatten(2, thw), torch.promote_types(x.dtype, torch.float32)
-    for axis, (n, size) in enumerate(zip(thw, tile_thw), start=2):
+def _tile_sums(x: Tensor, segment: TiledSegment) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, tiles of the segment, D]``, the transpose of ``_spread``."""
+    sums = x.narrow(2, segment.first_token, prod(segment.extent)).unflatten(2, segment.extent)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for axis, (n, size) in enumerate(zip(segment.extent, segment.tile), start=2):
         whole = n // size * size
         parts = [sums.narrow(axis, 0, whole).unflatten(axis, (-1, size)).sum(axis + 1, dtype=wide)] if whole else []
         if whole < n:

@@ -238,6 +238,7 @@ def test_models_and_settings_that_do_not_fit_are_refused():
             (lambda: patch_model(Patcher(nn.Linear(1, 1))), ValueError, "WanModel, HunyuanVideo, LTXVModel.*got Linear"),
             (lambda: patch_model(wan, "fast"), TypeError, "config must be an SSTAConfig"),
             (lambda: patch_model(wan, FEW, 0.15), TypeError, "schedule must be a Schedule"),
+            (lambda: patch_model(wan, FEW, Schedule(densities=(1, 0.5))), ValueError, "schedule must have the same density at all steps"),
             (lambda: patch_model(wan, densty=0.15), TypeError, "unexpected keyword 'densty'"),
             (lambda: patch_model(wan, FEW, density=0.15), ValueError, "config must be left out where fields by keyword"),
             (lambda: patch_model(wan, FEW, Schedule(dense_layers=(3,))), ValueError, r"\[-3, 3\) for this model's 3 layers, got 3"),

@@ -50,10 +50,11 @@ def test_a_familys_own_presets():
 
 
 def test_fields(pipe):
-    text = "topk=3, tile_thw=2x4x4,kernel_thw=1x1x1,mask_share_within_head=True,dense_steps=0,dense_layers=0;-1;blocks.1.attn1,lambda_=0.5"
+    text = ("topk=3, tile_thw=2x4x4,kernel_thw=1x1x1,mask_share_within_head=True,dense_steps=0,densities=1;0.5,"
+            "dense_layers=0;-1;blocks.1.attn1,lambda_=0.5")
     made = parse_configuration(text, pipe)
     assert made.config == SSTAConfig(topk=3, tile_thw=(2, 4, 4), kernel_thw=(1, 1, 1), mask_share_within_head=True, lambda_=0.5)
-    assert made.schedule == Schedule(dense_layers=(0, -1, "blocks.1.attn1")) and made.name == text
+    assert made.schedule == Schedule(dense_layers=(0, -1, "blocks.1.attn1"), densities=(1, 0.5)) and made.name == text
     # Those of the schedule alone leave the configuration its variants.
     assert parse_configuration("dense_steps=0.5", pipe).config == parse_configuration("default", pipe).config
     made = parse_configuration("dense enough,dense_steps=0.5,tile_thw=4x8x8", pipe)

@@ -18,6 +18,7 @@ from tiny_pipelines import PIPELINES, flow, latents
 from ssta.kernels import choose_route
 from ssta.pipelines import Schedule, apply_ssta, remove_ssta
 from ssta.pipelines.patch import processor
+from ssta.pipelines.schedule.changes import changed
 
 
 def noting(function, seen: list, entry):
@@ -225,6 +226,29 @@ def test_vace_keeps_the_first_layer_of_both_stacks_dense():
         assert handle.schedule.dense_layers == ("blocks.0.attn1", "vace_blocks.0.attn1")
 
 
+def test_densities_by_step_are_those_that_set_density_sets():
+    """One for each step; 1 is the stock model's attention; layers with a configuration of their own keep it."""
+    pipe, wanted = PIPELINES["ltx"].build(), (1, 0.5, 0.5, 0.2)
+    schedule, seen = Schedule(densities=wanted, layer_configs={0: SPARSE}), []
+    with apply_ssta(pipe, density=0.3, schedule=schedule) as handle:
+        first, second = (module.processor for module in pipe.transformer.modules() if hasattr(getattr(module, "processor", None), "site"))
+        kind = type(second)._attend_sparsely
+        second._attend_sparsely = lambda *args: seen.append((first.config_now, second.config_now)) or kind(second, *args)
+        latents(pipe, steps=4, **PIPELINES["ltx"].call)
+        assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (4, 1)
+        own, per_step = handle.config, len(seen) // 3
+    expected = [changed(own, density=density) for density in wanted[1:] for _ in range(per_step)]
+    assert [config for _, config in seen] == expected and all(config == SPARSE for config, _ in seen)
+    # The same object each time, by which a compiled block and a layer are found again.
+    assert seen[0][1] is seen[2 * per_step - 1][1]
+
+
+@pytest.mark.parametrize("densities, count, wanted", [
+    ((), 3, [None] * 3), ((0.5,), 3, [0.5] * 3), ((1, 0.2), 5, [1, 1, 1, 0.2, 0.2]), ((1, 0.5, 0.2), 2, [1, 0.5])])
+def test_which_density_a_step_has(densities, count, wanted):
+    assert [Schedule(densities=densities).density_of_step(index, count) for index in range(count)] == wanted
+
+
 @pytest.mark.parametrize("fraction, count, dense", [
     (0.0, 50, 0), (0.15, 50, 8), (0.15, 4, 1), (0.15, 2, 1), (0.15, 1, 0), (0.07, 100, 7), (0.99, 4, 3), (1.0, 4, 4), (1.0, 1, 1)])
 def test_how_many_steps_a_fraction_is(fraction, count, dense):
@@ -255,6 +279,9 @@ def test_a_schedule_is_a_value():
     (dict(dense_steps="first"), TypeError, "dense_steps must be a number"),
     (dict(dense_steps=float("nan")), ValueError, "dense_steps"),
     (dict(dense_above=900), ValueError, r"dense_above must lie in \[0, 1\], a noise level, got 900"),
+    (dict(densities=0.5), TypeError, "densities must be a tuple of numbers, one for each step, got 0.5"),
+    (dict(densities=(0.5, 0)), ValueError, r"densities must lie in \(0, 1\], shares of the tile pairs, got 0"),
+    (dict(densities=("a",)), TypeError, "densities must be a number"),
     (dict(dense_layers="blocks.0"), TypeError, "dense_layers must be a tuple"),
     (dict(dense_layers=3), TypeError, "dense_layers must be a tuple"),
     (dict(dense_layers=(0.5,)), TypeError, "dense_layers must name layers by position or by name, got 0.5"),
@@ -280,6 +307,7 @@ def test_bad_schedules(options, error, message):
     (Schedule(dense_layers=(0,), layer_configs={"blocks.0.attn1": SPARSE}), "dense_layers must not name a layer of layer_configs"),
     (Schedule(dense_layers=(0, -2)), "dense_layers must name a layer once, got 0 and -2, which are both blocks.0.attn1"),
     (Schedule(layer_configs={1: SPARSE, "blocks.1.attn1": WINDOW}), "layer_configs must name a layer once, got 1 and 'blocks.1.attn1'"),
+    (Schedule(densities=(1, 0.2)), "schedule must not count steps without a scheduler, got dense_steps = 0.0, densities = .1.0, 0.2."),
     (Schedule(dense_steps=0.2), "schedule must not count steps without a scheduler, got dense_steps = 0.2"),
 ])
 def test_schedules_that_the_model_cannot_follow_install_nothing(schedule, message):

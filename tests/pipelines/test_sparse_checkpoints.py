@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from tiny_models import HEAD_DIM, HEADS, TINY, cast, run
-from tiny_pipelines import PIPELINES
+from tiny_pipelines import PIPELINES, latents
 from torch import nn
 from vsa_oracle import sparse_linear_attention, video_sparse_attention
 
+from ssta import SSTAConfig
 from ssta.pipelines import (
+    Schedule,
     apply_sla,
     apply_ssta,
     apply_vsa,
@@ -26,7 +29,6 @@ from ssta.pipelines import (
     teacher_student,
 )
 from ssta.pipelines.families.trained import sparse_checkpoints
-from ssta.pipelines.families.wan_attention import WanSSTAProcessor
 
 CANVAS = (5, 6, 7)
 WAN = TINY["wan"]
@@ -47,38 +49,51 @@ def branch(method, layers=2, name=0, prefix="", seed=3, head_dim=HEAD_DIM):
             for kind, shape in (("weight", (width, width)), ("bias", (width,)))}
 
 
-class ByDefinition(WanSSTAProcessor):
-    """The model's own attention with the method's definition in its middle, in float64."""
+def by_definition(before, processor, attn, hidden_states, query, key, value, layout):
+    """The method's definition in the middle of the model's own attention, in float64; ``before``: tokens of the runs before the video."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if hasattr(attn, "to_gate_compress"):
+        gate = attn.to_gate_compress(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        out, _ = video_sparse_attention(q, k, v, gate, layout.video[0].thw, 0.6, before=before)
+    else:
+        layer = getattr(attn, "proj_l", SimpleNamespace(weight=None, bias=None))
+        out = sparse_linear_attention(q, k, v, layer.weight, layer.bias, 0.5, "softmax", 128, 64)
+    return out.transpose(1, 2)
 
-    def attend_in(self, attn, hidden_states, query, key, value, layout):
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if hasattr(attn, "to_gate_compress"):
-            gate = attn.to_gate_compress(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-            out, _ = video_sparse_attention(q, k, v, gate, layout.video[0].thw, 0.6)
-        else:
-            out = sparse_linear_attention(q, k, v, attn.proj_l.weight, attn.proj_l.bias, 0.5, "softmax", 128, 64)
-        return out.transpose(1, 2)
+
+def h3_gates(name="transformer_blocks.{}.attn.to_gate_compress.weight"):
+    """MiniMax-H3's gates, which have no biases, as a checkpoint has them."""
+    generator = torch.Generator().manual_seed(3)
+    return {name.format(i): torch.randn(HEADS * HEAD_DIM, 24, generator=generator) / 4 for i in range(2)}
 
 
 def applied(method, model, weights=None, **options):
     return METHODS[method][0](model, weights, **({"sparsity": 0.6} if method == "vsa" else {"density": 0.5}) | options)
 
 
-@both
-def test_a_model_is_its_definition_forward_and_backward(method, monkeypatch):
-    model, call = WAN.build().double(), cast(WAN.call(CANVAS), torch.float64)
-    handle = applied(method, model, branch(method))
+# MiniMax-H3's sequence: 4 tokens of text, 6 of a condition frame, 5 of audio, and the video.
+H3, BEFORE = TINY["minimax_h3"], (4, 6, 5)
+
+
+@pytest.mark.parametrize("name, method", [("wan", "vsa"), ("wan", "sla"), ("minimax_h3", "vsa"), ("minimax_h3", "sla")])
+def test_a_model_is_its_definition_forward_and_backward(name, method):
+    tiny = TINY[name]
+    model, call = tiny.build().double(), cast(tiny.call(CANVAS), torch.float64)
+    weights = branch(method) if name == "wan" else h3_gates() if method == "vsa" else None
+    handle = applied(method, model, weights)
     out = model(**call)[0]
     # Every weight of the model and of the branches; the second loss is of the model with the definition in it.
-    grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
-    for block in model.blocks:
-        block.attn1.processor.__class__ = ByDefinition
+    parameters = [(of, parameter) for of, parameter in model.named_parameters() if not of.startswith("audio_proj_out")]
+    grads = torch.autograd.grad(out.square().sum(), [parameter for _, parameter in parameters])
+    for layer in model.modules():
+        if getattr(getattr(layer, "processor", None), "method", None) is not None:
+            layer.processor.method = partial(by_definition, () if name == "wan" else BEFORE)
     expected = model(**call)[0]
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
-    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
-    for found, exact, (name, _) in zip(grads, wanted, model.named_parameters()):
-        torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-8, msg=name)
-    assert any(METHODS[method][1] in name for name, _ in model.named_parameters()) and handle.active
+    wanted = torch.autograd.grad(expected.square().sum(), [parameter for _, parameter in parameters])
+    for found, exact, (of, _) in zip(grads, wanted, parameters):
+        torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-8, msg=of)
+    assert any(METHODS[method][1] in of for of, _ in parameters) == (weights is not None) and handle.active
 
 
 @both
@@ -203,7 +218,7 @@ def test_weights_that_do_not_fit_say_what_was_found(method):
         (weights | {first: weights[first].char()}, rf"weights' {first} must be a floating-point tensor .* got torch.int8"),
         (weights | branch(method, name=1), f"weights must have one {module} for each attention, got '{first}' and"),
         ({"blocks.0.attn1.to_q.weight": torch.zeros(2)},
-         f"trained with {method.upper()}, with tensors such as '{first}', got 1 tensors such as 'blocks.0.attn1.to_q.weight' in the state"),
+         f"trained with {method.upper()}, with tensors such as 'blocks.0.attn1.{module}.weight', got 1 tensors such as 'blocks.0.att"),
         ({}, f"trained with {method.upper()}, .* got 0 tensors in the state dict"),
     ]
     for wrong, message in cases:
@@ -229,7 +244,13 @@ def test_refuses_what_it_cannot_serve(tmp_path):
         (ValueError, r"sparsity must lie in \[0, 1\)", lambda: apply_vsa(model, weights, sparsity=1.0)),
         (ValueError, r"density must lie in \(0, 1\]", lambda: apply_sla(model, branch("sla"), density=0)),
         (ValueError, "impl must be one of", lambda: apply_vsa(model, weights, impl="fast")),
-        (ValueError, "transformer of Wan's, which VSA checkpoints are for, got LTXVideo", lambda: apply_vsa(TINY["ltx"].build(), weights)),
+        (ValueError, "transformer of Wan's or MiniMax-H3, which VSA checkpoints are for, got LTXVideo",
+         lambda: apply_vsa(TINY["ltx"].build(), weights)),
+        (TypeError, "schedule must be a Schedule or None, got int", lambda: apply_vsa(model, weights, schedule=3)),
+        (ValueError, "schedule must have no layer_configs, for VSA has one sparsity",
+         lambda: apply_vsa(model, weights, schedule=Schedule(layer_configs={0: SSTAConfig(topk=2)}))),
+        (ValueError, r"schedule must not count steps without a scheduler, got .* densities = \(1.0, 0.5\)",
+         lambda: apply_vsa(model, weights, schedule=Schedule(densities=(1, 0.5)))),
         (TypeError, "model must be a transformer or a pipeline", lambda: apply_vsa("wan", weights)),
         (ValueError, "must have its weights before those of VSA", lambda: apply_vsa(WAN.build().to("meta"), weights)),
     ]:
@@ -311,18 +332,59 @@ def test_checkpointing_keeps_what_was_selected(method):
         assert all(map(torch.equal, *grads))
 
 
+H3_NAMES = ["transformer_blocks.{}.attn.to_gate_compress.weight", "transformer_blocks.{}.attn.to_gate_compress.set_weight",
+            "model.diffusion_model.blocks.{}.attn.to_gate_compress.weight"]
+
+
+@pytest.mark.parametrize("name", H3_NAMES)
+def test_every_published_name_of_minimax_h3_is_known(name):
+    model = H3.build()
+    with apply_vsa(model, h3_gates(name) | {"transformer_blocks.0.attn.to_q.lora_A.weight": torch.zeros(4, 2)}) as handle:
+        for number, block in enumerate(model.transformer_blocks):
+            assert torch.equal(block.attn.to_gate_compress.weight, h3_gates()[H3_NAMES[0].format(number)])
+        run(model, H3.call(CANVAS))
+        # 2 x 2 x 2 tiles of the video, and one of text, of conditions and of audio each.
+        assert [layer.tiles for layer in handle.report()] == [11, 11]
+    assert "to_gate_compress" not in str(model)
+    with pytest.raises(ValueError, match="got none for transformer_blocks.1, in the state dict"):
+        apply_vsa(model, {of: x for of, x in h3_gates(name).items() if ".0." in of})
+
+
+def test_minimax_h3_s_sla_has_no_branch_unless_it_is_given_one():
+    model, call = H3.build(), H3.call(CANVAS)
+    dense = run(model, call)
+    with apply_sla(model, density=1.0):
+        torch.testing.assert_close(run(model, call), dense, rtol=1e-4, atol=1e-5)
+    with apply_sla(model, density=0.4):
+        assert not torch.allclose(run(model, call), dense, rtol=1e-3, atol=1e-4)
+    layer = torch.nn.Linear(HEAD_DIM, HEAD_DIM)
+    with apply_sla(model, {f"transformer_blocks.{i}.attn.proj_l.{of}": x for i in range(2) for of, x in layer.named_parameters()}):
+        assert torch.equal(model.transformer_blocks[1].attn.proj_l.weight, layer.weight)
+    assert torch.equal(run(model, call), dense)
+
+
+def densities_of(pipe, steps, schedule, method="vsa", **options):
+    """Of each transformer the densities with which its second layer attended, forward by forward."""
+    seen = {}
+    with METHODS[method][0](pipe, {"transformer": branch(method)}, schedule=schedule, **options):
+        processor = pipe.transformer.blocks[1].attn1.processor
+        noted = processor._noted
+        processor._noted = lambda *args: seen.setdefault("transformer", []).append(processor.config_now.density) or noted(*args)
+        latents(pipe, steps=steps, **PIPELINES["wan"].call)
+    return seen["transformer"]
+
+
 @both
-def test_several_ranks_are_refused_and_leave_the_way_back(method):
-    model, call = WAN.build(), WAN.call(CANVAS)
-    before = run(model, call)
-    handle = applied(method, model, branch(method))
-    model._parallel_config = SimpleNamespace(context_parallel_config=object())
-    with pytest.raises(ValueError, match=f"how it is split over ranks, got WanTransformer3DModel with {method.upper()}"):
-        run(model, call)
-    handle.remove()
-    for owner in (model, *(block.attn1.processor for block in model.blocks)):
-        owner._parallel_config = None
-    assert not handle.active and not hasattr(model.blocks[0].attn1, METHODS[method][1]) and torch.equal(run(model, call), before)
+def test_densities_by_step_reach_the_branch_s_attention(method):
+    pipe = PIPELINES["wan"].build()
+    forwards = len(densities_of(pipe, 1, None, method))
+    assert densities_of(pipe, 4, Schedule(densities=(1, 0.5, 0.5, 0.25)), method) == [
+        density for density in (1.0, 0.5, 0.5, 0.25) for _ in range(forwards)]
+    assert densities_of(pipe, 4, Schedule(densities=(1, 0.25)), method)[::forwards] == [1.0, 1.0, 0.25, 0.25]
+    # What the schedule keeps dense has all tiles, and the branch.
+    options = {"sparsity": 0.75} if method == "vsa" else {"density": 0.25}
+    assert densities_of(pipe, 4, Schedule(dense_steps=0.5), method, **options)[::forwards] == [1.0, 1.0, 0.25, 0.25]
+    assert densities_of(pipe, 2, Schedule(dense_layers=(1,)), method, **options)[::forwards] == [1.0, 1.0]
 
 
 def test_fused_projections_and_autocast_run():

@@ -61,11 +61,20 @@ def test_rows_without_features_get_the_bias_in_float16_too():
     torch.testing.assert_close(linear[:, :, 3], bias.expand(1, 2, 8), rtol=0, atol=2e-3)
 
 
+def test_without_a_weight_it_is_the_exact_part():
+    q, k, v = inputs(300)[:3]
+    out, expected = sparse_linear_attention(q, k, v, None, density=0.4), by_definition(q, k, v, None, None, 0.4, "softmax", 128, 64)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("change, error, message", [
     (dict(weight=torch.zeros(4, 8)), ValueError, r"weight must have shape \(8, 8\) for this head_dim, got \(4, 8\)"),
     (dict(bias=torch.zeros(4)), ValueError, r"bias must have shape \(8,\) for this head_dim, got \(4,\)"),
     (dict(weight=[1.0]), TypeError, "weight must be a tensor of float16, bfloat16, float32 or float64, got list"),
-    (dict(weight=None), TypeError, "weight must be a tensor of float16, bfloat16, float32 or float64, got NoneType"),
+    (dict(weight=None, bias=torch.zeros(8)), ValueError, "bias must be None without a weight, whose product it is added to, got one"),
     (dict(weight=torch.zeros(8, 8).to(torch.float8_e4m3fn)), TypeError, "weight must be a tensor of float16, .*, got torch.float8_e4m3fn"),
     (dict(weight=torch.zeros(8, 8).to_sparse()), TypeError, "weight must be a dense, strided tensor, got torch.sparse_coo"),
     (dict(weight=torch.zeros(8, 8).to_mkldnn()), TypeError, "weight must be a dense, strided tensor, got torch._mkldnn"),

@@ -17,8 +17,8 @@ from ssta.trained.vsa import vsa_config, vsa_layer
 CANVASES = [(4, 8, 8), (5, 6, 7), (2, 9, 5), (1, 1, 3)]
 
 
-def inputs(thw, heads=2, kv_heads=2, dim=8, dtype=torch.float64, device="cpu", batch=1):
-    tokens = thw[0] * thw[1] * thw[2]
+def inputs(thw, heads=2, kv_heads=2, dim=8, dtype=torch.float64, device="cpu", batch=1, before=()):
+    tokens = thw[0] * thw[1] * thw[2] + sum(before)
     shapes = [(batch, tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
     # As projections leave them.
     return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
@@ -36,6 +36,25 @@ def test_forward_and_backward_are_the_published_formulas(thw, sparsity):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(video_sparse_attention(*tensors, thw, sparsity), out, rtol=0, atol=0)
+
+
+# Text, conditions and audio of a packed sequence: whole tiles, partial ones, less than one.
+BEFORE = [(64, 64), (70, 30, 130), (5,)]
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=str)
+@pytest.mark.parametrize("sparsity", [0.75, 0.0])
+def test_what_stands_before_the_video_is_attended_to_whole_and_pooled_in_tiles_of_its_own(before, sparsity):
+    thw = (5, 6, 7)
+    tensors = inputs(thw, heads=4, batch=2, before=before)
+    expected, kept = by_definition(*tensors, thw, sparsity, before=before)
+    out = video_sparse_attention(*tensors, thw, sparsity, before=before)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, tensors, dout)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        torch.testing.assert_close(video_sparse_attention(*tensors, thw, sparsity, before=before), out, rtol=0, atol=0)
 
 
 def test_other_tiles_another_scale_and_no_gate():
@@ -104,11 +123,12 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_it_compiles_whole():
+@pytest.mark.parametrize("before", [(), (70, 30)], ids=str)
+def test_it_compiles_whole(before):
     thw = (5, 6, 7)
-    tensors = inputs(thw, dtype=torch.float32)
-    compiled = torch.compile(lambda *x: video_sparse_attention(*x, thw, 0.5), fullgraph=True, backend="aot_eager")
-    out, expected = compiled(*tensors), video_sparse_attention(*tensors, thw, 0.5)
+    tensors = inputs(thw, dtype=torch.float32, before=before)
+    compiled = torch.compile(lambda *x: video_sparse_attention(*x, thw, 0.5, before=before), fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*tensors), video_sparse_attention(*tensors, thw, 0.5, before=before)
     torch.testing.assert_close(out, expected)
     for found, wanted in zip(torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), tensors)):
         torch.testing.assert_close(found, wanted)
@@ -121,6 +141,8 @@ def test_it_compiles_whole():
     (dict(sparsity=1.0), ValueError, r"sparsity must lie in \[0, 1\), the share of the tiles that is left out, got 1.0"),
     (dict(sparsity="high"), TypeError, "sparsity must be a number, got 'high'"),
     (dict(thw=(2, 2, 4)), ValueError, "thw must multiply to the 12 video tokens of query .*, got"),
+    (dict(before=(3, 4)), ValueError, "query must have the layout's 19 tokens, got 12"),
+    (dict(before=(0,)), ValueError, "length must be"),
     (dict(tile_thw=(4, 4)), ValueError, "tile_thw must have three entries"),
     (dict(key=torch.zeros(1, 2, 11, 8)), ValueError, "key must have the layout's 12 tokens, got 11"),
     (dict(impl="fast"), ValueError, "impl must be one of"),
@@ -133,12 +155,13 @@ def test_refuses(change, error, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, before", [(64, ()), (128, ()), (128, (70, 30, 130))])
 @pytest.mark.parametrize("thw", [(5, 9, 14), (8, 8, 12)], ids=str)
-def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(thw, dim):
-    tensors = inputs(thw, heads=4, dim=dim, dtype=torch.bfloat16, device="cuda", batch=2)
+def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(thw, dim, before):
+    tensors = inputs(thw, heads=4, dim=dim, dtype=torch.bfloat16, device="cuda", batch=2, before=before)
     wide = [x.detach().double().cpu().requires_grad_() for x in tensors]
-    out, (expected, _) = video_sparse_attention(*tensors, thw, 0.6), by_definition(*wide, thw, 0.6, rounded=torch.bfloat16)
+    out = video_sparse_attention(*tensors, thw, 0.6, before=before)
+    expected, _ = by_definition(*wide, thw, 0.6, rounded=torch.bfloat16, before=before)
     eps = torch.finfo(torch.bfloat16).eps
     wrong = (out.double().cpu() - expected).abs().amax(-1) > 4 * eps * expected.abs().max()
     # A mean that is rounded the other way may choose another tile.
@@ -149,12 +172,13 @@ def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(thw, dim):
 
 
 @pytest.mark.gpu
-def test_never_waits_for_the_gpu_and_can_be_captured():
+@pytest.mark.parametrize("before", [(), (70, 30)], ids=str)
+def test_never_waits_for_the_gpu_and_can_be_captured(before):
     thw = (5, 9, 14)
-    tensors = inputs(thw, dim=64, dtype=torch.bfloat16, device="cuda")
+    tensors = inputs(thw, dim=64, dtype=torch.bfloat16, device="cuda", before=before)
 
     def step():
-        out = video_sparse_attention(*tensors, thw, 0.6)
+        out = video_sparse_attention(*tensors, thw, 0.6, before=before)
         return out, *torch.autograd.grad(out.float().square().sum(), tensors)
 
     assert_never_waits_and_fits_a_cuda_graph(step)

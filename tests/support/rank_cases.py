@@ -27,6 +27,7 @@ from rank_mistakes import (
     without_rope,
 )
 from rank_settings import cached, compiled, copied, example, masks, order, packed, pipelines, reported, settings
+from rank_trained import trained, trained_alike, trained_beyond_the_heads
 from tiny_models import SPLIT
 
 __all__ = ["CASES", "run_all"]
@@ -37,8 +38,9 @@ TWO = {
     **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in SPLIT},
     **{f"{name}: gradients": partial(gradients, name) for name in TRAINED},
     **{f"{name}: FSDP": partial(sharded, name) for name in ("wan", "hunyuan_video_15", "minimax_h3")},
+    **{f"{name}: {method}": partial(trained, name, method) for name in ("wan", "minimax_h3") for method in ("vsa", "sla")},
     **{case.__name__: case for case in (settings, masks, copied, order, packed, pipelines, cached, compiled, reported, example, mistakes,
-                                        caches_that_look, shared_patterns, ranks_that_differ, settings_that_differ,
+                                        trained_alike, caches_that_look, shared_patterns, ranks_that_differ, settings_that_differ,
                                         another_negative_prompt, without_rope)},
 }
 FOUR = {
@@ -49,6 +51,7 @@ FOUR = {
        for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
     "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
     "uneven heads": uneven_heads, "whole after rings": whole_after_rings,
-    "odd beyond the heads": odd_beyond_the_heads, "more ranks than heads": more_ranks_than_heads,
+    "odd beyond the heads": odd_beyond_the_heads, "trained beyond the heads": trained_beyond_the_heads,
+    "more ranks than heads": more_ranks_than_heads,
 }
 CASES = {2: TWO, 4: FOUR}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from ssta import SSTAConfig
 from ssta.kernels.checks import require_strided
 from ssta.kernels.routing import require_impl
 
-from ...patch.apply import SSTAHandle, install_all, transformers_of
+from ...patch.apply import SSTAHandle, install_all, require_counter, transformers_of
+from ...patch.branched import BranchedProcessor
 from ...patch.context import ModelContext
 from ...patch.family import Family, Site, family_of
 from ...patch.installation import processors_for, require_bare, sites_of
-from ...patch.processor import SSTAProcessor
 from ...schedule.progress import Progress
 from ...schedule.schedule import Schedule
-from ..wan_attention import WanSSTAProcessor
 from .checkpoint import Found, Weights, find_tensors
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,54 +29,74 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Branch:
-    """What a method trains beside the model's own weights: a linear layer in each attention of the Wan line.
+    """What a method trains beside the model's own weights: a linear layer in each attention.
 
     Attributes:
         method: what messages call it.
         module: the layer's name in the attention module.
         keys: what checkpoints call it, below a block's name.
         size: the attention module -> its (outputs, inputs).
-        processor: what attends with it.
+        attend: what attends with it, as ``BranchedProcessor.method``.
+        without: models of whose checkpoints none has the layer: where no weights are given, they run without it.
     """
 
     method: str
     module: str
     keys: tuple[str, ...]
     size: Callable[[Any], tuple[int, int]]
-    processor: Callable[[ModelContext], SSTAProcessor]
+    attend: Callable[..., Tensor]
+    without: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> re.Pattern:
         """Matches a tensor's name; its groups are the block's name, and "weight" or "bias"."""
-        return re.compile(rf"(?:^|\.)(\w*blocks\.\d+)\.(?:{'|'.join(map(re.escape, self.keys))})\.(weight|bias)$")
+        return re.compile(rf"(?:^|\.)(\w*blocks\.\d+)\.(?:{'|'.join(map(re.escape, self.keys))})\.(?:set_)?(weight|bias)$")
 
 
-def apply_branch(model: Any, weights: Weights | Mapping[str, Weights] | None, branch: Branch, config: SSTAConfig, impl: str) -> SSTAHandle:
+def apply_branch(
+    model: Any, weights: Weights | Mapping[str, Weights] | None, branch: Branch, config: SSTAConfig, schedule: Schedule | None, impl: str,
+) -> SSTAHandle:
     """What ``apply_vsa`` and ``apply_sla`` do, which say what the arguments are and what is raised. ``config``: what reports are about."""
     require_impl(impl)
+    schedule = Schedule() if schedule is None else schedule
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
+    if schedule.layer_configs:
+        raise ValueError(f"schedule must have no layer_configs, for {branch.method} has one sparsity, got {schedule.layer_configs}")
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress, found = Progress(pipeline, None), transformers_of(model)
+    require_counter(schedule, progress)
+    if isinstance(weights, Mapping) and weights and set(weights) <= {name for name, _ in found}:
+        found = [(name, module) for name, module in found if name in weights]
     names = [name for name, _ in found]
     plans = []
     for name, module in found:
         family = family_of(module)
         require_bare(module)
         sites = _sites(family, module, branch)
-        layers = _layers(sites, _found(weights, module, name, names, branch), branch)
-        # Not over several ranks: the gate and the linear part are of all heads.
-        family = replace(family, model=f"{family.model} with {branch.method}", split=None)
-        context = ModelContext(module, family, config, Schedule(), progress, impl)
+        layers = {} if weights is None and family.model in branch.without else _layers(
+            sites, _found(weights, module, name, names, branch), branch)
+        context = ModelContext(module, family, config, schedule, progress, impl)
         context.method = branch.method
-        replacements = processors_for(context, [replace(site, replacement=branch.processor) for site in sites])
+        replacements = processors_for(context, [replace(site, replacement=partial(_with_method, site.replacement, branch.attend))
+                                                for site in sites])
         plans.append((name, module, context, replacements, layers))
     return install_all(plans)
+
+
+def _with_method(make: Callable[[ModelContext], BranchedProcessor], attend: Callable[..., Tensor], context: ModelContext
+                 ) -> BranchedProcessor:
+    processor = make(context)
+    processor.method = attend
+    return processor
 
 
 def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
     sites = sites_of(family, model)
     for site in sites:
-        if site.replacement is not WanSSTAProcessor:
-            raise ValueError(f"model must be a transformer of Wan's, which {branch.method} checkpoints are for, got {type(model).__name__}")
+        if not (isinstance(site.replacement, type) and issubclass(site.replacement, BranchedProcessor)):
+            raise ValueError(f"model must be a transformer of Wan's or MiniMax-H3, which {branch.method} checkpoints are for, got "
+                             f"{type(model).__name__}")
         if hasattr(site.module, branch.module):
             raise ValueError(f"{site.name} must have no {branch.module} of its own, got one")
         module: Any = site.module
@@ -107,17 +127,19 @@ def _found(
 
 def _layers(sites: Sequence[Site], found: Found, branch: Branch) -> dict[str, nn.Linear]:
     """The trained layer of each site, by the name of the module that it will be."""
+    blocks = {site.name.rpartition(".")[0]: site for site in sites}
     tensors: dict[tuple[str, str], Tensor] = {}
     origin: dict[tuple[str, str], str] = {}
     for name, x in found.tensors.items():
         match = branch.pattern.search(name)
         assert match is not None
-        key = match.group(1), match.group(2)
+        # MiniMax-H3's own files have "blocks" where diffusers has "transformer_blocks".
+        block = f"transformer_{match.group(1)}" if f"transformer_{match.group(1)}" in blocks else match.group(1)
+        key = block, match.group(2)
         if key in tensors:
             raise ValueError(f"weights must have one {branch.module} for each attention, got {origin[key]!r} and {name!r}")
         tensors[key], origin[key] = x, name
-    blocks = {site.name.rpartition(".")[0]: site for site in sites}
-    example = f"{next(iter(blocks))}.{branch.keys[0]}.weight"
+    example = f"{sites[0].name}.{branch.module}.weight"
     if not tensors:
         raise ValueError(f"weights must be a checkpoint that was trained with {branch.method}, with tensors such as {example!r}, "
                          f"got {found}")

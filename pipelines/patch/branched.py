@@ -1,0 +1,71 @@
+"""BranchedProcessor: an SSTAProcessor that lets a method attend which others trained, with a layer of its own in the attention module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssta import TokenLayout
+from ssta.op import LayerResult
+from ssta.ranks import Sent, Shards
+
+from .processor import Given, SSTAProcessor
+
+
+class BranchedProcessor(SSTAProcessor):
+    """Base of the processors that ``apply_vsa`` and ``apply_sla`` know: in ``__call__`` they say ``attend_in`` for ``attend``.
+
+    Attributes:
+        method: attends in its place: (processor, attention module, what came into it, query, key, value, layout) -> ``[B, S, H, D]``; None
+            = no method of others.
+    """
+
+    method: Callable[..., Tensor] | None = None
+
+    def attend_in(self, attn: Any, hidden_states: Tensor, query: Given, key: Given, value: Given, layout: TokenLayout) -> Tensor:
+        """``attend``, or what the method makes of it and of what came into the attention module."""
+        if self.method is None:
+            return self.attend(query, key, value, layout)
+        return self.method(self, attn, hidden_states, query, key, value, layout)
+
+    def attend_by(self, attended: Callable[..., LayerResult], query: Given, key: Given, value: Given, layout: TokenLayout, *others: Tensor
+                  ) -> Tensor:
+        """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``; notes what ran.
+
+        Args:
+            attended: called with a selection, to which it then attends, or None, and with query, key, value and ``others`` as
+                ``[B, H, S, D]``, on several ranks all tokens of the rank's own heads.
+            query, key, value, layout: as ``attend`` takes them.
+            others: tensors like query.
+
+        Raises:
+            ValueError: more ranks than heads.
+        """
+        given: list[Any]
+        if isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent):
+            shards = self._sharded(query, layout)
+            given = [query.wait(), key.wait(), value.wait(), *[shards.to_heads(x.transpose(1, 2)) for x in others]]
+            self._exchange.note("arrived")
+            result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
+            self._exchange.note("attended")
+            result = result._replace(out=shards.to_tokens(result.out, query.heads))
+            return self._noted(result, None, layout, False, (shards.rank, shards.ranks, query.shape[1], query.heads))
+        if not torch.compiler.is_compiling():
+            self._stopwatch.start(query.device)
+        given = [x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value, *others)]
+        result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
+        return self._noted(result, None, layout, False, None)
+
+    def _sharded(self, query: Sent, layout: TokenLayout) -> Shards:
+        """How the ranks share the sequence out, once they agree on what they attend to."""
+        shards, context = query.shards, self.context
+        if not isinstance(shards, Shards):
+            raise ValueError(f"{context.method} must run on at most as many ranks as there are heads, got {shards.ranks} ranks and "
+                             f"{query.heads} heads")
+        config = self.config_now
+        shards.agreed((context.method, config, context.impl, layout), lambda: {
+            "method": context.method, "config": config, "impl": context.impl, "layout": layout})
+        return shards
