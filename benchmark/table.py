@@ -191,13 +191,15 @@ def stages_table(rows: list[Row]) -> list[list[str]]:
 def trained_table(rows: list[Row]) -> list[list[str]]:
     """One line a layer of a checkpoint that was trained sparse: dense, its exact part and the whole, and their backwards."""
     lines = [["layer", "dense SDPA, ms", "exact part, ms (TFLOP/s)", "layer, ms", "exact part, backward, ms (TFLOP/s)",
-              "layer, backward, ms"]]
-    for layer, found in grouped([row for row in rows if row["impl"] != "fastvideo-kernel"], lambda row: row["layer"]).items():
-        of = {(row["what"], row["direction"]): row for row in found}
+              "layer, backward, ms", "exact part, FlexAttention, ms", "exact part, FastVideo, ms"]]
+    for layer, found in grouped(rows, lambda row: row["layer"]).items():
+        by = {row["impl"]: row for row in found if row["what"] == "exact part"}
+        of = {(row["what"], row["direction"]): row for row in found if row["impl"] not in ("FlexAttention", "fastvideo-kernel")}
         exact = [of.get(("exact part", direction)) for direction in ("forward", "backward")]
         forward, backward = (f"{milliseconds(row)} ({figures(row['tflops'])})" if row else "–" for row in exact)
         lines.append([layer, milliseconds(of.get(("dense", "forward"))), forward, milliseconds(of.get(("layer", "forward"))), backward,
-                      milliseconds(of.get(("layer", "backward")))])
+                      milliseconds(of.get(("layer", "backward"))), milliseconds(by.get("FlexAttention")),
+                      milliseconds(by.get("fastvideo-kernel"))])
     return lines
 
 

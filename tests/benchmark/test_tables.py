@@ -261,8 +261,8 @@ def test_layers_of_checkpoints_that_were_trained_sparse():
 
     rows = [dict(layer="VSA", what=what, impl=impl, direction=direction, median_ms=ms, tflops="274.2") for what, impl, direction, ms in (
         ("dense", "SDPA", "forward", "10"), ("exact part", "auto", "forward", "4.3"), ("layer", "auto", "forward", "5"),
-        ("exact part", "auto", "backward", "12"), ("layer", "fastvideo-kernel", "forward", "6"))]
-    assert table.trained_table(rows)[1:] == [["VSA", "10.0", "4.30 (274)", "5.00", "12.0 (274)", "–"]]
+        ("exact part", "auto", "backward", "12"), ("exact part", "fastvideo-kernel", "forward", "6"))]
+    assert table.trained_table(rows)[1:] == [["VSA", "10.0", "4.30 (274)", "5.00", "12.0 (274)", "–", "–", "6.00"]]
 
 
 def test_plots_are_drawn_or_named_as_missing(made_up, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,8 @@
 import csv
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @pytest.fixture
@@ -11,7 +13,8 @@ def bench(monkeypatch, tmp_path):
 
     monkeypatch.setattr(bench_vsa, "RESULTS", tmp_path)
     for name in ("LAYERS", "LAYERS_CPU"):
-        monkeypatch.setattr(bench_vsa, name, tuple(bench_vsa.Layer(method, method, (5, 6, 7), 2, 32, 0.6) for method in ("vsa", "sla")))
+        monkeypatch.setattr(bench_vsa, name, tuple(bench_vsa.Layer(method, method, (5, 6, 7), 2, 32, 0.6) for method in ("vsa", "sla")) + (
+            bench_vsa.Layer("before", "vsa", (5, 6, 7), 2, 32, 0.6, (70, 9)),))
     return bench_vsa
 
 
@@ -20,12 +23,35 @@ def test_every_part_is_checked_and_measured(bench, tmp_path):
     with (tmp_path / "vsa.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     parts = [("dense", "forward"), ("exact part", "forward"), ("exact part", "backward"), ("layer", "forward"), ("layer", "backward")]
-    assert [(row["layer"], row["what"], row["direction"]) for row in rows] == [(name, *part) for name in ("vsa", "sla") for part in parts]
+    assert [(row["layer"], row["what"], row["direction"]) for row in rows] == [
+        (name, *part) for name in ("vsa", "sla", "before") for part in parts]
     assert all(float(row["median_ms"]) > 0 and float(row["tflops"]) > 0 and not row["note"] for row in rows)
     assert all(0 <= float(row["error"]) < 1e-5 for row in rows if (row["what"], row["direction"]) == ("layer", "forward"))
     # 8 tiles, of which ceil(0.4 x 8) are kept: 15 to 64 of their tokens. 4 blocks of keys, of which int(0.4 x 4) is kept.
     densities = {row["layer"]: float(row["density"]) for row in rows if row["what"] == "layer"}
     assert 0.1 < densities["vsa"] < 0.95 and densities["sla"] == pytest.approx(64 / 210, rel=0.5)
+
+
+def test_what_others_run_attends_to_the_same_pairs(bench, monkeypatch, tmp_path):
+    """By what their lists and masks say, without a compiler."""
+    scale = []
+
+    def compiled(function, **options):
+        def attend(q, k, v, block_mask, kernel_options):
+            q_size, kv_size = block_mask.BLOCK_SIZE
+            seen = block_mask.to_dense().bool().repeat_interleave(q_size, -2).repeat_interleave(kv_size, -1)
+            seen = seen & block_mask.mask_mod(0, 0, torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2]))
+            return scaled_dot_product_attention(q, k, v, seen, scale=scale[-1])
+        return attend
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for right in (True, False):
+        scale.append(None if right else 0.5)
+        bench.main(["--rounds", "1", "--others", "--csv", "vsa"])
+        with (tmp_path / "vsa.csv").open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["impl"] == "FlexAttention"]
+        assert [row["layer"] for row in rows] == ["vsa", "sla", "before"]
+        assert all(bool(row["median_ms"]) == right and ("is wrong: off by" in row["note"]) != right for row in rows)
 
 
 def test_a_wrong_layer_is_not_timed(bench, monkeypatch):
