@@ -1,53 +1,126 @@
-"""What does each part of docs/recipes.md give? Seconds of a denoising step, memory, and the error of a step, by switch.
+"""What does each part of docs/recipes.md give? Seconds of a denoising step, of its parts and of a generation, memory, and errors, by switch.
 
     python benchmark/bench_recipe.py [--model TEXT ...] [--only NAME ...] [--quantize float8|int8] [--rounds 3] [--csv recipe_h200]
+    torchrun --nproc-per-node=2 benchmark/bench_recipe.py ... [--csv recipe_h200x2]
 
 A step is one forward of the transformer for one prompt, with random weights at the published width; classifier-free guidance takes two. A
 forward of a few blocks and one of a single block are measured: what a block takes follows from these two, and step_s is the rest and all
-blocks of the model. SSTA is what apply_ssta(pipe) does at a step that is not dense, in all layers.
+blocks of the model. SSTA is what apply_ssta(pipe) does in a layer that is not dense, in all layers.
 
+    stock                diffusers as it comes, where it makes no mask of all pairs of tokens
     dense                exact attention in every layer, through whichever kernel is fastest
-    default              SSTA by default
-    ..., compiled        blocks compiled by compile_repeated_blocks (Inductor)
+    default, fast        SSTA by default, and with preset="fast"
     ..., 8 bits          linear layers of the blocks by torchao, rows of activations and weights with scales of their own
+    ..., compiled        blocks compiled by compile_repeated_blocks (Inductor); first_s is the first forward, which compiles
     ..., skipped         a step that TaylorSeer predicts instead of computing it
+    text encoder         all prompts of a generation (step_s is their seconds)
+    VAE, VAE in tiles    decodes the video, in one piece or as diffusers cuts it (step_s is its seconds)
 
-Column error: how far one step is from that of the same recipe with dense attention, over its length. Column error_dense: from that of plain
-dense attention, uncompiled and in 16 bits. Compiled dense attention that is further from it than rounding ends the program.
+attention_s, linear_s, pointwise_s and exchange_s are parts of a step, by a profile of the few blocks: attention has all kernels of a sparse
+layer, and cross-attention. Column error: how far one step is from that of the same recipe with dense attention, not compiled, over its
+length. Column error_dense: from that of dense attention in 16 bits. Compiled dense attention that is further from it than rounding ends the
+program. Under torchrun every forward is shared out over the ranks; times are the slowest rank's.
+
+What matters most is measured first, and the CSV is written row by row.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import diffusers
 import torch
+from around import AROUND
 from arguments import add_names, add_rounds, named, new_parser
 from bench_pipeline import ALLOWED
-from measure import NO_TIMES, RESULTS, failure, interleaved, measure_each, peak_extra_mib, print_machine
+from kinds import KINDS, milliseconds_of
+from measure import NO_TIMES, RESULTS, failure, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from models import MODELS_CPU, ModelShape
 from table import recipe_table
 from torch import Tensor, nn
+from world import Elsewhere, OnRanks, World
 
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.published import PUBLISHED, blocks_of
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from recipe import QUANTIZED, best_quantization, cached, quantize
+from generate import share_out
+from recipe import QUANTIZED, RECOMPILE_LIMIT, best_quantization, cached, quantize
 
-WHAT = ("dense", "default", "dense, compiled", "default, compiled", "default, 8 bits", "default, 8 bits, compiled", "default, skipped")
-SHAPES = tuple(ModelShape.of(PUBLISHED[name], blocks=blocks, stock_blocks=1)
-               for name, blocks in (("wan-14b", 4), ("hunyuan-video-1.5", 4), ("wan-1.3b", 6), ("ltx", 8)))
+STEPS = ("stock", "dense", "default", "fast", "dense, compiled", "default, compiled", "default, 8 bits", "dense, 8 bits, compiled",
+         "default, 8 bits, compiled", "fast, 8 bits, compiled", "default, skipped")
+AROUND_STEPS = ("text encoder", "VAE in tiles", "VAE")
+WHAT = (*STEPS, *AROUND_STEPS)
+# How the blocks are prepared, (8 bits, compiled), in the order in which that is measured.
+PREPARED = ((True, True), (False, False), (False, True), (True, False))
+# diffusers makes a mask of all pairs of tokens for HunyuanVideo 1.5: its step takes 41 s.
+SHAPES = tuple(ModelShape.of(PUBLISHED[name], blocks=blocks, stock_blocks=stock)
+               for name, blocks, stock in (("wan-14b", 4, 4), ("hunyuan-video-1.5", 4, 0), ("wan-1.3b", 6, 6), ("ltx", 8, 8)))
+SCHEDULES = {"dense": lambda layers: Schedule(dense_layers=tuple(range(layers)))}
 # How many forwards TaylorSeer computes before it predicts one.
 COMPUTED_FIRST = 4
 
 
+@dataclass(frozen=True)
+class Bench:
+    """How everything is measured.
+
+    Attributes:
+        device, dtype: of the models.
+        rounds: of each call.
+        quantized: what 8 bits are.
+        backend: what compiles.
+        world: the ranks that share out each forward; None = there is one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+    quantized: str
+    backend: str
+    world: World | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.world is None else self.world.size
+
+    def times(self, calls: dict[Any, Callable[[], object]]) -> dict[Any, dict]:
+        if self.world is None:
+            return interleaved(calls, self.rounds)
+        return interleaved({name: OnRanks(self.ranks, call) for name, call in calls.items()}, self.rounds, timed=self.world.milliseconds)
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives; where it fails on one rank it does so on all."""
+        return work() if self.world is None else self.world.attempt(work)
+
+    @contextmanager
+    def attending(self, model: nn.Module, how: str, shared: bool = True) -> Iterator[None]:
+        """The model with the attention that ``how`` names, in all layers, and its tokens ``shared`` out over the ranks."""
+        if how == "stock":
+            yield
+            return
+        layers = len(blocks_of(model)[1])
+        schedule = SCHEDULES.get(how, lambda layers: Schedule())(layers)
+        with apply_ssta(model, schedule=schedule, preset="fast" if how == "fast" else None):
+            if shared:
+                share_out(SimpleNamespace(transformer=model))
+            yield
+
+
 def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
+    world = World.start() if "RANK" in os.environ else None
     device = torch.device("cuda" if gpu else "cpu")
-    shapes = SHAPES if gpu else MODELS_CPU
+    shapes = SHAPES if gpu else MODELS_CPU[1:2]
     parser = new_parser(__doc__)
     add_names(parser, "model", shapes)
     parser.add_argument("--only", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
@@ -56,79 +129,120 @@ def main(argv: list[str] | None = None) -> None:
     add_rounds(parser, 3)
     options = parser.parse_args(argv)
     chosen = named(parser, "model", options.model, shapes)
-    print_machine()
-    whats = [what for what in WHAT if what in options.only]
-    path = RESULTS / f"{options.csv}.csv" if options.csv else None
-    measure_each(chosen, lambda shape: measure_model(shape, whats, options.rounds, device, options.quantize, options.backend), path,
-                 recipe_table)
+    diffusers.logging.set_verbosity_error()
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    bench = Bench(device, torch.bfloat16 if gpu else torch.float32, options.rounds, options.quantize, options.backend, world)
+    first = world is None or world.rank == 0
+    if first:
+        print_machine()
+    rows: list[dict] = []
+    for shape in chosen:
+        for row in measure_model(bench, shape, [what for what in WHAT if what in options.only]):
+            rows.append(row)
+            rows.sort(key=lambda row: (chosen.index(next(of for of in chosen if of.name == row["model"])), WHAT.index(row["what"])))
+            if first:
+                print_rows([row])
+                if options.csv:
+                    write_rows(RESULTS / f"{options.csv}.csv", rows, quiet=True)
+    if first:
+        head, *lines = recipe_table([{name: str(value) for name, value in row.items()} for row in rows])
+        print_rows([dict(zip(head, line)) for line in lines])
+    if world is not None:
+        world.end()
 
 
 @torch.no_grad()
-def measure_model(shape: ModelShape, whats: list[str], rounds: int, device: torch.device, quantized: str, backend: str) -> list[dict]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs, plain, rows = shape.call(device.type, dtype), None, []
-    for bits in (None, quantized):
-        group = [what for what in whats if ("8 bits" in what) == (bits is not None)]
+def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator[dict]:
+    """A row of each of ``whats``, those that matter most first."""
+    inputs, plain = shape.call(bench.device.type, bench.dtype), None
+    for bits, compiled in PREPARED:
+        group = [what for what in whats if what in STEPS and ("8 bits" in what, "compiled" in what) == (bits, compiled)
+                 and (what != "stock" or shape.stock_blocks and bench.ranks == 1)]
         if not group:
             continue
-        model = shape.build(device.type, dtype)
+        torch._dynamo.reset()
+        model = shape.build(bench.device.type, bench.dtype)
         if plain is None:
-            plain = output(model, inputs, "dense")
-        for compiled in (False, True):
-            wanted = [what for what in group if ("compiled" in what) == compiled]
-            if not wanted:
-                continue
-            try:
-                if bits is not None and not is_quantized(model):
-                    quantize(model, bits)
-                if compiled:
-                    model.compile_repeated_blocks(fullgraph=True, backend=backend)
-                dense = output(model, inputs, "dense")
-            except (AssertionError, NotImplementedError, RuntimeError) as error:
-                # What torchao or the compiler cannot do here is said in the table, beside what the others give.
-                rows += [blank(shape, model, what, bits) | dict(note=failure(error)) for what in wanted]
-                continue
-            if bits is None and distance(dense, plain) > ALLOWED[dtype]:
-                raise SystemExit(f"{shape.name}, dense, compiled, is wrong: a step is off by {distance(dense, plain):.2g} of its length, "
-                                 f"{ALLOWED[dtype]} is allowed; no time is printed")
-            rows += [row_of(shape, model, inputs, what, rounds, bits, dense, plain) for what in wanted]
-        del model
-    return sorted(rows, key=lambda row: WHAT.index(row["what"]))
+            plain = output(bench, model, inputs, "dense")
+        try:
+            if bits:
+                bench.attempt(partial(quantize, model, bench.quantized))
+            dense = bench.attempt(partial(output, bench, model, inputs, "dense")) if bits else plain
+            if compiled:
+                model.compile_repeated_blocks(fullgraph=True, backend=bench.backend)
+        except (AssertionError, NotImplementedError, RuntimeError, Elsewhere) as error:
+            # What torchao cannot do here is said in the table, beside what the others give.
+            yield from (blank(bench, shape, model, what) | dict(note=failure(error)) for what in group)
+            continue
+        for what in group:
+            row = row_of(bench, shape, model, inputs, what, dense, plain)
+            if what == "dense, compiled" and row["error_dense"] != "" and not row["error_dense"] <= ALLOWED[bench.dtype]:
+                raise SystemExit(f"{shape.name}, {what}, is wrong: a step is off by {row['error_dense']:.2g} of its length, "
+                                 f"{ALLOWED[bench.dtype]} is allowed; no time is printed")
+            yield row
+        del model, dense
+        empty_cache(bench)
+    for what in AROUND_STEPS:
+        if what in whats and bench.ranks == 1:
+            yield around_row(bench, shape, what)
+            empty_cache(bench)
 
 
-def row_of(
-    shape: ModelShape, model: nn.Module, inputs: dict, what: str, rounds: int, bits: str | None, dense: Tensor, plain: Tensor,
-) -> dict:
+def row_of(bench: Bench, shape: ModelShape, model: nn.Module, inputs: dict, what: str, dense: Tensor, plain: Tensor) -> dict:
     """What one recipe gives on a model that is quantised and compiled as it wants; errors are the distances to ``dense`` and ``plain``."""
-    row = blank(shape, model, what, bits)
+    row = blank(bench, shape, model, what)
     try:
-        with attending(model, what.partition(",")[0]):
+        with bench.attending(model, what.partition(",")[0]):
             if what.endswith("skipped"):
-                return row | skipped(model, inputs, rounds)
-            out = model(**inputs)[0].float()
+                return row | skipped(bench, model, inputs)
+            start = time.perf_counter()
+            out = bench.attempt(lambda: model(**inputs)[0].float())
+            if bench.device.type == "cuda":
+                torch.cuda.synchronize()
+            row["first_s"] = time.perf_counter() - start
             calls = {count: shortened(model, count, inputs) for count in (shape.blocks, 1)}
-            row["extra_mib"] = peak_extra_mib(calls[shape.blocks])
-            times = interleaved(calls, rounds)
-    except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
+            bench.attempt(calls[1])
+            row["extra_mib"] = bench.attempt(partial(peak_extra_mib, calls[shape.blocks]))
+            times = bench.times(calls)
+            whole, one = times[shape.blocks], times[1]
+            if whole["note"] or one["note"]:
+                return row | dict(note=whole["note"] or one["note"])
+            spent = bench.attempt(partial(milliseconds_of, calls[shape.blocks]))
+    except (torch.OutOfMemoryError, Elsewhere) as error:
+        empty_cache(bench)
         return row | dict(note=failure(error))
-    whole, one = times[shape.blocks], times[1]
     block_ms = (whole["median_ms"] - one["median_ms"]) / (shape.blocks - 1)
+    step_s = (one["median_ms"] + (shape.depth - 1) * block_ms) / 1e3
     return row | {name: whole[name] for name in NO_TIMES} | dict(
-        step_s=(one["median_ms"] + (shape.depth - 1) * block_ms) / 1e3, one_block_ms=one["median_ms"], error=distance(out, dense),
-        error_dense=distance(out, plain))
+        step_s=step_s, one_block_ms=one["median_ms"], error=distance(out, dense), error_dense=distance(out, plain),
+        **{f"{kind}_s": ms / whole["median_ms"] * step_s for kind, ms in spent.items()})
 
 
-def blank(shape: ModelShape, model: nn.Module, what: str, bits: str | None) -> dict:
+def blank(bench: Bench, shape: ModelShape, model: nn.Module | None, what: str) -> dict:
     """A row before anything is measured; the weights are those of all blocks of the model."""
-    weights_mib = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
-    return dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, quantized=bits or "", step_s="", blocks=shape.depth,
-                blocks_measured=shape.blocks, **NO_TIMES, one_block_ms="", extra_mib="", blocks_mib=weights_mib, error="", error_dense="",
-                note="")
+    around = AROUND[shape.name]
+    row = dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, ranks=bench.ranks,
+               quantized=bench.quantized if "8 bits" in what else "", step_s="", steps=around.steps, forwards=around.forwards,
+               blocks=shape.depth, blocks_measured=shape.blocks if model else "", **NO_TIMES, one_block_ms="", first_s="",
+               **{f"{kind}_s": "" for kind in ("attention", *KINDS)}, extra_mib="", blocks_mib="", error="", error_dense="", note="")
+    if model is not None:
+        row["blocks_mib"] = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
+    return row
 
 
-def is_quantized(model: nn.Module) -> bool:
-    return any(hasattr(x, "__tensor_flatten__") for x in blocks_of(model)[1].parameters())
+def around_row(bench: Bench, shape: ModelShape, what: str) -> dict:
+    """Seconds of what comes before or after the steps."""
+    row, around = blank(bench, shape, None, what), AROUND[shape.name]
+    try:
+        with torch.no_grad():
+            call = around.encode(bench.device.type, bench.dtype) if what == "text encoder" else around.decode(
+                shape.thw, bench.device.type, bench.dtype, what.endswith("tiles"))
+            call()
+            row["extra_mib"] = peak_extra_mib(call)
+            times = interleaved({what: call}, 1, warm=0)[what]
+    except torch.OutOfMemoryError as error:
+        return row | dict(note=failure(error))
+    return row | times | dict(step_s=times["median_ms"] / 1e3 if times["median_ms"] else "")
 
 
 def shortened(model: nn.Module, count: int, inputs: dict) -> Callable[[], object]:
@@ -138,36 +252,27 @@ def shortened(model: nn.Module, count: int, inputs: dict) -> Callable[[], object
     def call() -> object:
         setattr(model, name, blocks[:count])
         try:
-            return model(**inputs)
+            # Arrived: what ranks gather last is on its way until something reads it.
+            return model(**inputs)[0].clone()
         finally:
             setattr(model, name, blocks)
 
     return call
 
 
-def skipped(model: nn.Module, inputs: dict, rounds: int) -> dict:
+def skipped(bench: Bench, model: nn.Module, inputs: dict) -> dict:
     """Times of a forward that TaylorSeer predicts, whatever the number of blocks: they are not called."""
-    class Pipe:
-        transformer = model
-
-    with cached(Pipe, "taylor", {"cache_interval": COMPUTED_FIRST + rounds + 2, "disable_cache_before_step": COMPUTED_FIRST}, 50):
-        with model.cache_context("cond"):
-            for _ in range(COMPUTED_FIRST):
-                model(**inputs)
-            times = interleaved({"skipped": lambda: model(**inputs)}, rounds)["skipped"]
+    options = {"cache_interval": COMPUTED_FIRST + bench.rounds + 2, "disable_cache_before_step": COMPUTED_FIRST}
+    with cached(SimpleNamespace(transformer=model), "taylor", options, 50), model.cache_context("cond"):
+        for _ in range(COMPUTED_FIRST):
+            model(**inputs)
+        times = bench.times({"skipped": lambda: model(**inputs)})["skipped"]
     return {name: times[name] for name in NO_TIMES} | dict(step_s=times["median_ms"] / 1e3)
 
 
-@contextmanager
-def attending(model: nn.Module, how: str) -> Iterator[None]:
-    """The model with dense attention, or with SSTA by default, in all layers."""
-    layers = len(blocks_of(model)[1])
-    with apply_ssta(model, schedule=Schedule(dense_layers=tuple(range(layers))) if how == "dense" else Schedule()):
-        yield
-
-
-def output(model: nn.Module, inputs: dict, how: str) -> Tensor:
-    with attending(model, how):
+def output(bench: Bench, model: nn.Module, inputs: dict, how: str) -> Tensor:
+    """The whole output, computed on each rank alone."""
+    with bench.attending(model, how, shared=False):
         return model(**inputs)[0].float()
 
 
@@ -180,6 +285,11 @@ def size_of(x: Tensor) -> float:
     if not hasattr(x, "__tensor_flatten__"):
         return x.numel() * x.element_size()
     return sum(size_of(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+
+
+def empty_cache(bench: Bench) -> None:
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -164,8 +164,9 @@ def quantize(model: nn.Module, kind: str) -> None:
     stay."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8DynamicActivationInt8WeightConfig, PerRow, quantize_
 
-    configs = {"float8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-               "int8": Int8DynamicActivationInt8WeightConfig}
+    # torchao would have Inductor tune every kernel for minutes when it first runs, which large products leave little to gain from.
+    configs = {"float8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False),
+               "int8": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)}
     stacks = tuple(f"{name}." for name, child in model.named_children() if isinstance(child, nn.ModuleList))
 
     def chosen(module: nn.Module, name: str) -> bool:
