@@ -111,8 +111,9 @@ class Bench:
         layers = len(blocks_of(model)[1])
         schedule = SCHEDULES.get(how, lambda layers: Schedule())(layers)
         with apply_ssta(model, schedule=schedule, preset="fast" if how == "fast" else None):
-            if shared:
-                share_out(SimpleNamespace(transformer=model))
+            if shared and self.world is not None:
+                with self.world.counted():
+                    share_out(SimpleNamespace(transformer=model))
             yield
 
 
@@ -154,6 +155,8 @@ def main(argv: list[str] | None = None) -> None:
 @torch.no_grad()
 def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator[dict]:
     """A row of each of ``whats``, those that matter most first."""
+    # The same on all ranks.
+    torch.manual_seed(1)
     inputs, plain = shape.call(bench.device.type, bench.dtype), None
     for bits, compiled in PREPARED:
         group = [what for what in whats if what in STEPS and ("8 bits" in what, "compiled" in what) == (bits, compiled)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
-from unittest.mock import patch
 
 import diffusers
 import torch
@@ -101,9 +99,7 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
         return of
     # Every size of group is made on all ranks at once, so the others have their own.
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ranks // ring, mesh=world.mesh(ranks, ring))
-    # diffusers divides ranks by the number of accelerators, of which a CPU has none.
-    counted = nullcontext() if world.device.type == "cuda" else patch.object(torch.accelerator, "device_count", lambda: 1)
-    with counted:
+    with world.counted():
         of.enable_parallelism(config=config)
     if what == "unmasked":
         for site in family_of(of).sites(of):

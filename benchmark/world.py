@@ -6,9 +6,11 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -166,6 +168,10 @@ class World:
         return time.monotonic() - self._start
 
     # Groups
+
+    def counted(self) -> AbstractContextManager:
+        """Within it diffusers can divide ranks by the number of accelerators, of which a CPU has none."""
+        return nullcontext() if self.device.type == "cuda" else patch.object(torch.accelerator, "device_count", lambda: 1)
 
     def mesh(self, ranks: int, ring: int = 1) -> DeviceMesh:
         """Dimensions "other", "ring" and "ulysses", the last two of ``ranks`` together; all ranks must ask for it in the same order.
