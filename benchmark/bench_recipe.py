@@ -1,7 +1,7 @@
-"""What does each part of docs/recipes.md give? Seconds of a denoising step, of its parts and of a generation, memory, and errors, by switch.
+"""What does each part of docs/recipes.md give? Seconds of a denoising step, of its parts and of a generation, memory, errors, by switch.
 
     python benchmark/bench_recipe.py [--model TEXT ...] [--only NAME ...] [--quantize float8|int8] [--rounds 3] [--csv recipe_h200]
-    torchrun --nproc-per-node=2 benchmark/bench_recipe.py ... [--csv recipe_h200x2]
+    torchrun --nproc-per-node=2 benchmark/bench_recipe.py ...
 
 A step is one forward of the transformer for one prompt, with random weights at the published width; classifier-free guidance takes two. A
 forward of a few blocks and one of a single block are measured: what a block takes follows from these two, and step_s is the rest and all
@@ -21,7 +21,7 @@ layer, and cross-attention. Column error: how far one step is from that of the s
 length. Column error_dense: from that of dense attention in 16 bits. Compiled dense attention that is further from it than rounding ends the
 program. Under torchrun every forward is shared out over the ranks; times are the slowest rank's.
 
-What matters most is measured first, and the CSV is written row by row.
+What matters most is measured first. The CSV is written row by row; rows that it has already and that are not measured now stay.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from typing import Any
 
 import diffusers
 import torch
-from around import AROUND
 from arguments import add_names, add_rounds, named, new_parser
+from around import AROUND
 from bench_pipeline import ALLOWED
 from kinds import KINDS, milliseconds_of
 from measure import NO_TIMES, RESULTS, failure, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from models import MODELS_CPU, ModelShape
-from table import recipe_table
+from recipe_tables import STEPS, generation_table, recipe_ranks_table, recipe_table
+from rows import read_rows
 from torch import Tensor, nn
 from world import Elsewhere, OnRanks, World
 
@@ -56,8 +57,6 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from generate import share_out
 from recipe import QUANTIZED, RECOMPILE_LIMIT, best_quantization, cached, quantize
 
-STEPS = ("stock", "dense", "default", "fast", "dense, compiled", "default, compiled", "default, 8 bits", "dense, 8 bits, compiled",
-         "default, 8 bits, compiled", "fast, 8 bits, compiled", "default, skipped")
 AROUND_STEPS = ("text encoder", "VAE in tiles", "VAE")
 WHAT = (*STEPS, *AROUND_STEPS)
 # How the blocks are prepared, (8 bits, compiled), in the order in which that is measured.
@@ -136,20 +135,30 @@ def main(argv: list[str] | None = None) -> None:
     first = world is None or world.rank == 0
     if first:
         print_machine()
-    rows: list[dict] = []
+    path, rows = RESULTS / f"{options.csv}.csv" if options.csv else None, []
     for shape in chosen:
         for row in measure_model(bench, shape, [what for what in WHAT if what in options.only]):
-            rows.append(row)
-            rows.sort(key=lambda row: (chosen.index(next(of for of in chosen if of.name == row["model"])), WHAT.index(row["what"])))
+            rows.append({name: str(value) for name, value in row.items()})
             if first:
                 print_rows([row])
-                if options.csv:
-                    write_rows(RESULTS / f"{options.csv}.csv", rows, quiet=True)
-    if first:
-        head, *lines = recipe_table([{name: str(value) for name, value in row.items()} for row in rows])
-        print_rows([dict(zip(head, line)) for line in lines])
+                if path:
+                    write_rows(path, beside(row, read_rows(path) if path.exists() else []), quiet=True)
+    for head, *lines in (table(rows) for table in (recipe_table, generation_table, recipe_ranks_table) if first):
+        if lines:
+            print_rows([dict(zip(head, line)) for line in lines])
     if world is not None:
         world.end()
+
+
+def beside(row: dict, known: list[dict]) -> list[dict]:
+    """The rows of a CSV, sorted, ``row`` in the place of one of the same kind."""
+    models = [shape.name for shape in (*SHAPES, *MODELS_CPU)]
+
+    def kind(of: dict) -> tuple:
+        return models.index(of["model"]), int(of["ranks"]), WHAT.index(of["what"])
+
+    found = {kind(of): of for of in (*known, row)}
+    return [found[key] for key in sorted(found)]
 
 
 @torch.no_grad()
@@ -177,7 +186,7 @@ def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator
             # What torchao cannot do here is said in the table, beside what the others give.
             yield from (blank(bench, shape, model, what) | dict(note=failure(error)) for what in group)
             continue
-        for what in group:
+        for what in sorted(group, key=lambda what: what.startswith(("stock", "dense"))):
             row = row_of(bench, shape, model, inputs, what, dense, plain)
             if what == "dense, compiled" and row["error_dense"] != "" and not row["error_dense"] <= ALLOWED[bench.dtype]:
                 raise SystemExit(f"{shape.name}, {what}, is wrong: a step is off by {row['error_dense']:.2g} of its length, "

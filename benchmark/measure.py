@@ -173,13 +173,13 @@ def _first_line(*command: str) -> str:
 
 
 def write_rows(path: Path, rows: list[dict], quiet: bool = False) -> None:
-    """A CSV of ``rows``, each with the machine's columns behind its own; says so unless ``quiet``."""
+    """A CSV of ``rows``, each with the machine's columns behind its own, if it has none yet; says so unless ``quiet``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     where = machine()
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *where])
+        writer = csv.DictWriter(file, fieldnames=list({**rows[0], **where}))
         writer.writeheader()
-        writer.writerows({**row, **where} for row in rows)
+        writer.writerows({**where, **row} for row in rows)
     if not quiet:
         print(f"wrote {path}", flush=True)
 

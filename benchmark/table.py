@@ -27,6 +27,7 @@ from kernel_tables import around_table, missing_table, rates_table, times_table
 from measure import RESULTS
 from quality_tables import equal_time_table, fine_tune_table, gate_table, quality_table, samples_table
 from rank_tables import exchange_table, ranks_table, scaling_table, shared_stages_table
+from recipe_tables import generation_table, recipe_ranks_table, recipe_table
 from rows import (
     BESIDE,
     DEFAULTS,
@@ -253,19 +254,6 @@ def speed_ups_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
-def recipe_table(rows: list[Row]) -> list[list[str]]:
-    """One line a model and recipe."""
-    lines = [["model", "recipe", "s a step", "dense = 1", "off from the same with dense attention", "off from dense in 16 bits",
-              "memory besides the weights, MiB", "weights of the blocks, MiB"]]
-    for model, found in grouped(rows, lambda row: row["model"]).items():
-        dense = next((float(row["step_s"]) for row in found if row["what"] == "dense" and row["step_s"]), None)
-        for row in found:
-            ratio = figures(float(row["step_s"]) / dense) if dense and row["step_s"] else "–"
-            lines.append([model, row["what"].replace("8 bits", row["quantized"]), figures(row["step_s"]), ratio, figures(row["error"]),
-                          figures(row["error_dense"]), figures(row["extra_mib"]), figures(row["blocks_mib"])])
-    return lines
-
-
 def streaming_table(rows: list[Row]) -> list[list[str]]:
     """One line a stream: milliseconds of each kind of call, and the cache's memory over its keys and values."""
     kinds = ("call", "call that keeps", "all tiles", "stateless")
@@ -312,7 +300,8 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
           "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
           "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
-          "recipe": ("recipe", recipe_table), "streaming": ("streaming", streaming_table),
+          "recipe": ("recipe", recipe_table), "generation": ("recipe", generation_table), "recipe_ranks": ("recipe", recipe_ranks_table),
+          "streaming": ("streaming", streaming_table),
           "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
