@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import diffusers
 import torch
@@ -59,7 +59,7 @@ class Around:
     vae: str
     channels: int
     patch: tuple[int, int, int] = (1, 2, 2)
-    options: tuple[tuple[str, object], ...] = ()
+    options: dict = field(default_factory=dict)
 
     def encode(self, device: str, dtype: torch.dtype) -> Callable[[], object]:
         """Encodes all prompts of a generation."""
@@ -69,7 +69,7 @@ class Around:
     def decode(self, thw: tuple[int, int, int], device: str, dtype: torch.dtype, tiled: bool) -> Callable[[], object]:
         """Decodes the video of a canvas of ``thw`` tokens, in overlapping tiles as diffusers cuts them, or in one piece."""
         with torch.device(device), default_dtype(dtype):
-            vae = getattr(diffusers, self.vae)(**dict(self.options)).eval().requires_grad_(False)
+            vae = getattr(diffusers, self.vae)(**self.options).eval().requires_grad_(False)
         if tiled:
             vae.enable_tiling()
         latents = torch.randn(1, self.channels, *(n * patch for n, patch in zip(thw, self.patch)), device=device, dtype=dtype)
@@ -104,4 +104,4 @@ AROUND = {
         50, 2, (TextEncoder("T5EncoderModel", dict(_XXL, vocab_size=32128), 256),), "AutoencoderKLLTXVideo", 128, (1, 1, 1)),
     "Wan 2.1, small": Around(
         3, 2, (TextEncoder("UMT5EncoderModel", dict(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64), 7),),
-        "AutoencoderKLWan", 4, options=(("base_dim", 4), ("z_dim", 4), ("dim_mult", [1, 1, 1, 1]), ("num_res_blocks", 1)))}
+        "AutoencoderKLWan", 4, (1, 1, 1), dict(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1))}

@@ -1,9 +1,17 @@
 """bench_recipe.py: each part of the recipe is measured, its error that of its own recipe; wrong compiled attention gets no time."""
 
 import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from hanging import HANG
+
+DRIVER = Path(__file__).parents[1] / "support" / "bench_on_ranks.py"
+ALONE = ("stock", "dense", "default", "default, compiled", "default, 8 bits, compiled", "text encoder", "VAE in tiles")
 
 
 @pytest.fixture
@@ -16,33 +24,57 @@ def bench(monkeypatch, tmp_path):
     return bench_recipe
 
 
+def small(bench, quantized="int8"):
+    """(how it is measured, the small model)."""
+    return bench.Bench(torch.device("cpu"), torch.float32, 1, quantized, "aot_eager"), bench.MODELS_CPU[1]
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.slow
 def test_each_part_end_to_end(bench, tmp_path):
-    bench.main(["--model", "wan", "--rounds", "1", "--csv", "recipe_mine"])
-    with (tmp_path / "recipe_mine.csv").open(newline="") as file:
-        rows = {row["what"]: row for row in csv.DictReader(file)}
+    bench.main(["--rounds", "1", "--csv", "recipe_mine"])
+    path = tmp_path / "recipe_mine.csv"
+    rows = {row["what"]: row for row in read(path)}
     assert tuple(rows) == bench.WHAT and all(float(row["median_ms"]) > 0 and not row["note"] for row in rows.values())
     assert float(rows["dense"]["error"]) == float(rows["dense"]["error_dense"]) == 0
-    for what in ("default", "default, compiled", "default, 8 bits", "default, 8 bits, compiled"):
+    assert float(rows["stock"]["error"]) < 1e-5 and float(rows["dense, compiled"]["error"]) < 1e-5
+    for what in ("default", "default, compiled", "default, 8 bits", "default, 8 bits, compiled", "fast, 8 bits, compiled"):
         assert 0.01 < float(rows[what]["error"]) < 0.2
     assert float(rows["default, 8 bits"]["blocks_mib"]) < 0.5 * float(rows["default"]["blocks_mib"])
     assert rows["default, 8 bits"]["quantized"] == "int8" and rows["default, skipped"]["error"] == ""
+    # One row measured again takes its own place, and the others stay.
+    bench.main(["--rounds", "1", "--csv", "recipe_mine", "--only", "text encoder"])
+    again = read(path)
+    assert [row["what"] for row in again] == list(bench.WHAT)
+    assert [row for row in again if row not in rows.values()] == [row for row in again if row["what"] == "text encoder"]
 
-    import table
-    lines = table.recipe_table(list(rows.values()))
-    assert lines[1][:2] == ["Wan 2.1, small", "dense"] and lines[1][3] == "1.00" and lines[5][1] == "default, int8"
+
+@pytest.mark.slow
+def test_two_ranks_share_a_step(tmp_path):
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER), "bench_recipe",
+                          str(tmp_path), "--rounds", "1", "--only", "default", "default, 8 bits", "text encoder", "--csv", "recipe_mine"],
+                         capture_output=True, text=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    rows = read(tmp_path / "recipe_mine.csv")
+    # What surrounds the steps is not shared out.
+    assert [(row["what"], row["ranks"]) for row in rows] == [("default", "2"), ("default, 8 bits", "2")]
+    assert all(float(row["step_s"]) > 0 and 0.01 < float(row["error"]) < 0.2 for row in rows)
 
 
 def test_wrong_compiled_attention_gets_no_time(bench, monkeypatch, capsys):
-    right, count = bench.output, iter(range(9))
-    monkeypatch.setattr(bench, "output", lambda *of: right(*of) * (1 + 0.1 * next(count)))
+    right = bench.output
+    monkeypatch.setattr(bench, "output", lambda *of: right(*of) * 1.1)
     with pytest.raises(SystemExit, match="Wan 2.1, small, dense, compiled, is wrong: a step is off by .*; no time is printed"):
-        bench.main(["--model", "wan", "--only", "dense, compiled"])
+        bench.main(["--model", "wan", "--rounds", "1", "--only", "dense, compiled"])
     assert "_ms" not in capsys.readouterr().out
 
 
-def test_what_torchao_or_the_compiler_cannot_do_is_named(bench):
-    rows = bench.measure_model(bench.MODELS_CPU[1], ["default", "default, 8 bits"], 1, torch.device("cpu"), "float8", "aot_eager")
+def test_what_torchao_cannot_do_is_named(bench):
+    rows = list(bench.measure_model(*small(bench, "float8"), ["default", "default, 8 bits"]))
     assert float(rows[0]["step_s"]) > 0 and rows[1]["step_s"] == ""
     assert "failed: AssertionError: Float8 dynamic quantization" in rows[1]["note"]
 
@@ -52,5 +84,42 @@ def test_what_takes_too_much_memory_is_named(bench, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB")
 
     monkeypatch.setattr(bench, "shortened", too_large)
-    row, = bench.measure_model(bench.MODELS_CPU[1], ["default"], 1, torch.device("cpu"), "int8", "aot_eager")
-    assert row["note"] == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 64 GiB" and row["step_s"] == ""
+    monkeypatch.setattr(bench.AROUND["Wan 2.1, small"].__class__, "decode", too_large)
+    for row in bench.measure_model(*small(bench), ["default", "VAE"]):
+        assert row["note"] == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 64 GiB" and row["step_s"] == ""
+
+
+def test_kernels_are_of_the_kind_that_they_serve():
+    from kinds import summed
+
+    found = summed([
+        ("triton_red_fused_mul_add_0", 1.0), ("nvjet_sm90_qqtst_128x256", 2.0), ("void at::native::elementwise_kernel<128>", 4.0),
+        ("_gather_kernel", 8.0), ("nvjet_sm90_tst_192x192_64x3", 16.0), ("_forward_kernel", 32.0), ("ncclDevKernel_SendRecv", 64.0),
+        ("_take_kernel", 128.0), ("cutlass::device_kernel<GemmUniversal>", 256.0), ("pytorch_flash::flash_fwd_kernel", 512.0)])
+    assert found == {"attention": 8 + 16 + 32 + 128 + 512, "exchange": 64, "linear": 2 + 256, "pointwise": 1 + 4}
+
+
+# Tables
+
+
+def row(what, step_s, attention_s="", ranks=1, **more):
+    return {name: str(value) for name, value in dict(
+        dict(model="Wan", what=what, ranks=ranks, quantized="float8" if "8 bits" in what else "", step_s=step_s, attention_s=attention_s,
+             linear_s=0.5 if attention_s else "", exchange_s=0.25 if ranks > 1 else "", steps=10, forwards=2, blocks=4, extra_mib=100,
+             blocks_mib=200, error=0.02, error_dense=0.03), **more).items()}
+
+
+def test_tables():
+    from recipe_tables import generation_table, recipe_ranks_table, recipe_table
+
+    rows = [row("stock", 6.0), row("dense", 5.0, 4.0), row("default, 8 bits, compiled", 2.0, 1.2),
+            row("default, 8 bits, compiled", 1.0, 0.6, ranks=2), row("default, skipped", ""), row("text encoder", 0.5),
+            row("VAE in tiles", 4.5)]
+    lines = recipe_table(rows)
+    assert [line[:7] for line in lines[1:]] == [
+        ["Wan", "stock", "6.00", "1.20", "–", "–", "–"], ["Wan", "dense", "5.00", "1.00", "4.00", "0.500", "0.500"],
+        ["Wan", "default, float8, compiled", "2.00", "0.400", "1.20", "0.500", "0.300"]]
+    # The first of four layers attends for 4 / 4 s in place of 1.2 / 4 s.
+    assert [line[3:] for line in generation_table(rows)[1:]] == [
+        ["6.00", "20", "4.50", "125", "1.00"], ["5.00", "20", "4.50", "105", "1.19"], ["2.70", "20", "4.50", "59.0", "2.12"]]
+    assert recipe_ranks_table(rows)[1:] == [["Wan", "default, float8, compiled", "2", "1.00", "2.00", "2.00", "0.250", "0.0300"]]
