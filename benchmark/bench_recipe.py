@@ -12,7 +12,7 @@ blocks of the model. SSTA is what apply_ssta(pipe) does in a layer that is not d
     default, fast        SSTA by default, and with preset="fast"
     ..., 8 bits          linear layers of the blocks by torchao, rows of activations and weights with scales of their own
     ..., compiled        blocks compiled by compile_repeated_blocks (Inductor); first_s is the first forward, which compiles
-    ..., skipped         a step that TaylorSeer predicts instead of computing it
+    ..., skipped         a step that TaylorSeer predicts instead of computing it; it computes computed_steps of a generation
     text encoder         all prompts of a generation (step_s is their seconds)
     VAE, VAE in tiles    decodes the video, in one piece or as diffusers cuts it (step_s is its seconds)
 
@@ -206,7 +206,7 @@ def row_of(bench: Bench, shape: ModelShape, model: nn.Module, inputs: dict, what
     try:
         with bench.attending(model, what.partition(",")[0]):
             if what.endswith("skipped"):
-                return row | skipped(bench, model, inputs)
+                return row | skipped(bench, model, inputs, row["steps"])
             start = time.perf_counter()
             out = bench.attempt(lambda: model(**inputs)[0].float())
             if bench.device.type == "cuda":
@@ -235,8 +235,8 @@ def blank(bench: Bench, shape: ModelShape, model: nn.Module | None, what: str) -
     around = AROUND[shape.name]
     row = dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, ranks=bench.ranks,
                quantized=bench.quantized if "8 bits" in what else "", step_s="", steps=around.steps, forwards=around.forwards,
-               blocks=shape.depth, blocks_measured=shape.blocks if model else "", **NO_TIMES, one_block_ms="", first_s="",
-               **{f"{kind}_s": "" for kind in ("attention", *KINDS)}, extra_mib="", blocks_mib="", error="", error_dense="", note="")
+               computed_steps="", blocks=shape.depth, blocks_measured="" if model is None else shape.blocks, **NO_TIMES, one_block_ms="",
+               first_s="", **{f"{kind}_s": "" for kind in ("attention", *KINDS)}, extra_mib="", blocks_mib="", error="", error_dense="", note="")
     if model is not None:
         row["blocks_mib"] = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
     return row
@@ -272,14 +272,21 @@ def shortened(model: nn.Module, count: int, inputs: dict) -> Callable[[], object
     return call
 
 
-def skipped(bench: Bench, model: nn.Module, inputs: dict) -> dict:
+def skipped(bench: Bench, model: nn.Module, inputs: dict, steps: int) -> dict:
     """Times of a forward that TaylorSeer predicts, whatever the number of blocks: they are not called."""
     options = {"cache_interval": COMPUTED_FIRST + bench.rounds + 2, "disable_cache_before_step": COMPUTED_FIRST}
     with cached(SimpleNamespace(transformer=model), "taylor", options, 50), model.cache_context("cond"):
         for _ in range(COMPUTED_FIRST):
             model(**inputs)
         times = bench.times({"skipped": lambda: model(**inputs)})["skipped"]
-    return {name: times[name] for name in NO_TIMES} | dict(step_s=times["median_ms"] / 1e3)
+    return {name: times[name] for name in NO_TIMES} | dict(step_s=times["median_ms"] / 1e3, computed_steps=computed_steps(steps))
+
+
+def computed_steps(steps: int) -> int:
+    """How many steps of a generation TaylorSeer computes as diffusers configures it: the first ones, then one of every few."""
+    config = diffusers.TaylorSeerCacheConfig()
+    first = config.disable_cache_before_step
+    return sum(step < first or (step - first - 1) % config.cache_interval == 0 for step in range(steps))
 
 
 def output(bench: Bench, model: nn.Module, inputs: dict, how: str) -> Tensor:

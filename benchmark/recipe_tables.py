@@ -9,8 +9,10 @@ STEPS = ("stock", "dense", "dense, compiled", "dense, 8 bits, compiled", "defaul
          "default, 8 bits, compiled", "fast, 8 bits, compiled", "default, skipped")
 # Attention in which the first layer is dense.
 SPARSE = ("default", "fast")
-# What a generation is made of, from the slowest recipe to the fastest.
+# Whose steps a generation is made of, from the slowest to the fastest.
 GENERATIONS = ("stock", "dense", "dense, compiled", "default", "default, compiled", "default, 8 bits, compiled", "fast, 8 bits, compiled")
+# The one beside which a step cache is shown.
+CACHED = "default, 8 bits, compiled"
 
 
 def recipe_table(rows: list[Row]) -> list[list[str]]:
@@ -35,15 +37,23 @@ def generation_table(rows: list[Row]) -> list[list[str]]:
     lines = [["model", "recipe", "text, s", "s a step, first layer dense", "forwards", "VAE, s", "whole generation, s", "times as fast"]]
     for model, of in alone(rows).items():
         text, vae, base = seconds(of.get("text encoder")), seconds(of.get("VAE in tiles")), None
+        if text is None or vae is None:
+            continue
+        skipped = of.get("default, skipped")
         for row in filter(None, map(of.get, GENERATIONS)):
             step = generated_step(row, of)
-            if step is None or text is None or vae is None:
+            if step is None:
                 continue
-            forwards = int(row["steps"]) * int(row["forwards"])
-            whole = text + forwards * step + vae
+            all_forwards = int(row["steps"]) * int(row["forwards"])
+            whole = text + all_forwards * step + vae
             base = base or whole
-            lines.append([model, name_of(row), figures(text), figures(step), str(forwards), figures(vae), figures(whole),
+            lines.append([model, name_of(row), figures(text), figures(step), str(all_forwards), figures(vae), figures(whole),
                           f"{base / whole:.2f}"])
+            if row["what"] == CACHED and seconds(skipped):
+                forwards = int(skipped["computed_steps"]) * int(row["forwards"])
+                whole = text + forwards * step + (all_forwards - forwards) * seconds(skipped) + vae
+                lines.append([model, f"{name_of(row)}, TaylorSeer", figures(text), figures(step), f"{forwards} of {all_forwards}",
+                              figures(vae), figures(whole), f"{base / whole:.2f}"])
     return lines
 
 

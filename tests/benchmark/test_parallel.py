@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER), "bench_parallel",
-                          str(folder), "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense", "--csv", "parallel_mine"],
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER),
+                          "bench_parallel", str(folder), "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense",
+                          "--csv", "parallel_mine"],
                          capture_output=True, text=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     with (folder / "parallel_mine.csv").open(newline="") as file:

@@ -89,6 +89,16 @@ def test_what_takes_too_much_memory_is_named(bench, monkeypatch):
         assert row["note"] == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 64 GiB" and row["step_s"] == ""
 
 
+def test_the_cache_computes_as_many_steps_as_are_counted(bench):
+    model = small(bench)[1].build("cpu", torch.float32)
+    inputs, ran = small(bench)[1].call("cpu", torch.float32), []
+    model.blocks[-1].attn1.to_q.register_forward_hook(lambda *_: ran.append(1))
+    with torch.no_grad(), bench.cached(bench.SimpleNamespace(transformer=model), "taylor", {}, 12), model.cache_context("cond"):
+        for _ in range(12):
+            model(**inputs)
+    assert len(ran) == bench.computed_steps(12) < 8
+
+
 def test_kernels_are_of_the_kind_that_they_serve():
     from kinds import summed
 
@@ -113,13 +123,15 @@ def test_tables():
     from recipe_tables import generation_table, recipe_ranks_table, recipe_table
 
     rows = [row("stock", 6.0), row("dense", 5.0, 4.0), row("default, 8 bits, compiled", 2.0, 1.2),
-            row("default, 8 bits, compiled", 1.0, 0.6, ranks=2), row("default, skipped", ""), row("text encoder", 0.5),
+            row("default, 8 bits, compiled", 1.0, 0.6, ranks=2), row("default, skipped", 0.1, computed_steps=5), row("text encoder", 0.5),
             row("VAE in tiles", 4.5)]
     lines = recipe_table(rows)
     assert [line[:7] for line in lines[1:]] == [
         ["Wan", "stock", "6.00", "1.20", "–", "–", "–"], ["Wan", "dense", "5.00", "1.00", "4.00", "0.500", "0.500"],
-        ["Wan", "default, float8, compiled", "2.00", "0.400", "1.20", "0.500", "0.300"]]
+        ["Wan", "default, float8, compiled", "2.00", "0.400", "1.20", "0.500", "0.300"],
+        ["Wan", "default, skipped", "0.100", "0.0200", "–", "–", "–"]]
     # The first of four layers attends for 4 / 4 s in place of 1.2 / 4 s.
     assert [line[3:] for line in generation_table(rows)[1:]] == [
-        ["6.00", "20", "4.50", "125", "1.00"], ["5.00", "20", "4.50", "105", "1.19"], ["2.70", "20", "4.50", "59.0", "2.12"]]
+        ["6.00", "20", "4.50", "125", "1.00"], ["5.00", "20", "4.50", "105", "1.19"], ["2.70", "20", "4.50", "59.0", "2.12"],
+        ["2.70", "10 of 20", "4.50", "33.0", "3.79"]]
     assert recipe_ranks_table(rows)[1:] == [["Wan", "default, float8, compiled", "2", "1.00", "2.00", "2.00", "0.250", "0.0300"]]
