@@ -236,7 +236,8 @@ def blank(bench: Bench, shape: ModelShape, model: nn.Module | None, what: str) -
     row = dict(model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, ranks=bench.ranks,
                quantized=bench.quantized if "8 bits" in what else "", step_s="", steps=around.steps, forwards=around.forwards,
                computed_steps="", blocks=shape.depth, blocks_measured="" if model is None else shape.blocks, **NO_TIMES, one_block_ms="",
-               first_s="", **{f"{kind}_s": "" for kind in ("attention", *KINDS)}, extra_mib="", blocks_mib="", error="", error_dense="", note="")
+               first_s="", **{f"{kind}_s": "" for kind in ("attention", *KINDS)}, extra_mib="", blocks_mib="", error="", error_dense="",
+               note="")
     if model is not None:
         row["blocks_mib"] = shape.depth / shape.blocks * sum(size_of(x) for x in blocks_of(model)[1].parameters()) / 2**20
     return row
