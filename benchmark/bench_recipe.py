@@ -135,11 +135,12 @@ def main(argv: list[str] | None = None) -> None:
     first = world is None or world.rank == 0
     if first:
         print_machine()
-    path, rows = RESULTS / f"{options.csv}.csv" if options.csv else None, []
+    path, rows, start = RESULTS / f"{options.csv}.csv" if options.csv else None, [], time.perf_counter()
     for shape in chosen:
         for row in measure_model(bench, shape, [what for what in WHAT if what in options.only]):
             rows.append({name: str(value) for name, value in row.items()})
             if first:
+                print(f"{time.perf_counter() - start:.0f} s")
                 print_rows([row])
                 if path:
                     write_rows(path, beside(row, read_rows(path) if path.exists() else []), quiet=True)
@@ -251,8 +252,9 @@ def around_row(bench: Bench, shape: ModelShape, what: str) -> dict:
             call = around.encode(bench.device.type, bench.dtype) if what == "text encoder" else around.decode(
                 shape.thw, bench.device.type, bench.dtype, what.endswith("tiles"))
             call()
-            row["extra_mib"] = peak_extra_mib(call)
-            times = interleaved({what: call}, 1, warm=0)[what]
+            found: dict = {}
+            row["extra_mib"] = peak_extra_mib(lambda: found.update(interleaved({what: call}, 1, warm=0)))
+            times = found[what]
     except torch.OutOfMemoryError as error:
         return row | dict(note=failure(error))
     return row | times | dict(step_s=times["median_ms"] / 1e3 if times["median_ms"] else "")

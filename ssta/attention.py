@@ -17,7 +17,7 @@ from .layer import Layer
 from .layout import Input
 from .op import LayerResult, in_autocast, layer_of, run_layer, world_of
 from .ranks.agreement import said_to
-from .ranks.layer import attend_between, exchanged
+from .ranks.layer import attend_between, exchanged, unheard
 from .ranks.rings import shares_of
 from .selection import Selection
 from .sequence import TokenLayout, require_layout
@@ -34,7 +34,7 @@ def attend(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, means: bool = False, by_thw: bool = False,
-    shares: Shares | None = None, note: Callable[[str], object] | None = None, layers: Callable[[LayerSpec], Layer] = layer_of,
+    shares: Shares | None = None, note: Callable[[str], object] = unheard, layers: Callable[[LayerSpec], Layer] = layer_of,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 

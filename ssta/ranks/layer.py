@@ -19,7 +19,7 @@ Note = Callable[[str], object]
 
 
 def exchanged(query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, text_mask: Any, shares: Shares,
-              note: Note | None) -> Exchange:
+              note: Note) -> Exchange:
     """q, k and v with all tokens of this rank's heads, once the ranks agree on what they attend to.
 
     Args:
@@ -38,17 +38,17 @@ def exchanged(query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, sp
                 "text_mask": "none" if text_mask is None else "given"}
 
     shares.agreed(None if spec.config.holds_functions else (spec, batch, text_mask is None), facts)
-    return shares.exchange(query, key, value, spec, note or _silent)
+    return shares.exchange(query, key, value, spec, note)
 
 
-def attend_between(exchange: Exchange, text_mask: Tensor | TextMask | None, selection: Selection | None, note: Note | None) -> LayerResult:
+def attend_between(exchange: Exchange, text_mask: Tensor | TextMask | None, selection: Selection | None, note: Note) -> LayerResult:
     """The layer of this rank, and the way back of its result."""
     world = world_of(*exchange.arriving, text_mask)
     # Held here by nobody, what arrived is gone once the layer has read it.
     result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, returned=exchange.returned)
-    (note or _silent)("attended")
+    note("attended")
     return result._replace(out=exchange.back(result.out))
 
 
-def _silent(step: str) -> None:
+def unheard(step: str) -> None:
     """Nobody listens."""
