@@ -47,27 +47,39 @@ HERE = Path(__file__).parent
 def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--estimate", nargs="+", default=[], type=function, metavar="MODULE:FUNCTION", help="others to hold beside SSTA's")
-    parser.add_argument("--checkpoint", metavar="FILE", type=Path, default=Path("build/gate/model.pt"),
-                        help="of the model, which is trained if it is not there (default %(default)s)")
-    parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
+    add_model(parser)
     options = parser.parse_args(argv)
-    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    device = chosen_device(options)
     gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.set_device(device)
     print_machine()
-    size, tiles, steps = (LIGHT, FULL_TILES, 1000) if gpu else (TOY, TOY_TILES, 250)
     try:
-        checkpoint = Checkpoint.load(options.checkpoint) if options.checkpoint.exists() else None
+        checkpoint = ready(options.checkpoint, device)
     except Unusable as error:
         parser.error(str(error))
-    checkpoint = checkpoint or recipe(size, steps, options.checkpoint, device)
     bench = Bench(checkpoint, device, *((8, 1, 30) if gpu else (2, 1, 3)), [])
+    tiles = FULL_TILES if gpu else TOY_TILES
     rows = measured(bench, tiles, {OURS: None, **dict(options.estimate)})
     for name in (OURS, *dict(options.estimate)):
         print(line(name, rows, released(RESULTS)))
     if options.csv:
         write_rows(RESULTS / f"{options.csv}.csv", rows)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What ``chosen_device`` and ``ready`` are given."""
+    parser.add_argument("--checkpoint", metavar="FILE", type=Path, default=Path("build/gate/model.pt"),
+                        help="of the gate's model, which is trained if it is not there (default %(default)s)")
+    parser.add_argument("--device", help="cuda:0 or the like; cpu is tiny (default: the first GPU)")
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
+    """The device of the command line, made the current one."""
+    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # SSIM takes differences of nearly equal products.
+        torch.backends.cudnn.allow_tf32 = False
+    return device
 
 
 def function(text: str) -> tuple[str, Callable[..., Tensor]]:
@@ -78,6 +90,15 @@ def function(text: str) -> tuple[str, Callable[..., Tensor]]:
         return text, getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"MODULE:FUNCTION must name a function that can be imported, got {text!r}: {error}") from error
+
+
+def ready(path: Path, device: torch.device) -> Checkpoint:
+    """The model at ``path``, trained and written there first if there is none.
+
+    Raises:
+        Unusable: it cannot be read.
+    """
+    return Checkpoint.load(path) if path.exists() else recipe(*((LIGHT, 1000) if device.type == "cuda" else (TOY, 250)), path, device)
 
 
 def recipe(size: ModelSize, steps: int, path: Path, device: torch.device) -> Checkpoint:

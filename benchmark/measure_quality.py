@@ -107,6 +107,12 @@ class Bench:
             columns[name], columns[f"{name}_spread"] = mean_and_spread(video[name] for video in videos)
         return columns
 
+    def dense_samples(self, checkpoint: Checkpoint, steps: int) -> Reference:
+        """Of another model of this kind, in so many steps, from the noise of the first seed."""
+        sampler = Sampler(self.loaded(checkpoint.model(self.device)), self._labels, 0, steps)
+        with under(self.all_dense, sampler):
+            return Reference(sampler.sample(), self.autoencoder)
+
     def loss_of(self, model: VideoModel, entry: Entry, latents: Tensor) -> float:
         """Loss of ``latents`` of another model of this kind, made ready by ``loaded``, under ``entry``."""
         sampler = Sampler(model, self._labels[:1], 0, self._samplers[0].steps)

@@ -14,6 +14,8 @@ Triple = tuple[int, int, int]
 # Shares of the tile pairs; of 45 tiles 7, 13 or 14, and 4 or 5. MIDDLE is the one at which everything else is varied.
 MIDDLE = 0.156
 DENSITIES = (MIDDLE, 0.3, 0.1)
+# Of the steps, which is one however few there are.
+ONE_STEP = 0.01
 # What the tiles that are not computed contribute, by name.
 DROPPED: dict[str, object] = {}
 LINEAR: dict[str, object] = {"compensation": "linear"}
@@ -90,6 +92,15 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
     return entries
 
 
+def for_few_steps(tiles: Tiles) -> list[Entry]:
+    """Those that have a meaning at a handful of steps: density, parts, tile, the first layer, and the first step."""
+    wanted = (tiles.main, tiles.others[0], *tiles.finer)
+    return [entry for entry in grid(tiles, gpu=False)
+            if entry.config is not None and entry.config.tile_thw in wanted and entry.config.density not in (None, 1.0)
+            and entry.config.sparse_type == "block_attn" and entry.config.sampling_type is None and not entry.config.mask_share_within_head
+            and entry.later is None and entry.schedule.dense_steps <= ONE_STEP]
+
+
 def floors(gpu: bool) -> Iterator[Entry]:
     """What rounding alone changes, and what lies between two samples that have nothing to do with each other."""
     yield Entry("dense", "dense, diffusers' own processors")
@@ -136,7 +147,7 @@ def front(tile: Triple, finer: tuple[Triple, ...]) -> Iterator[Entry]:
                 yield Entry("tiles", named, config)
             if density != 0.05:
                 yield Entry("first layer", f"{named}, first layer dense", config, Schedule(dense_layers=(0,)))
-        for steps, share in {"one step": 0.01, "5 %": 0.05, "10 %": 0.1, "15 %": 0.15}.items():
+        for steps, share in {"one step": ONE_STEP, "5 %": 0.05, "10 %": 0.1, "15 %": 0.15}.items():
             if density in (0.1, MIDDLE, 0.3):
                 yield Entry("warm-up", f"{named}, warm-up {steps}, first layer dense", config,
                             Schedule(dense_steps=share, dense_layers=(0,)))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from clips import Clip
@@ -42,20 +43,44 @@ class Plan:
     begun: float = 0.0
 
 
+# Latents ``[B, C, T, H, W]``, noise levels ``[B]``, noise, and conditions.
+Example = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], plan: Plan, what: str,
           save: Callable[[int], None] = lambda steps: None, velocities: Callable[..., tuple[Tensor, Tensor]] | None = None) -> int:
+    """``optimise`` on random windows of clips: by rectified flow or, where ``velocities`` gives a teacher's and the model's velocity,
+    towards the teacher's."""
+    draws, noises = generators(model, plan)
+
+    def examples(small: bool) -> Example:
+        latents, condition = batch(model, autoencoder, clips, small, draws)
+        sigma = noise_levels(len(latents), SMALL_SHIFT if small else SHIFT, draws).to(latents.device)
+        return latents, sigma, torch.randn(latents.shape, device=latents.device, generator=noises), condition
+
+    loss = partial(flow_loss, model) if velocities is None else partial(distillation_loss, velocities)
+    return optimise(model, examples, loss, plan, what, save)
+
+
+def generators(model: VideoModel, plan: Plan) -> tuple[torch.Generator, torch.Generator]:
+    """(of draws on the host, of noise where the model is)."""
+    device = next(model.parameters()).device
+    return torch.Generator().manual_seed(2 * plan.seed + 1), torch.Generator(device).manual_seed(2 * plan.seed + 2)
+
+
+def optimise(model: VideoModel, examples: Callable[[bool], Example], loss_of: Callable[..., Tensor], plan: Plan, what: str,
+             save: Callable[[int], None] = lambda steps: None) -> int:
     """Trains ``model`` in place, to the moving average of its weights; returns the number of steps.
 
-    By rectified flow or, where ``velocities`` gives a teacher's and the model's velocity, towards the teacher's.
-
-    Every minute, and before it is interrupted, ``save(steps)`` is called with the average in place.
+    Args:
+        examples: what a step is trained on; told whether on small canvases.
+        loss_of: the loss of an example.
+        save: called with the number of steps and the average in place, every minute, and before it is interrupted.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
     device = next(model.parameters()).device
-    draws = torch.Generator().manual_seed(2 * plan.seed + 1)
-    noises = torch.Generator(device).manual_seed(2 * plan.seed + 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")
     parameters = list(model.parameters())
     average = [x.detach().clone() for x in parameters]
@@ -68,12 +93,9 @@ def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], p
     try:
         while done < 1:
             small = done < plan.small
-            latents, condition = batch(model, autoencoder, clips, small, draws)
-            sigma = noise_levels(len(latents), SMALL_SHIFT if small else SHIFT, draws).to(device)
-            noise = torch.randn(latents.shape, device=device, generator=noises)
+            example = examples(small)
             with fast_attention(device):
-                loss = (flow_loss(model, latents, sigma, noise, condition) if velocities is None else
-                        distillation_loss(velocities, latents, sigma, noise, condition))
+                loss = loss_of(*example)
                 loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             # Up within 60 steps, and down over the last 40 %.
@@ -82,7 +104,7 @@ def train(model: VideoModel, autoencoder: PatchAutoencoder, clips: list[Clip], p
             optimizer.zero_grad(set_to_none=True)
             torch._foreach_lerp_(average, [x.detach() for x in parameters], 1 - min(DECAY, (1 + step) / (10 + step)))
             step += 1
-            watch.note(step, loss, len(latents), rate, small)
+            watch.note(step, loss, len(example[0]), rate, small)
             now = time.perf_counter()
             if step == 1:
                 start = now
