@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_model(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only configurations whose name contains one of these")
-    parser.add_argument("--pairs", type=number, default=96 if gpu else 4, help="of noise and video (default %(default)s)")
-    parser.add_argument("--train-steps", type=number, default=600 if gpu else 10, help="of the training on them (default %(default)s)")
+    parser.add_argument("--pairs", type=number, default=64 if gpu else 4, help="of noise and video (default %(default)s)")
+    parser.add_argument("--train-steps", type=number, default=500 if gpu else 10, help="of the training on them (default %(default)s)")
     options = parser.parse_args(argv)
     device = chosen_device(options)
     gpu = device.type == "cuda"
