@@ -122,7 +122,7 @@ def measured(bench: Bench, tiles: Tiles, estimates: dict[str, Callable[..., Tens
     for name, density, entry in entries(bench.checkpoint.size, tiles, estimates):
         bench.measure(entry)
         found = bench.rows[-1]
-        rows.append(dict(version=ssta.__version__, estimate=name, density=density, weights=digest(bench.checkpoint),
+        rows.append(dict(release=ssta.__version__, estimate=name, density=density, weights=digest(bench.checkpoint),
                          **{column: found[column] for column in ("psnr", "psnr_spread", "ssim", "velocity_error", "note")}))
     return rows
 
@@ -155,12 +155,12 @@ def line(name: str, rows: list[dict], before: list[Row]) -> str:
     """What one estimate gives, and what SSTA's last release gave."""
     own = [row for row in rows if row["estimate"] == name]
     old = [row for row in before if row["estimate"] == OURS]
-    text = f"{name} {own[0]['version'] if name == OURS else ''}".rstrip() + ": " + ", ".join(
+    text = f"{name} {own[0]['release'] if name == OURS else ''}".rstrip() + ": " + ", ".join(
         f"{float(row['density']):.3g} {decibels(row)}" for row in own)
     if not old:
         return f"{text}; no release to hold it against"
     same = "the same weights" if old[0]["weights"] == own[0]["weights"] else f"other weights of the same recipe, {old[0]['device']}"
-    return f"{text}; release {old[0]['version']} on {same}: " + ", ".join(decibels(row) for row in old)
+    return f"{text}; release {old[0]['release']} on {same}: " + ", ".join(decibels(row) for row in old)
 
 
 def decibels(row: dict) -> str:

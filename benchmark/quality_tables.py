@@ -101,6 +101,6 @@ def gate_table(rows: list[Row]) -> list[list[str]]:
     lines = [["attention", *(f"{float(density):.3g} of the pairs: PSNR, dB" for density in densities)]]
     for (name,), of in grouped(rows, lambda row: (row["estimate"],)).items():
         psnr = {row["density"]: row["psnr"] for row in of}
-        lines.append([f"{name} {of[0]['version']}" if name == "ssta" else name,
+        lines.append([f"{name} {of[0]['release']}" if name == "ssta" else name,
                       *(f"{float(psnr[density]):.2f}" if psnr.get(density) else "–" for density in densities)])
     return lines

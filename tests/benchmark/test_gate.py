@@ -31,7 +31,7 @@ def test_the_toy_s_decibels(gate, tmp_path, capsys):
     gate.main([*arguments, "--estimate", "estimates:flex_top_tiles", f"{__name__}:dense"])
     ours, flex, dense = capsys.readouterr().out.splitlines()[-3:]
     own = ", ".join(f"{float(row['psnr']):.2f} dB" for row in rows)
-    assert ours.endswith(f"; release {rows[0]['version']} on the same weights: {own}") and ours.count(own.split(", ")[0]) == 2
+    assert ours.endswith(f"; release {rows[0]['release']} on the same weights: {own}") and ours.count(own.split(", ")[0]) == 2
     psnr = {text: [float(part.split()[1]) for part in text.split(";")[0].split(": ")[1].split(", ")] for text in (flex, dense)}
     assert 15 < min(psnr[flex]) <= max(psnr[flex]) < 30 and min(psnr[dense]) > 80, (flex, dense)
 
@@ -43,7 +43,7 @@ def dense(q, k, v, thw, density):
 
 def test_other_weights_are_named(gate):
     def row(psnr, weights):
-        return dict(version="0.1", estimate="ssta", density=0.1, psnr=psnr, weights=weights, device="Card", note="")
+        return dict(release="0.1", estimate="ssta", density=0.1, psnr=psnr, weights=weights, device="Card", note="")
 
     text = gate.line("ssta", [row(30.0, "a")], [row("29.5", "b")])
     assert text == "ssta 0.1: 0.1 30.00 dB; release 0.1 on other weights of the same recipe, Card: 29.50 dB"

@@ -1,0 +1,118 @@
+"""Few steps and chunk after chunk: what the small models are trained on, that it helps, and the rows that come of them."""
+
+import csv
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def gate_model(tmp_path_factory):
+    """A toy that has learnt a little, and its file."""
+    import gate
+    from video_model import TOY, Checkpoint
+
+    path = tmp_path_factory.mktemp("gate") / "model.pt"
+    gate.recipe(TOY, 60, path, CPU)
+    return Checkpoint.load(path), path
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    def load(name):
+        module = __import__(name)
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+        return module, tmp_path
+
+    return load
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_samples_of_few_steps_come_nearer_to_those_of_many(gate_model):
+    import math
+
+    from few_steps import Pairs, levels_of, reflow
+    from sample_quality import Sampler
+    from train_video import Plan
+
+    checkpoint, _ = gate_model
+    model, frozen = checkpoint.model(CPU), checkpoint.model(CPU).as_loaded(torch.float32)
+    levels = levels_of(model, 2)
+    assert levels.tolist() == sorted((Sampler(model, [0], 0, 2).times() / 1000).tolist())
+    pairs = Pairs.of(frozen, 2, 2, 20)
+    assert pairs.labels.tolist() == [0, 1, 2, 3] and not torch.equal(pairs.noise[0], pairs.noise[2])
+
+    def off(of):
+        latents = Sampler(of, [0, 1, 2, 3], 5, 2).sample()
+        return float((latents - Sampler(frozen, [0, 1, 2, 3], 5, 20).sample()).norm())
+
+    before = off(frozen)
+    assert reflow(model, pairs, levels, Plan(math.inf, 60, rate=2e-3, small=0.0), "few") == 60
+    assert off(model.as_loaded(torch.float32)) < 0.9 * before
+
+
+@pytest.mark.slow
+def test_rows_of_few_steps(gate_model, script):
+    bench, results = script("bench_few_steps")
+    arguments = ["--checkpoint", str(gate_model[1]), "--device", "cpu", "--train-steps", "2", "--pairs", "2", "--csv", "few_steps_mine"]
+    bench.main([*arguments, "--only", "linear 2 parts 0.3, tile 1x4x4"])
+    rows = rows_of(results / "few_steps_mine.csv")
+    names = ["linear 2 parts 0.3, tile 1x4x4", "linear 2 parts 0.3, tile 1x4x4, first layer dense",
+             "linear 2 parts 0.3, tile 1x4x4, warm-up one step, first layer dense"]
+    assert [(row["steps"], row["what"], row["name"]) for row in rows] == [
+        (steps, *of) for steps in ("4", "8")
+        for of in (("sample", "dense"), ("few steps", "before"), ("few steps", "after"), *(("sample", name) for name in names))]
+    assert all(row["psnr"] and not row["note"] for row in rows if row["name"] != "dense")
+    plain, layer, step = (float(row["density"]) for row in rows[3:6])
+    # One layer of two, and one step of four.
+    assert layer == pytest.approx((1 + plain) / 2, abs=0.01) and step == pytest.approx(0.25 + 0.75 * layer, abs=0.01)
+
+
+def test_training_on_all_chunks_at_once_is_what_a_roll_out_does(gate_model):
+    """The velocities of the last chunk after clean ones, from one forward of all of them and through dense caches."""
+    import chunk_model
+    from chunk_model import CHUNKS, Rollout, chunk_loss, chunked
+
+    from ssta import SSTAConfig
+
+    checkpoint, _ = gate_model
+    rollout = Rollout(checkpoint.model(CPU).as_loaded(torch.float32), [1], 0, CHUNKS)
+    latents = rollout.sample(SSTAConfig(tile_thw=(1, 4, 4), density=1.0), 3)
+    seen = []
+
+    class Noted(Rollout):
+        def _velocity(self, x, sigma, dtype):
+            seen.append((self.model.dit.rope.first, x, float(sigma), super()._velocity(x, sigma, dtype)))
+            return seen[-1][3]
+
+    again = Noted(checkpoint.model(CPU).as_loaded(torch.float32), [1], 0, CHUNKS)
+    assert torch.equal(again.sample(SSTAConfig(tile_thw=(1, 4, 4), density=1.0), 3), latents)
+    first, x, sigma, velocity = [of for of in seen if of[2] > 0][-1]
+    assert first == CHUNKS - 1
+    # The loss of these latents where the noise is such that the mixture is x: its root is the distance of the velocity to noise - latents.
+    noise = latents.clone()
+    noise[:, :, -1:] = (x - (1 - sigma) * latents[:, :, -1:]) / sigma
+    model = chunked(checkpoint.model(CPU))
+    found = chunk_loss(model, latents, torch.tensor([[0.0] * (CHUNKS - 1) + [sigma]]), noise, rollout.condition)
+    expected = (velocity - (noise - latents)[:, :, -1:]).square().mean()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert chunk_model.after_clean_ones(torch.ones(64, CHUNKS), torch.Generator().manual_seed(0)).sum(1).unique().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_rows_of_chunks(gate_model, script):
+    bench, results = script("bench_rollout")
+    bench.main(["--checkpoint", str(gate_model[1]), "--device", "cpu", "--train-steps", "2", "--few-steps", "2", "--chunks", "3",
+                "--csv", "rollout_mine", "--only", "dense", "0.15"])
+    rows = rows_of(results / "rollout_mine.csv")
+    assert [row["chunk"] for row in rows] == [*"123"] * 8
+    assert list(dict.fromkeys(row["name"] for row in rows)) == ["dense, other kernel", "dropped 0.15", "linear 0.15", "linear 2 parts 0.15"]
+    of = {(row["steps"], row["name"], row["chunk"]): float(row["psnr"]) for row in rows}
+    for steps in ("30", "4"):
+        assert of[steps, "dense, other kernel", "3"] > 80 > of[steps, "linear 0.15", "3"] > of[steps, "dropped 0.15", "3"]
