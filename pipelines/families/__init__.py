@@ -11,6 +11,7 @@ PLACES = {
     "EasyAnimateTransformer3DModel": "ssta.pipelines.families.easyanimate:EASYANIMATE",
     "HeliosTransformer3DModel": "ssta.pipelines.families.helios:HELIOS",
     "HunyuanVideo15Transformer3DModel": "ssta.pipelines.families.hunyuan_video_15:HUNYUAN_VIDEO_15",
+    "HunyuanVideoFramepackTransformer3DModel": "ssta.pipelines.families.hunyuan_video_framepack:HUNYUAN_VIDEO_FRAMEPACK",
     "HunyuanVideoTransformer3DModel": "ssta.pipelines.families.hunyuan_video:HUNYUAN_VIDEO",
     "Kandinsky5Transformer3DModel": "ssta.pipelines.families.kandinsky5:KANDINSKY5",
     "Kandinsky6Transformer3DModel": "ssta.pipelines.families.kandinsky6:KANDINSKY6",

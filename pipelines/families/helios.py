@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_helios import HeliosAttnProcessor
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ssta import VideoGrid
-
-from ..patch.canvas import from_bcfhw
+from ..patch.call import CallState
+from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
 from ..patch.streams import Projected, projection_of, projections
+from ..ranks.after_gather import shared_gradients
+from ..ranks.split import Plan, Split, gathered, split
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
@@ -32,7 +34,8 @@ class HeliosSSTAProcessor(SSTAProcessor):
         original_context_length: int | None = None,
     ) -> Tensor:
         """hidden_states ``[B, histories + t*h*w, C]``, rotary_emb ``[B, histories + t*h*w, 2 * D]``, cosines and then sines, of both
-        channels of a pair; original_context_length is t*h*w."""
+        channels of a pair; original_context_length is t*h*w. On several ranks all are those of its part
+        of the sequence."""
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         layout = self.around(hidden_states.shape[1], before=self.context.call.before)
@@ -44,7 +47,7 @@ class HeliosSSTAProcessor(SSTAProcessor):
 
         def amplified() -> Tensor:
             x = finished(k, attn.norm_k)
-            history = x.shape[1] - layout.segments[-1].length
+            history = x.shape[1] - (layout.segments[-1].length if original_context_length is None else original_context_length)
             if not attn.is_amplify_history or history == 0:
                 return x
             scale = 1 + torch.sigmoid(attn.history_key_scale) * (attn.max_scale - 1)
@@ -56,19 +59,42 @@ class HeliosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-def _histories(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> tuple[VideoGrid, ...]:
-    """The oldest first, in tokens of four, two and one times the chunk's size along each axis; rounded up, as the model pads them."""
-    config: Any = model.config
-    found = []
-    for name, scale in (("long", 4), ("mid", 2), ("short", 1)):
-        latents = arguments.get(f"latents_history_{name}")
-        if latents is not None and arguments.get(f"indices_latents_history_{name}") is not None:
-            found.append(VideoGrid(*(-(-size // (scale * patch)) for size, patch in zip(latents.shape[2:], config.patch_size))))
-    return tuple(found)
-
-
 def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "blocks", "attn1", HeliosAttnProcessor, HeliosSSTAProcessor)
 
 
-HELIOS = Family("HeliosTransformer3DModel", _sites, from_bcfhw, before=_histories)
+def _last_block(model: nn.Module) -> str:
+    return f"blocks.{len(model.get_submodule('blocks')) - 1}"
+
+
+def _plan(model: nn.Module) -> Plan:
+    """The chunk and its histories are one run of tokens, which the output's norm wants whole."""
+    if _last_block(model) == "blocks.0":
+        raise ValueError("model must have at least 2 blocks to be split over ranks, got 1")
+    return {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4), "rotary_emb": split()}, _last_block(model): gathered()}
+
+
+def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
+    return grids
+
+
+def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    for block in model.get_submodule("blocks").children():
+        yield block.register_forward_pre_hook(partial(_own_context, call))
+    yield from shared_gradients(model, call, _last_block(model))
+
+
+def _own_context(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+    """How many of the tokens that a block is given are the chunk's, which is at the end."""
+    ranks = call().ranks
+    if ranks is None or ranks.tokens is None:
+        return None
+    *others, context = args
+    end = ranks.start(ranks.tokens) + ranks.share(ranks.tokens)
+    return *others, max(0, min(ranks.share(ranks.tokens), end - (ranks.tokens - context)))
+
+
+HELIOS = Family(
+    "HeliosTransformer3DModel", _sites, from_bcfhw,
+    before=partial(histories_before, ("latents_history_long", "latents_history_mid", "latents_history_short")),
+    split=Split(_plan, ("blocks.*.attn2",), _tokens, hooks=_hooks))

@@ -31,7 +31,7 @@ class JointSSTAProcessor(SSTAProcessor):
         ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        layout = self.around(video_len + after, after=after)
+        layout = self.around(video_len + after, before=self.context.call.before, after=after)
         # EasyAnimate's are on the CPU.
         angles = None if image_rotary_emb is None else tuple(
             of[:, None].to(hidden_states.device, non_blocking=True) for of in image_rotary_emb)
@@ -50,7 +50,7 @@ class JointSSTAProcessor(SSTAProcessor):
 
         if attention_mask is not None and attention_mask.dim() == 4:
             # Over the whole sequence, of which `hidden_states` may be a rank's share.
-            attention_mask = attention_mask[:, 0, 0, layout.segments[0].length:]
+            attention_mask = attention_mask[:, 0, 0, layout.length - after:]
         out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:

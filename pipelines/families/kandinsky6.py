@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from diffusers.models.transformers.transformer_kandinsky6 import Kandinsky6AttnProcessor
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ..patch.call import CallState
 from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
+from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split
 
 
 class Kandinsky6SSTAProcessor(SSTAProcessor):
@@ -43,4 +47,28 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                        Kandinsky6SSTAProcessor)
 
 
-KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _sites, from_bfhwc)
+def _last_block(model: nn.Module) -> str:
+    return f"visual_transformer_blocks.{len(model.get_submodule('visual_transformer_blocks')) - 1}"
+
+
+def _plan(model: nn.Module) -> Plan:
+    """Video and audio, each by itself: they attend to one another by diffusers' own exchange. Between the first and the last block, because
+    the output layer wants the video in its frames."""
+    if _last_block(model).endswith(".0"):
+        raise ValueError("model must have at least 2 visual blocks to be split over ranks, got 1")
+    return {"visual_transformer_blocks.0": {"vis": split(), "aud": split()},
+            "visual_transformer_blocks.*": {"vis_rope": split(5, 0), "aud_rope": split(5, 0)}, _last_block(model): [gathered()] * 2}
+
+
+def _needs_audio(call: Callable[[], CallState], block: nn.Module, args: tuple) -> None:
+    """In the place of what diffusers says of outputs that are no tensors, after the last block."""
+    if call().ranks is not None and args[1] is None:
+        raise ValueError("audio_hidden_states must be given on several ranks, got None")
+
+
+def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    yield model.get_submodule("visual_transformer_blocks.0").register_forward_pre_hook(partial(_needs_audio, call))
+
+
+KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _sites, from_bfhwc, split=Split(
+    _plan, ("*_text_transformer_blocks.*.attn", "visual_transformer_blocks.*.cross_attention"), trains=CROSS_LENGTHS, hooks=_hooks))

@@ -49,7 +49,7 @@ def _plan(model: nn.Module) -> Plan:
     return {"": {"hidden_states": split(), "timestep": split(2)}, "rope": split_outputs(3, 1), "proj_out": gathered()}
 
 
-def tokens_given(arguments: Mapping[str, Any]) -> int:
+def tokens_given(arguments: Mapping[str, Any], grids: int) -> int:
     """How many tokens of conditions and video there are."""
     tokens: int = arguments["hidden_states"].shape[1]
     return tokens

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..patch.canvas import from_numbers, memory_before
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
 
 _ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
@@ -108,5 +108,4 @@ def _plan(model: nn.Module) -> Plan:
 # Queries of audio, which are whole, look at keys of the video, which is split: `video_to_audio_attn` is left to diffusers.
 _WHOLE = tuple(f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
 LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, before=memory_before, split=Split(
-    _plan, _WHOLE, tokens_given, trains="its audio attends to the video through diffusers' own exchange, which has no right gradient for "
-                                        "queries and keys of different lengths"))
+    _plan, _WHOLE, tokens_given, trains=CROSS_LENGTHS))

@@ -72,7 +72,7 @@ def _noise(timestep: Tensor | float) -> Tensor | float:
     return 1 - timestep
 
 
-def _tokens(arguments: Mapping[str, Any]) -> int:
+def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
     tokens: int = arguments["position_ids"].shape[0]
     return tokens
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ssta import DenseRun
+from ssta import DenseRun, VideoGrid
 
 # By tensor of coordinates: what was read from it, its version then, and the value. Most pipelines make the tensor once for all steps.
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -34,12 +34,17 @@ def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, in
     shape = tuple(arguments["hidden_states"].shape)
     if len(shape) != 5:
         raise ValueError(f"hidden_states must be {wanted}, got shape {shape}")
-    config: Any = model.config
-    size = config.patch_size
-    patch = tuple(size) if isinstance(size, (tuple, list)) else (getattr(config, "patch_size_t", None) or 1, size, size)
+    patch = _patch(model)
     # The models round frames up where they patch them (CogVideoX 1.5), and require the rest to be whole.
     t, h, w = (shape[axis] for axis in axes)
     return -(-t // patch[0]), h // patch[1], w // patch[2]
+
+
+def _patch(model: nn.Module) -> tuple[int, ...]:
+    """Latents of a token along (t, h, w)."""
+    config: Any = model.config
+    size = config.patch_size
+    return tuple(size) if isinstance(size, (tuple, list)) else (getattr(config, "patch_size_t", None) or 1, size, size)
 
 
 def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -96,6 +101,20 @@ def memory_before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int
         return (DenseRun(others),) if not _gapless(points[:video], frames) and _gapless(points[others:], frames) else ()
 
     return _value_of(coords, ("before", video, frames), before, lambda: coords[0].movedim(0, 1))
+
+
+def histories_before(names: Sequence[str], model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]
+                     ) -> tuple[VideoGrid, ...]:
+    """The grids before the video where earlier parts of it stand, which are packed more coarsely the older they are.
+
+    Args:
+        names: the arguments with their latents, the oldest first. The last one's tokens have the video's size, those before it twice the
+            next one's along each axis; rounded up, as the models pad them. One that is None, or has no "indices_" of its name, is left out.
+    """
+    given = [(name, 2 ** (len(names) - 1 - number)) for number, name in enumerate(names)
+             if arguments.get(name) is not None and arguments.get(f"indices_{name}") is not None]
+    return tuple([VideoGrid(*(-(-size // (scale * patch)) for size, patch in zip(arguments[name].shape[2:], _patch(model))))
+                  for name, scale in given])
 
 
 _Value = TypeVar("_Value")

@@ -146,8 +146,8 @@ class ModelContext:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
         arguments = self._signature.bind(model, *args, **kwargs).arguments
         schedule, thw = self.schedule, self.family.canvas(model, arguments)
-        ranks = self.parallel.ranks(model, arguments, thw)
         before = () if self.family.before is None else self.family.before(model, arguments, thw)
+        ranks = self.parallel.ranks(model, arguments, thw, sum([segment.length for segment in before]))
         state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks, before)
         if schedule.follows_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "

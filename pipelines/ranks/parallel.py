@@ -123,8 +123,9 @@ class Parallelism:
             self._gave_plan, self._own_plan = True, vars(model).get("_cp_plan")
             vars(model)["_cp_plan"] = plan
 
-    def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> Ranks | None:
-        """Who shares the forward with these arguments; None on one rank.
+    def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int], before: int = 0) -> Ranks | None:
+        """Who shares the forward with these arguments, which has ``before`` tokens before the canvas that its family found; None on one
+        rank.
 
         Raises:
             ValueError: they cannot; the same on all ranks, which have not communicated yet.
@@ -140,7 +141,7 @@ class Parallelism:
                              "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
                              "enable_parallelism")
         split = _split(self._family)
-        tokens = None if split.tokens is None else split.tokens(arguments)
+        tokens = None if split.tokens is None else split.tokens(arguments, before + math.prod(thw))
         self._check_length(model, math.prod(thw) if tokens is None else tokens, thw)
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "

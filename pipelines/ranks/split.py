@@ -17,6 +17,9 @@ from ..patch.call import CallState
 if TYPE_CHECKING:
     from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 
+# Why a model whose audio attends to its video does not train on several ranks.
+CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange, which has no right gradient for queries and keys of "
+                 "different lengths")
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 Plan = dict[str, Any]
 
@@ -33,7 +36,8 @@ class Split:
         plan: ``plan(model)``, as diffusers' ``enable_parallelism`` takes it.
         whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
             alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
-        tokens: ``tokens(arguments)`` is the length of the whole sequence where the plan splits it as one run; None = it splits the video.
+        tokens: ``tokens(arguments, grids)`` is the length of the whole sequence where the plan splits it as one run, ``grids`` being the
+            tokens of the canvas and of what ``Family.before`` finds; None = it splits the video.
         stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
         trains: True, or why gradients would be wrong.
         hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
@@ -45,7 +49,7 @@ class Split:
 
     plan: Callable[[nn.Module], Plan]
     whole: tuple[str, ...] = ()
-    tokens: Callable[[Mapping[str, Any]], int] | None = None
+    tokens: Callable[[Mapping[str, Any], int], int] | None = None
     stock: bool = False
     trains: bool | str = True
     hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks

@@ -20,8 +20,9 @@ from ssta.pipelines.patch.call import Ranks
 from ssta.pipelines.patch.family import family_of
 from ssta.pipelines.ranks.split import gathered
 
-# Audio's queries are whole and look at the video's keys, which are split: diffusers' own exchange.
-LEFT_TO_DIFFUSERS = "transformer_blocks.*.video_to_audio_attn"
+# By diffusers' own exchange: in LTX-2 audio's queries, which are whole, look at the video's keys, which are split; in Kandinsky 6 both are.
+LEFT_TO_DIFFUSERS = {"ltx2": ("transformer_blocks.*.video_to_audio_attn",),
+                     "kandinsky6": ("*.audio_dec_block.self_attention", "*.va_cross_attention", "*.av_cross_attention")}
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -51,9 +52,8 @@ def test_every_attention_is_a_site_or_whole_or_known(name):
     sites = {site.name for site in family.sites(model)}
     for module, attention in model.named_modules():
         if getattr(attention, "processor", None) is not None and module not in sites:
-            known = [pattern for pattern in (*family.split.whole, LEFT_TO_DIFFUSERS) if fnmatchcase(module, pattern)]
-            assert len(known) == 1, module
-            assert known != [LEFT_TO_DIFFUSERS] or name.startswith("ltx2")
+            left = LEFT_TO_DIFFUSERS.get(name.removesuffix("_gated"), ())
+            assert sum(fnmatchcase(module, pattern) for pattern in (*family.split.whole, *left)) == 1, module
 
 
 @pytest.mark.parametrize("name", ["hunyuan_video_15", "ltx", "wan"])

@@ -8,6 +8,7 @@ from rank_families import (
     beyond_the_heads,
     four,
     gradients,
+    histories,
     parallel_first_and_odd,
     sharded,
     sparse_dense_and_removed,
@@ -32,7 +33,7 @@ from tiny_models import SPLIT
 
 __all__ = ["CASES", "run_all"]
 
-TRAINED = [name for name in SPLIT if not name.startswith("ltx2")]
+TRAINED = [name for name in SPLIT if not name.startswith(("ltx2", "kandinsky6"))]
 TWO = {
     **{f"{name}: sparse, dense, removed": partial(sparse_dense_and_removed, name) for name in SPLIT},
     **{f"{name}: parallel first, odd": partial(parallel_first_and_odd, name) for name in SPLIT},
@@ -50,7 +51,7 @@ FOUR = {
     **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
        for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
     "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
-    "uneven heads": uneven_heads, "whole after rings": whole_after_rings,
+    "histories": histories, "uneven heads": uneven_heads, "whole after rings": whole_after_rings,
     "odd beyond the heads": odd_beyond_the_heads, "trained beyond the heads": trained_beyond_the_heads,
     "more ranks than heads": more_ranks_than_heads,
 }

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from rank_harness import ODD, SPARSE, alone, close, distance, forward, parallel, tiny
+from tiny_models import TINY, cast, helios_with_histories
 from torch import nn
 
 from ssta.pipelines import Schedule, apply_ssta, cp_plan
@@ -159,3 +160,25 @@ def whole_after_rings(rank, ranks):
             assert (model._parallel_config is None) == (ring > 1 or heads == 6)
             again = forward(model, call)
         assert torch.equal(again, stock) if model._parallel_config is None else distance(again, stock) < 1e-4
+
+
+def histories(rank, ranks):
+    """Helios' histories and its chunk as one run, of which a rank may have none of the chunk; outputs and gradients."""
+    tiny_helios = replace(TINY["helios"], inputs=helios_with_histories)
+    for thw in (ODD, (1, 4, 4)):
+        call = cast(tiny_helios.call(thw, (4,)), torch.float64)
+        model = tiny_helios.build(num_attention_heads=4).double()
+        apply_ssta(model, SPARSE, schedule=Schedule())
+        want = backward(model, call)[1]
+        with torch.no_grad():
+            expected = forward(model, call)
+        model = tiny_helios.build(num_attention_heads=4).double()
+        apply_ssta(model, SPARSE, schedule=Schedule())
+        model.enable_parallelism(config=parallel(ranks, anything=True))
+        with torch.no_grad():
+            close("helios", forward(model, call), expected)
+        got = backward(model, call)[1]
+        for of in want:
+            got.setdefault(of, torch.zeros_like(want[of]))
+            dist.all_reduce(got[of])
+        same_gradients(got, want, 1e-5)

@@ -68,6 +68,21 @@ def hunyuan_video(thw, prompts, random):
             "encoder_attention_mask": valid(prompts), "pooled_projections": random(batch, 8), "guidance": torch.full((batch,), 1000.0)}
 
 
+def histories(names, thw, batch, random):
+    """Histories of a video at three scales, which the model pads to whole tokens."""
+    call, first = {}, 0
+    for name, frames in zip(names, (5, 3, 2)):
+        call[name] = random(batch, 4, frames, 2 * thw[1], 2 * thw[2])
+        call[f"indices_{name}"] = torch.arange(first, first + frames)
+        first += frames
+    return call | {"indices_latents": torch.arange(first, first + thw[0])}
+
+
+def framepack(thw, prompts, random):
+    return hunyuan_video(thw, prompts, random) | {"image_embeds": random(len(prompts), 3, 8)} | histories(
+        ("latents_history_4x", "latents_history_2x", "latents_clean"), thw, len(prompts), random)
+
+
 def wan(thw, prompts, random):
     return {"hidden_states": random(len(prompts), 4, thw[0], 2 * thw[1], 2 * thw[2]),
             "encoder_hidden_states": random(len(prompts), TEXT_LEN, 12)}
@@ -167,17 +182,15 @@ def kandinsky6(thw, prompts, random):
     (t, h, w), batch = thw, len(prompts)
     at = torch.arange(t) % max(t - 1, 1), torch.arange(h), torch.arange(w)
     return {"hidden_states": random(batch, t, 2 * h, 2 * w, 4), "encoder_hidden_states": random(batch, TEXT_LEN, 12),
-            "pooled_projections": random(batch, 8), "audio_hidden_states": random(batch, 5, 4), "visual_rope_pos": at}
+            "pooled_projections": random(batch, 8), "audio_hidden_states": random(batch, 6, 4), "visual_rope_pos": at}
 
 
 def helios_with_histories(thw, prompts, random):
-    """Of three scales, which the model pads to whole tokens."""
-    batch, first, call = len(prompts), 0, wan(thw, prompts, random)
-    for name, frames in (("long", 5), ("mid", 3), ("short", 2)):
-        call[f"latents_history_{name}"] = random(batch, 4, frames, 2 * thw[1], 2 * thw[2])
-        call[f"indices_latents_history_{name}"] = torch.arange(first, first + frames).expand(batch, -1)
-        first += frames
-    return call | {"indices_hidden_states": torch.arange(first, first + thw[0]).expand(batch, -1)}
+    batch = len(prompts)
+    made = histories([f"latents_history_{name}" for name in ("long", "mid", "short")], thw, batch, random)
+    made["indices_hidden_states"] = made.pop("indices_latents")
+    return wan(thw, prompts, random) | {
+        name: x.expand(batch, -1) if name.startswith("indices_") else x for name, x in made.items()}
 
 
 def motif_video(thw, prompts, random):
@@ -231,6 +244,10 @@ TINY = {
     "hunyuan_video_i2v": Tiny(
         "HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
         lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, hunyuan_video, conditions=TEXT_LEN),
+    "framepack": Tiny(
+        "HunyuanVideoFramepackTransformer3DModel",
+        HUNYUAN_VIDEO | dict(has_image_proj=True, image_proj_dim=8, has_clean_x_embedder=True),
+        lambda n: {"num_layers": n // 2, "num_single_layers": n - n // 2}, framepack, conditions=TEXT_LEN + 3),
     "wan": Tiny("WanTransformer3DModel", WAN, blocks, wan),
     "wan_i2v": Tiny("WanTransformer3DModel", WAN | dict(image_dim=8, added_kv_proj_dim=WIDTH), blocks, wan_i2v),
     "wan_ti2v": Tiny("WanTransformer3DModel", WAN, blocks, wan_ti2v),
