@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import torch
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ssta import VideoGrid
+
+from ..patch.call import CallState, Ranks
 from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family, Site, stack_sites
+from ..ranks.split import Plan, Split, gathered
 from .joint import JointSSTAProcessor
 
 
@@ -18,6 +25,39 @@ def _sites(model: nn.Module) -> Iterator[Site]:
         yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
 
 
+def _plan(model: nn.Module) -> Plan:
+    """Hooks split the tokens, each grid's by themselves, and leave the section's alone behind the last block."""
+    return {"proj_out": gathered()}
+
+
+def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    found: Any = model
+    blocks = [*found.transformer_blocks, *found.single_transformer_blocks]
+    for number, block in enumerate(blocks):
+        yield block.register_forward_pre_hook(partial(_own_tokens, call, number == 0))
+    yield blocks[-1].register_forward_hook(partial(_own_section, call))
+
+
+def _own_tokens(call: Callable[[], CallState], first: bool, block: nn.Module, args: tuple) -> tuple | None:
+    state = call()
+    if state.ranks is None:
+        return None
+    tokens, *others, angles = args
+    own = partial(_shares, [grid.length for grid in (*state.before, VideoGrid(*state.thw))], state.ranks)
+    return own(tokens, 1) if first else tokens, *others, tuple([own(of, 0) for of in angles])
+
+
+def _shares(grids: list[int], ranks: Ranks, x: Tensor, dim: int) -> Tensor:
+    """This rank's share of each grid, of whose so many tokens x has entries along ``dim``."""
+    return torch.cat([part.narrow(dim, ranks.start(tokens), ranks.share(tokens)) for tokens, part in zip(grids, x.split(grids, dim))], dim)
+
+
+def _own_section(call: Callable[[], CallState], block: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple | None:
+    ranks, section = call().ranks, VideoGrid(*call().thw).length
+    return None if ranks is None else (output[0][:, output[0].shape[1] - ranks.share(section):], output[1])
+
+
 HUNYUAN_VIDEO_FRAMEPACK = Family(
     "HunyuanVideoFramepackTransformer3DModel", _sites, from_bcfhw,
-    before=partial(histories_before, ("latents_history_4x", "latents_history_2x", "latents_clean")))
+    before=partial(histories_before, ("latents_history_4x", "latents_history_2x", "latents_clean")),
+    split=Split(_plan, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_hooks))

@@ -130,7 +130,8 @@ class SSTAProcessor:
             tokens = ranks.tokens
         leading = before if isinstance(before, tuple) else None
         if isinstance(before, tuple):
-            before = sum(segment.length for segment in before)
+            by = ranks if ranks is not None and ranks.tokens is None else None
+            before = sum([by.share(of.length) if by is not None and isinstance(of, VideoGrid) else of.length for of in before])
         others = (before or 0) + (after or 0)
         if before is None or after is None:
             others = max(tokens - self._own_tokens, others)
