@@ -9,12 +9,12 @@ import pytest
 from pretend import CARDS, Loop, has_local_memory, loops
 
 # About as long each, for the workers that share them.
-SHARES = [*(f"sm_{card}" for card in CARDS if card != 90), "sm_90 portable", "sm_90 tail", "sm_90 hopper forward D=64",
+SHARES = [*(str(CARDS[card]) for card in CARDS if card != 90), "sm_90 portable", "sm_90 tail", "sm_90 hopper forward D=64",
           "sm_90 hopper forward D=128", "sm_90 hopper backward"]
 
 
 def test_every_case_has_its_share():
-    labels = [f"sm_{card} {name}" for name, case in compile_kernels.cases().items() for card in case.cards]
+    labels = [f"{CARDS[card]} {name}" for name, case in compile_kernels.cases().items() for card in case.cards]
     assert len(set(labels)) == len(labels)
     for label in labels:
         assert sum(compile_kernels.chosen(label, share.split()) for share in SHARES) == 1, label

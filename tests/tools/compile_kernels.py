@@ -51,12 +51,12 @@ class Allowed(NamedTuple):
 class Case(NamedTuple):
     """A call whose kernels are compiled."""
 
-    cards: tuple[int, ...]
+    cards: tuple[int | str, ...]
     call: Callable[[], None]
     kernels: str                 # of what is launched those whose module and name this regular expression finds
     allowed: Allowed
     assembled: bool = True       # whether ptxas is asked; without, only memory and copies are looked at, in a third of the time
-    usual: tuple[int, ...] | None = None   # the cards that are not for --all alone; None: every one
+    usual: tuple[int | str, ...] | None = None   # the cards that are not for --all alone; None: every one
     asked: tuple[int, ...] | None = None   # of the usual cards those on which ptxas is asked; None: every one
     processors: int | None = None
     programs: int = 1            # that share a multiprocessor, and what shared memory it has
@@ -132,6 +132,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
                            found.k_mean, found.v_mean, 1.0)
 
 
+AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
 GATHERED, TOKENS = r"portable\.gathered\._", r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
 TAIL, HOPPER_TAIL = r"portable\.tail_", r"hopper\.tail_"
@@ -140,12 +141,12 @@ HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 
 def cases() -> dict[str, Case]:
     """Label, less its card -> case; where kernels come twice, the first is what counts."""
-    return portable_cases() | tail_cases() | hopper_cases()
+    return portable_cases() | tail_cases() | hopper_cases() | amd_cases()
 
 
 def portable_cases() -> dict[str, Case]:
     found = {}
-    every = tuple(CARDS)
+    every = tuple(card for card in CARDS if not CARDS[card].amd)
     # Memory is looked at on every card. Of those that multiply alike, by mma, one a head_dim is enough to see its registers.
     asked = {64: (89, 100), 128: (80, 90, 100), 256: (90, 100, 120)}
     for dim, causal, backward in product((64, 128, 256), (False, True), (False, True)):
@@ -216,6 +217,20 @@ def hopper_cases() -> dict[str, Case]:
     return found
 
 
+def amd_cases() -> dict[str, Case]:
+    """They compile for cards that nobody here has, and fit; their registers nobody has looked at."""
+    found = {}
+    for dim, backward in product((64, 128, 256), (False, True)):
+        found[f"amd {'backward' if backward else 'forward'} D={dim} bf16"] = Case(
+            AMD, partial(attend, dim, torch.bfloat16, 384, 384, False, backward), BACKWARD if backward else FORWARD, Allowed(),
+            usual={64: ("gfx950",), 128: ("gfx942",), 256: ()}[dim])
+        if not backward:
+            found[f"amd gathered D={dim} bf16"] = Case(AMD, partial(gather, dim, False), GATHERED, Allowed(), usual=())
+            found[f"amd tokens D={dim} bf16"] = Case(AMD, partial(attend_to_tokens, dim, 16, 64), TOKENS, Allowed(), usual=())
+            found[f"amd tail D={dim} bf16"] = Case(AMD, partial(estimate, dim, torch.bfloat16, 2), TAIL, Allowed(), usual=())
+    return found
+
+
 def chosen(label: str, words: list[str]) -> bool:
     """Whether all of ``words`` stand in a label."""
     return set(words) <= set(label.split())
@@ -259,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     fine = True
     for name, case in cases().items():
         for card in case.cards:
-            label = f"sm_{card} {name}"
+            label = f"{CARDS[card]} {name}"
             if not (options.all or case.usual is None or card in case.usual) or not chosen(label, options.words):
                 continue
             pretended = CARDS[card] if case.processors is None else CARDS[card]._replace(multiprocessors=case.processors)

@@ -22,17 +22,30 @@ BUFFER = re.compile(r"local_alloc[^\n]*?: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?
 
 
 class Card(NamedTuple):
-    """A kind of GPU."""
+    """A kind of GPU: NVIDIA's by its compute capability, AMD's by the name of its instructions."""
 
-    capability: int
+    architecture: int | str
     shared_memory: int   # bytes, of one program
     multiprocessors: int
     products: str        # as ``DeviceLimits`` has it
 
+    @property
+    def amd(self) -> bool:
+        return isinstance(self.architecture, str)
 
-CARDS = {card.capability: card for card in (
+    @property
+    def tma(self) -> bool:
+        return not isinstance(self.architecture, str) and self.architecture >= 90
+
+    def __str__(self) -> str:
+        return self.architecture if isinstance(self.architecture, str) else f"sm_{self.architecture}"
+
+
+CARDS = {card.architecture: card for card in (
     Card(80, 163 << 10, 108, "mma"), Card(89, 99 << 10, 128, "mma"), Card(90, 227 << 10, 132, "wgmma"),
-    Card(100, 227 << 10, 148, "tcgen05"), Card(120, 99 << 10, 170, "mma"))}
+    Card(100, 227 << 10, 148, "tcgen05"), Card(120, 99 << 10, 170, "mma"),
+    # MI300X and MI350X.
+    Card("gfx942", 64 << 10, 304, "mma"), Card("gfx950", 160 << 10, 256, "mma"))}
 # Columns of tensor memory.
 TENSOR_MEMORY = 512
 
@@ -136,13 +149,14 @@ class Compiler:
 
         class Driver:
             def get_current_device(self):
-                return compiler.card.capability
+                return compiler.card.architecture
 
             def get_current_stream(self, device=None):
                 return 0
 
             def get_current_target(self):
-                return GPUTarget("cuda", compiler.card.capability, 32)
+                backend, warp = ("hip", 64) if compiler.card.amd else ("cuda", 32)
+                return GPUTarget(backend, compiler.card.architecture, warp)
 
             def get_active_torch_device(self):
                 return torch.device("cpu")
@@ -162,7 +176,7 @@ class Compiler:
         knobs.compilation.always_compile = True
         knobs.runtime.add_stages_inspection_hook = self._stages
         device.device_limits = lambda _: device.DeviceLimits(
-            compiler.card.shared_memory, compiler.card.capability >= 90, products=compiler.card.products)
+            compiler.card.shared_memory, compiler.card.tma, products=compiler.card.products)
         device.multiprocessors = lambda _: compiler.card.multiprocessors
 
     def _keep(self, name: str, compile_it: Callable, options: dict) -> None:
@@ -170,19 +184,24 @@ class Compiler:
         try:
             kernel = compile_it()
         except Exception as error:  # compilers fail in many ways
-            self.found.append(f"sm_{self.card.capability} {name} {launched}: does not compile: {type(error).__name__}: {str(error)[:2000]}")
+            self.found.append(f"{self.card} {name} {launched}: does not compile: {type(error).__name__}: {str(error)[:2000]}")
             return
         if kernel.hash in self._seen:
             return
         self._seen.add(kernel.hash)
         said, inner = self._said.pop(kernel.hash, ("", None))
         memory = kernel.metadata
-        self.found.append(Compiled(name, launched, self.card, memory.shared, memory.tmem_size or 0, kernel.asm["ttgir"], said, inner))
+        tensor_memory = getattr(memory, "tmem_size", 0) or 0
+        self.found.append(Compiled(name, launched, self.card, memory.shared, tensor_memory, kernel.asm["ttgir"], said, inner))
 
     def _stages(self, backend=None, stages=None, options=None, language=None, capability=None):
         """Triton's hook: the stages after LLVM's by our own hand. Without arguments, what a cache is to tell apart."""
         if stages is None:
             return "pretend", "pretend"
+
+        if self.card.amd:
+            # Its assembler is LLVM's own, and says nothing.
+            return
 
         def no_ptx(_, metadata):
             metadata["name"] = "kernel"
@@ -197,8 +216,8 @@ class Compiler:
             with tempfile.TemporaryDirectory() as folder:
                 source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
                 source.write_text(ptx)
-                ptxas = Path(get_ptxas(self.card.capability).path)
-                said = _output(ptxas, "-v", f"--gpu-name={sm_arch_from_capability(self.card.capability)}", source, "-o", binary)
+                ptxas = Path(get_ptxas(self.card.architecture).path)
+                said = _output(ptxas, "-v", f"--gpu-name={sm_arch_from_capability(self.card.architecture)}", source, "-o", binary)
                 looped = self._looped and has_local_memory(said)
                 self._said[metadata["hash"]] = said, loops(_output(ptxas.with_name("nvdisasm"), "-c", binary)) if looped else None
                 return binary.read_bytes()
