@@ -3,7 +3,8 @@
     python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--save] [--share]
 
 Each candidate is checked against float64 before it is timed, all of one kernel interleaved, and what does not fit the GPU says so. dq and
-dkv are timed as the whole backward, in which the other kernel stays as it is. Without a GPU it runs in Triton's interpreter
+dkv are timed as the whole backward, in which the other kernel stays as it is. attend and attend-backward compare the implementations that
+run here, a library's among them, each as it is, gradients in any order. Without a GPU it runs in Triton's interpreter
 (TRITON_INTERPRET=1), which shows that it works but says nothing about speed. With --save, what is faster in forward, dq and dkv goes to
 this GPU's file in kernels/portable/configs/, from which the kernels then take it; the H200's is in config.py itself. With --share, all that
 was measured is printed once more as a block to send to the project, which has no other GPUs.
@@ -29,16 +30,19 @@ from measure import NO_TIMES, RESULTS, failure, interleaved, machine, print_mach
 from shapes import Pattern, Problem, kept
 from truth import Truth, Wrong, truth
 
-from ssta.kernels import BlockLists, choose_route
+from ssta.kernels import BlockLists, PatternFacts, Route, choose_route
 from ssta.kernels.device import DeviceLimits, device_limits
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
 from ssta.kernels.portable.measured import FOLDER, HEAD_DIMS, file_name
+from ssta.kernels.routing import TABLE
 
 PORTABLE = ("forward", "dq", "dkv")
 # The Hopper kernels' forward, and their deterministic backward.
 HOPPER = ("hopper", "hopper-backward")
-# Of the latter: stages of dS, and by how many iterations programs are staggered.
+# Whose kernels attend.
+ROUTES = ("attend", "attend-backward")
+# Of the Hopper backward: stages of dS, and by how many iterations programs are staggered.
 DS_STAGES, STAGGERS = (2, 3, 4), (3, 5, 7, 10)
 # Less than this is not worth a change.
 GAIN = 0.02
@@ -57,8 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float16
     parser = new_parser(__doc__)
-    parser.add_argument("--kernel", nargs="+", choices=(*PORTABLE, *HOPPER), metavar="NAME",
-                        help=f"of {', '.join((*PORTABLE, *HOPPER))} (default: all that run here)")
+    parser.add_argument("--kernel", nargs="+", choices=(*PORTABLE, *HOPPER, *ROUTES), metavar="NAME",
+                        help=f"of {', '.join((*PORTABLE, *HOPPER, *ROUTES))} (default: all that run here)")
     parser.add_argument("--wide", action="store_true", help="more candidates; several times as long")
     usual = Problem(46_080) if gpu else Problem(64, heads=1, head_dim=16, block=32)
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
@@ -78,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     setting = Setting(problem, pattern, device, dtype)
     print_machine()
     rows, advice = [], []
-    for kernel in options.kernel or (*PORTABLE, *(HOPPER if setting.hopper else ())):
+    for kernel in options.kernel or (*PORTABLE, *(HOPPER if setting.hopper else ()), *(ROUTES if gpu else ())):
         found = measure_kernel(kernel, setting, options.wide, options.rounds)
         print_rows(found)
         rows += found
@@ -89,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.save:
         print(save(rows, problem.head_dim, torch.cuda.get_device_name(device), FOLDER))
     if options.share:
-        print(share(rows, torch.cuda.get_device_capability(device), device_limits(device)))
+        print(share(rows, torch.cuda.get_device_capability(device), device_limits(device), setting.route("auto").explain()))
 
 
 class Setting:
@@ -107,7 +111,12 @@ class Setting:
 
     @property
     def hopper(self) -> bool:
-        return self.device.type == "cuda" and choose_route("auto", self.device, self.q.dtype, self.problem.head_dim).name == "hopper"
+        return self.device.type == "cuda" and self.route("auto").name == "hopper"
+
+    def route(self, impl: str) -> Route:
+        heads = self.problem.heads
+        return choose_route(impl, self.device, self.q.dtype, self.problem.head_dim, PatternFacts.of(self.blocks), heads=heads,
+                            kv_heads=heads, deterministic=False)
 
 
 def measure_kernel(kernel: str, setting: Setting, wide: bool, rounds: int) -> list[dict]:
@@ -142,12 +151,36 @@ def candidates(kernel: str, setting: Setting, wide: bool) -> list[Candidate]:
     """The present configuration and those around it."""
     if kernel in HOPPER:
         return hopper_candidates(kernel, setting)
+    if kernel in ROUTES:
+        return route_candidates(kernel, setting)
     choose = {"forward": forward_config, "dq": dq_config, "dkv": dkv_config}
     limits = device_limits(setting.device)
     block = setting.problem.block
     present = {name: config(setting.problem.head_dim, block, block, limits) for name, config in choose.items()}
     every = dict.fromkeys([present[kernel], *launch_configs(block, wide, setting.problem.head_dim)])
     return [Candidate(written(kernel, config), run_of(kernel, config, present, setting), config == present[kernel]) for config in every]
+
+
+def route_candidates(kernel: str, setting: Setting) -> list[Candidate]:
+    """The implementations that run here and have such a pass of their own, but for plain torch."""
+    routes = {}
+    for row in TABLE[:-1]:
+        try:
+            routes[row.name] = setting.route(row.name)
+        except ValueError:
+            continue
+    given = setting.q, setting.k, setting.v
+    usual = setting.route("auto")
+    if kernel == "attend":
+        present = usual.name if usual.name in routes else next(iter(routes))
+        return [Candidate(f"impl={name!r}", lambda route=route: route.run(*given, setting.blocks, setting.scale)[0], name == present)
+                for name, route in routes.items()]
+    own = {name: route for name, route in routes.items() if route.backward.kernels == name}
+    present = usual.backward.kernels if usual.backward.kernels in own else next(iter(own))
+    result = own[present].run(*given, setting.blocks, setting.scale)
+    rest = setting.blocks, setting.flipped, setting.scale, False, False
+    return [Candidate(f"impl={name!r}", lambda route=route: route.run_backward(setting.dout, None, *given, *result, *rest), name == present)
+            for name, route in own.items()]
 
 
 def launch_configs(block: int, wide: bool, head_dim: int) -> list[LaunchConfig]:
@@ -261,8 +294,9 @@ def save(rows: list[dict], head_dim: int, gpu: str, folder: Path) -> str:
     return f"saved {', '.join(found)} for head_dim up to {bucket} to {path}"
 
 
-def share(rows: list[dict], capability: tuple[int, int], limits: DeviceLimits) -> str:
-    """What was measured as text for an issue: the machine and every candidate with its times in ms, its error or why it has none."""
+def share(rows: list[dict], capability: tuple[int, int], limits: DeviceLimits, routes: tuple[str, ...]) -> str:
+    """What was measured as text for an issue: the machine, why what attends does (``routes``), and every candidate with its times in ms,
+    its error or why it has none."""
     kernels: dict[str, list[dict]] = {}
     columns = "config", "present", "median_ms", "q1_ms", "q3_ms", "error", "note"
     for row in rows:
@@ -270,7 +304,7 @@ def share(rows: list[dict], capability: tuple[int, int], limits: DeviceLimits) -
         kernels.setdefault(row["kernel"], []).append({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in told.items()})
     where = machine()
     about = where | dict(capability="sm_{}{}".format(*capability), shared_memory=limits.shared_memory, products=limits.products)
-    about |= dict(problem={column: rows[0][column] for column in ("tokens", "heads", "head_dim", "block", "kept")})
+    about |= dict(routes=routes, problem={column: rows[0][column] for column in ("tokens", "heads", "head_dim", "block", "kept")})
     # A line for each candidate.
     lines = ",\n".join(f'  "{kernel}": [\n    ' + ",\n    ".join(map(json.dumps, own)) + "\n  ]" for kernel, own in kernels.items())
     block = json.dumps(about, indent=1)[:-2] + ',\n "kernels": {\n' + lines + "\n }\n}"
@@ -291,6 +325,7 @@ def advise(kernel: str, rows: list[dict]) -> str:
     best = rows[0]
     place = {"hopper": "kernels/hopper/config.py, hopper_forward_config"}.get(kernel, "kernels/")
     place = f"kernels/portable/config.py, {kernel}_config" if kernel in PORTABLE else place
+    place = f"kernels/routing.py, TABLE, {kernel}" if kernel in ROUTES else place
     if best["median_ms"] == "":
         return f"{place}: nothing could be measured"
     if present["median_ms"] == "":

@@ -56,8 +56,9 @@ def block_sparse_attention(
         deterministic: the backward gives bitwise the same gradients: dQ is added up in a fixed order, which on "hopper" a semaphore holds.
             Should Hopper's backward wait too long for that order, as where a list names a block twice, it goes on without it, the next
             backward warns once, and ``ssta.kernels.hopper.backward.spin_timeouts(device)`` counts that. False lets "hopper" add up dQ in
-            whatever order it comes (non-deterministic dQ), in 0.90 to 1.01 of the time; the others have only one order.
-        impl: which implementation runs: "auto", "reference", "torch", "triton" or "hopper"; see
+            whatever order it comes (non-deterministic dQ), in 0.90 to 1.01 of the time, and lets "cudnn" use its own backward, which has no
+            fixed order; the others have only one order.
+        impl: which implementation runs: "auto", "reference", "torch", "triton", "cudnn" or "hopper"; see
             ``choose_route``. A choice that cannot run raises.
 
     Returns:
@@ -74,7 +75,7 @@ def block_sparse_attention(
     """
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         require_bool(name, flag)
-    key = _key(q, k, v, blocks, causal, impl)
+    key = _key(q, k, v, blocks, causal, deterministic, impl)
     if key is None or key not in _routes:
         q, k, v = autocast_inputs(q=q, k=k, v=v)
         _check(q, k, v, blocks)
@@ -86,7 +87,7 @@ def block_sparse_attention(
 _routes: dict[tuple, Route] = Kept(1024)
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, impl: str) -> tuple | None:
+def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, deterministic: bool, impl: str) -> tuple | None:
     """All that checks and routing look at, for plain tensors that nobody watches, outside of autocast; else None."""
     # Whatever is asked of a tensor costs a tenth of a microsecond, and there are fifty checks.
     if not (type(q) is type(k) is type(v) is Tensor and type(blocks) is BlockLists and type(impl) is str):
@@ -94,7 +95,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, impl
     if watched(q, k, v) or torch.is_autocast_enabled(q.device.type):
         return None
     # Whether Triton interprets decides what a CPU can run, and may change.
-    return (blocks.facts, causal, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(),
+    return (blocks.facts, causal, deterministic, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(),
             k.dtype, k.get_device(), k.shape, k.stride(), v.dtype, v.get_device(), v.shape, v.stride())
 
 
@@ -144,7 +145,7 @@ def _attend(
         name = require_impl(impl)
         # Who watches sees an operator, which asks the GPU when it runs.
         if not watched(q, k, v):
-            route = route_of(name, q, k, blocks, causal)
+            route = route_of(name, q, k, blocks, causal, deterministic)
             name = route.name
             if route.slow_fallback:
                 warn_once("torch on a GPU", route.slow_fallback)

@@ -76,6 +76,7 @@ ROWS = (
         _hopper_merge_cannot),
     Row("hopper", dict(key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
                        estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics"), _hopper_statistics_cannot),
+    Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
@@ -157,9 +158,10 @@ class Backend:
     combine: Callable
     combine_backward: Callable
 
-    def route(self, q: Tensor, k: Tensor, blocks: BlockLists) -> Route:
+    def route(self, q: Tensor, k: Tensor, blocks: BlockLists, deterministic: bool) -> Route:
         """The step "attend" for these lists."""
-        return choose_route(self.impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1])
+        return choose_route(self.impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1],
+                            deterministic=deterministic)
 
     def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
         """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see

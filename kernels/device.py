@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+Key = TypeVar("Key")
 Answer = TypeVar("Answer")
 HOPPER_SHARED_MEMORY = 227 * 1024
 # By major compute capability, matrix units that read shared memory by themselves while their warps go on. All others multiply what warps
@@ -35,13 +36,14 @@ class DeviceLimits:
         return self.tma and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
 
 
-def _asked_once(function: Callable[[int], Answer]) -> Callable[[int], Answer]:
-    """``function`` of a GPU's number, whose answers are kept, and are constants to a compiler, which does not look behind ``lru_cache``."""
+def asked_once(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
+    """``function`` of a plain value, such as a GPU's number, whose answers are kept, and are constants to a compiler, which does not look
+    behind ``lru_cache``."""
     kept = lru_cache(function)
 
     @wraps(function)
-    def answer(index: int) -> Answer:
-        return kept(index)
+    def answer(key: Key) -> Answer:
+        return kept(key)
 
     # What torch.compiler.assume_constant_result does, without the whole compiler, which that loads.
     answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -55,7 +57,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@_asked_once
+@asked_once
 def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
@@ -71,7 +73,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@_asked_once
+@asked_once
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -83,6 +85,6 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@_asked_once
+@asked_once
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -19,9 +19,10 @@ def transposed(blocks: BlockLists, kv_len: int) -> BlockLists:
     return blocks.transpose()
 
 
-def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Route:
+def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> Route:
     """``choose_route`` for these tensors. Forward and backward of a call ask with the same arguments and so get the same Route."""
-    return choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1], causal=causal)
+    return choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1], causal=causal,
+                        deterministic=deterministic)
 
 
 def run_forward(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def attention_operator(
     """(out, lse). ``impl`` is a route's name, or "auto" in a graph that was compiled before its GPU was known."""
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
-    return run_forward(route_of(impl, q, k, blocks, causal), q, k, v, blocks, scale, causal)
+    return run_forward(route_of(impl, q, k, blocks, causal, deterministic), q, k, v, blocks, scale, causal)
 
 
 @attention_operator.register_fake
@@ -94,8 +95,8 @@ def _backward(
     if counts_t is not None and indices_t is not None:
         flipped = BlockLists.from_fields(*blocks.flipped_fields(counts_t, indices_t))
     with on_device(q):
-        return route_of(impl, q, k, blocks, causal).run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal,
-                                                                 deterministic)
+        route = route_of(impl, q, k, blocks, causal, deterministic)
+        return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
 
 
 @_backward.register_fake

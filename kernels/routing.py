@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import cudnn_package as cudnn
 from .blocks import BlockLists
 from .device import capability
 
@@ -40,12 +41,14 @@ class PatternFacts(NamedTuple):
     capacity: int       # key blocks of a list at most
     list_heads: int     # heads that have lists of their own
     uniform: bool       # every block but the last of an axis has the same length
+    shared: bool = True  # key blocks lie at the same tokens for all heads
 
     @classmethod
     def of(cls, blocks: BlockLists) -> PatternFacts:
         uniform = (blocks.q_lengths is None and blocks.kv_lengths is None and isinstance(blocks.q_offsets, int)
                    and isinstance(blocks.kv_offsets, int))
-        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform)
+        shared = all([not isinstance(x, Tensor) or x.shape[1] == 1 for x in (blocks.kv_offsets, blocks.kv_lengths)])
+        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform, shared)
 
 
 # Of a pattern that nobody has described: blocks that fill every kernel's tiles.
@@ -91,6 +94,7 @@ class Problem(NamedTuple):
     kv_heads: int
     causal: bool
     facts: PatternFacts
+    deterministic: bool = True
 
     def compacts(self, backward: bool) -> bool:
         """Whether listed keys are first copied behind one another. Copies know no positions; parts of equal size need uniform blocks."""
@@ -117,6 +121,13 @@ def _hopper_suits_not(problem: Problem) -> str | None:
     return None
 
 
+def _hopper_backward_cannot(problem: Problem) -> str | None:
+    longest = problem.facts.max_kv_length
+    if longest > HOPPER_BACKWARD_SHORT or problem.compacts(backward=True):
+        return None
+    return f"has a backward for key blocks of more than {HOPPER_BACKWARD_SHORT} tokens, got {longest}"
+
+
 def _triton_cannot(problem: Problem) -> str | None:
     where = problem.where
     if where.dtype not in KERNEL_DTYPES or not 16 <= where.head_dim <= 256:
@@ -141,9 +152,11 @@ class Implementation:
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
         gathered: the forward of key blocks too short for tiles, if it has one.
-        triton: whether it needs triton. Then its forward may write over q, and compacted keys are as good as tiles to it.
-        deterministic: whether its backward takes that argument; others have only one order of summing.
-        backward_short: key blocks of up to so many tokens, unless compacted, have their backward in the next row.
+        triton: whether its kernels are this package's own. Then its forward may write over q, its backward reads the transposed lists, and
+            compacted keys are as good as tiles to it.
+        deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
+        backward_cannot: why the backward is another row's although the forward runs, or None.
+        verdict: where it was taken, what is known of its results, or None.
         outruns_dense: whether attention to all blocks takes less time this way than torch's SDPA.
     """
 
@@ -155,7 +168,8 @@ class Implementation:
     gathered: str | None = None
     triton: bool = True
     deterministic: bool = False
-    backward_short: int = 0
+    backward_cannot: Callable[[Problem], str | None] = lambda problem: None
+    verdict: Callable[[Problem], str | None] = lambda problem: None
     outruns_dense: bool = False
 
 
@@ -163,7 +177,9 @@ class Implementation:
 # heads of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
 TABLE = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
-                   deterministic=True, backward_short=HOPPER_BACKWARD_SHORT, outruns_dense=True),
+                   deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
+    Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
+                   backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot, _triton_suits_not,
                    gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
@@ -171,6 +187,8 @@ TABLE = (
 # The specification is not in the table: only an explicit choice takes it.
 _REFERENCE = Implementation("reference", "reference:reference_attention", "reference:reference_backward", triton=False)
 _ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
+# A row and those that its backward can be left to.
+_ROWS_FROM = {row.name: TABLE[number:] for number, row in enumerate(TABLE)} | {_REFERENCE.name: (_REFERENCE,)}
 IMPLEMENTATIONS = ("auto", "reference", *reversed([row.name for row in TABLE]))
 
 
@@ -195,10 +213,12 @@ class Route:
     """Which kernels run, and why no faster ones. Made by ``choose_route``.
 
     Args:
-        name: "hopper", "triton", "torch" or "reference"; of the forward.
+        name: "hopper", "cudnn", "triton", "torch" or "reference"; of the forward.
         forward, backward: which kernels, and how they read the listed keys.
         rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
         device_type: where it runs.
+        verdict: what is known of a library's results, or None.
+        backward_rejected: (name, reason) of the implementations from the forward's on that do not run the backward.
     """
 
     name: str
@@ -206,6 +226,8 @@ class Route:
     backward: Pass
     rejected: tuple[tuple[str, str], ...]
     device_type: str
+    verdict: str | None = None
+    backward_rejected: tuple[tuple[str, str], ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -236,8 +258,10 @@ class Route:
         return f"attention runs in plain torch on a GPU, many times slower than with kernels: {name!r} {reason}"
 
     def explain(self) -> tuple[str, ...]:
-        """A sentence for each faster implementation that was not taken."""
-        return tuple(f"not {name!r}, which {reason}" for name, reason in self.rejected)
+        """A sentence for each faster implementation that was not taken, also in the backward, and one on a library's results."""
+        return (*[f"not {name!r}, which {reason}" for name, reason in self.rejected],
+                *[f"backward not {name!r}, which {reason}" for name, reason in self.backward_rejected],
+                *([f"{self.name!r}: {self.verdict}"] if self.verdict else []))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool = False, *, in_place: bool = False
             ) -> tuple[Tensor, Tensor]:
@@ -263,22 +287,25 @@ class Route:
 
 def choose_route(
     impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, facts: PatternFacts = LONG_BLOCKS, *, heads: int = 1,
-    kv_heads: int = 1, causal: bool = False,
+    kv_heads: int = 1, causal: bool = False, deterministic: bool = True,
 ) -> Route:
-    """What ``impl`` stands for: a pure function of its arguments and of the kind of GPU.
+    """What ``impl`` stands for: a pure function of its arguments, of the kind of GPU and of what is installed.
 
     "auto" takes the first row of TABLE that can run and suits. On a GPU with float16 or bfloat16 that is "hopper" on a Hopper GPU (sm_90)
     with head_dim 64 or 128, a longest query block of at least 128 tokens and a longest key block of at least 16, or shorter ones that are
-    compacted first; else "triton" with head_dim 16 to 256 from sm_80 on. "torch" for everything else. The backward of "hopper" is the
-    portable one for key blocks of up to 64 tokens that are not compacted. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is
-    first imported) an explicit "triton" also runs on a CPU, with float16.
+    compacted first; on a Blackwell GPU (sm_100, 103, 110, 120) "cudnn", if a release of nvidia-cudnn-frontend is installed that was
+    checked, has kernels for the problem, and passes its self-check, which runs when it is first asked for; else "triton" with head_dim 16
+    to 256 from sm_80 on. "torch" for everything else. The backward of "hopper" is the portable one for key blocks of up to 64 tokens that
+    are not compacted, that of "cudnn" where it has none for the problem or ``deterministic`` asks for gradients of the same bits every
+    time. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU, with
+    float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     # A compiler traces what is not cached.
     decide = _decide_anew if torch.compiler.is_compiling() else _decide
-    problem = Problem(Where.of(device, dtype, head_dim), heads, kv_heads, causal, facts)
+    problem = Problem(Where.of(device, dtype, head_dim), heads, kv_heads, causal, facts, deterministic)
     try:
         return decide(require_impl(impl), problem)
     except TypeError:
@@ -323,18 +350,26 @@ def _decide_anew(name: str, problem: Problem) -> Route:
         if not reason:
             break
         rejected.append((row.name, reason))
-    short = problem.facts.max_kv_length < SHORTEST_TILE
-    forward = backward = "tiles"
-    backward_row = row
-    if row.triton:
-        forward = "compacted" if problem.compacts(backward=False) else "gathered" if short and row.gathered else "tiles"
-        backward = "compacted" if problem.compacts(backward=True) else "tiles"
-        if problem.facts.max_kv_length <= row.backward_short and backward == "tiles":
-            backward_row = TABLE[TABLE.index(row) + 1]
-        if short and backward == "tiles" and backward_row.gathered:
-            backward = "gathered"
-    return Route(row.name, Pass(row.name, forward, row.gathered if forward == "gathered" and row.gathered else row.forward),
-                 Pass(backward_row.name, backward, backward_row.backward), tuple(rejected), problem.where.device_type)
+    backward_rejected = []
+    for backward in _ROWS_FROM[row.name]:
+        reason = None if backward is row else backward.cannot(problem) or backward.suits_not(problem)
+        reason = reason or backward.backward_cannot(problem)
+        if not reason:
+            break
+        backward_rejected.append((backward.name, reason))
+    forward_keys, backward_keys = _keys(row, problem, False), _keys(backward, problem, True)
+    return Route(row.name, Pass(row.name, forward_keys, row.gathered if forward_keys == "gathered" and row.gathered else row.forward),
+                 Pass(backward.name, backward_keys, backward.backward), tuple(rejected), problem.where.device_type, row.verdict(problem),
+                 tuple(backward_rejected))
+
+
+def _keys(row: Implementation, problem: Problem, backward: bool) -> str:
+    """How a row's kernels read the listed keys."""
+    if not row.triton:
+        return "tiles"
+    if problem.compacts(backward):
+        return "compacted"
+    return "gathered" if row.gathered and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
 
 
 _decide = lru_cache(maxsize=1024)(_decide_anew)

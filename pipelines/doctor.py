@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .evaluation.published import Canvas, Published
 
 # The oldest and the newest release of each that the tests ran with.
-TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "diffusers": ("0.42", "0.42")}
+TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "diffusers": ("0.42", "0.42"), "nvidia-cudnn-frontend": ("1.32", "1.32")}
 # So many times the error of plain torch in the same dtype is allowed, because kernels keep parts of the estimate in bfloat16, and what is
 # wrong is off by far more; where plain torch itself is looked at, so many of its roundings.
 FACTOR, ROUNDINGS = 4, 1024
@@ -96,9 +96,10 @@ def judged(found: str, oldest: str, newest: str) -> str:
 
 
 def steps(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """What runs each step of a layer, and why nothing faster does, as ``ssta.explain`` says it."""
-    route = choose_route("auto", device, dtype, head_dim)
-    return [f"attend: {route}", *route.explain(), *choose_backend("auto", device, dtype, head_dim).explain()]
+    """What runs each step of a layer, and why nothing faster does, as ``ssta.explain`` says it; a library's self-check runs here."""
+    route, free = (choose_route("auto", device, dtype, head_dim, deterministic=deterministic) for deterministic in (True, False))
+    other = [] if str(free) == str(route) else [f"attend with deterministic=False: {free}"]
+    return [f"attend: {route}", *route.explain(), *other, *choose_backend("auto", device, dtype, head_dim).explain()]
 
 
 class Checked(NamedTuple):

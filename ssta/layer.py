@@ -208,7 +208,7 @@ class Layer:
         blocks = self.rows.lists(blocks)
         route = self._routes.get(blocks.facts)
         if route is None:
-            route = self._routes[blocks.facts] = self.backend.route(q, k, blocks)
+            route = self._routes[blocks.facts] = self.backend.route(q, k, blocks, self.spec.deterministic)
         owned = self.moves and not self.estimates and not self.spec.recorded
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
 
@@ -246,7 +246,7 @@ class Layer:
         spec, backend, rows = self.spec, self.backend, self.rows
         q, k, v, out, lse, *_ = tape
         lists = rows.lists(blocks)
-        route = backend.route(q, k, lists)
+        route = backend.route(q, k, lists, spec.deterministic)
         dlse = of_tail = None
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout

@@ -30,8 +30,9 @@ class Report:
     """What ``explain`` found. ``print(report)`` shows a table; ``to_dict`` gives plain numbers; the pictures of ``ssta.plot`` take it.
 
     Attributes:
-        implementation: the kernels that ``impl`` stands for on these tensors: "hopper", "triton", "torch" or "reference".
-        why_not: a sentence for each faster implementation that was not taken; empty where ``impl`` named one.
+        implementation: the kernels that ``impl`` stands for on these tensors: "hopper", "cudnn", "triton", "torch" or "reference".
+        why_not: a sentence for each faster implementation that was not taken, for those that run the forward and not the backward, and on
+            the self-check of a library's kernels that were taken.
         device, dtype: of query, as strings.
         batch, heads, kv_heads, head_dim: sizes of query and key.
         tokens, video_tokens, text_tokens: length of the sequence and of its parts (text: every dense run).

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
 # A folder of kernels/ -> the folders that it may import besides itself and the modules at the top. interfaces/ may import them all.
-MAY_IMPORT = {"eager": (), "portable": ("lowering",), "hopper": ("lowering",), "lowering": (), "prologue": ("lowering",)}
+MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
 ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report"),
          "patch": ("schedule", "ranks", "families.PLACES", "families.REFUSED"),
@@ -26,7 +26,7 @@ WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
 ABOVE = ("attention", "token_attention", "backend", "op", "routing", "reference", "interfaces")
 # Where Triton is imported when a file is loaded.
-TRITON = ("portable", "hopper", "lowering")
+TRITON = ("portable", "hopper", "cudnn", "lowering")
 # Names in the door of kernels/: at most so many.
 DOOR = 12
 # What the floors above may take of kernels/ besides its door: ground that all floors stand on and that knows nothing of attention.
@@ -129,9 +129,11 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{top}, which comes with diffusers, is imported only inside the functions of families/trained/checkpoint.py")
         elif top == "lpips" and (path != "pipelines/evaluation/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
+        elif top == "cudnn" and (path != "kernels/cudnn/calls.py" or imported.at_load):
+            found.append("cudnn is imported only inside the functions of kernels/cudnn/calls.py")
         elif top == "vllm_omni" and below != ["plugs", "vllm_omni_backend"] and (below != ["plugs", "vllm_omni"] or imported.at_load):
             found.append("vllm_omni is imported by plugs/vllm_omni_backend.py and inside a function of plugs/vllm_omni.py")
-        elif top not in {"ssta", "torch", "triton", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
+        elif top not in {"ssta", "torch", "triton", "cudnn", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
                          "huggingface_hub", *sys.stdlib_module_names}:
             found.append(f"{top} is no dependency of the package")
 
@@ -202,6 +204,8 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
     ("kernels/device.py", "import diffusers"),
+    ("kernels/cudnn/calls.py", "import cudnn"),
+    ("kernels/cudnn_check.py", "from .cudnn.attention import cudnn_forward"),
     ("ssta/selection.py", "from .kernels import attention"),
     ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
     ("ssta/selection.py", "import ssta.kernels"),

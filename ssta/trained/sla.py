@@ -115,7 +115,8 @@ def sla_layer(
             selection = Selection(_select(q, k, density, q_block, kv_block))
     exact = block_sparse_attention(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
     # A pure function: what block_sparse_attention chose by the same facts.
-    route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1])
+    route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1],
+                         deterministic=deterministic)
     if weight is None:
         return LayerResult(exact, selection, route)
     with without_autocast(q.device.type):

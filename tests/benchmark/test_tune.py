@@ -18,7 +18,8 @@ def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     import tune
 
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
-    tune.main(["--shape", "64,1,32,1,16", "--kernel", "forward", "dq", "dkv", "--rounds", "1", "--csv", "mine"])
+    tune.main(["--shape", "64,1,32,1,16", "--kernel", "forward", "dq", "dkv", "attend", "attend-backward", "--rounds", "1",
+               "--csv", "mine"])
     with (tmp_path / "mine.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for kernel in ("forward", "dq", "dkv"):
@@ -28,6 +29,9 @@ def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
         assert next(float(row["ratio"]) for row in of if row["present"] == "True") == 1
         times = [float(row["median_ms"]) for row in of]
         assert times == sorted(times) and all(float(row["error"]) < 0.05 for row in of)
+    for kernel in ("attend", "attend-backward"):
+        of = [row for row in rows if row["kernel"] == kernel]
+        assert "impl='triton'" in [row["config"] for row in of] and [row["present"] for row in of].count("True") == 1
     said = capsys.readouterr().out
     assert "forward" in said and ("kernels/portable/config.py, dq_config" in said or "no advice" in said)
 
@@ -101,12 +105,13 @@ def test_what_is_shared_can_be_read_by_a_program_and_says_on_what_it_was_measure
             tuned("LaunchConfig(128, 128, 8, 3)", 10.0, present=True) | problem | dict(kernel="forward", error=1e-3, note=""),
             problem | dict.fromkeys(("median_ms", "q1_ms", "q3_ms", "error"), "")
             | dict(kernel="dq", config="LaunchConfig(128, 64, 8, 3)", present=True, note="failed: out of resource")]
-    text = tune.share(rows, (8, 9), DeviceLimits(99 * 1024, tma=False))
+    text = tune.share(rows, (8, 9), DeviceLimits(99 * 1024, tma=False), ("not 'hopper', which requires a Hopper GPU",))
     before, block, after = text.split("```")
     found = json.loads(block.removeprefix("json"))
     assert "as an issue to" in before and after == ""
     assert {"device", "torch", "triton", "commit", "capability", "shared_memory", "products"} <= found.keys()
     assert (found["capability"], found["problem"]) == ("sm_89", problem)
+    assert found["routes"] == ["not 'hopper', which requires a Hopper GPU"]
     assert found["kernels"]["forward"][0] == dict(
         config="LaunchConfig(64, 32, 4, 2)", present=False, median_ms=9.123, q1_ms=9.023, q3_ms=9.223, error=0.001)
     assert found["kernels"]["dq"] == [dict(config="LaunchConfig(128, 64, 8, 3)", present=True, note="failed: out of resource")]

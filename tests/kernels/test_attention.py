@@ -204,7 +204,7 @@ def _call(dtype=torch.float32, **changes):
     (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, r"scale must be a number, got 'big' \(str\)"),
-    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'cuda'"),
+    (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
     (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got torch.float32 and 16"),
     (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
 ])

@@ -5,6 +5,7 @@ import torch
 from backend_rows import DEVICE
 
 from ssta.kernels import choose_backend
+from ssta.kernels import cudnn_package as package
 from ssta.kernels.backend import STEPS, choose
 from ssta.kernels.routing import IMPLEMENTATIONS, Where
 
@@ -27,6 +28,7 @@ def names(impl, where, parts=1):
     ("auto", HOPPER._replace(capability=(10, 0)), "triton", {}),
     ("auto", HOPPER._replace(capability=None), "triton", {}),
     ("triton", HOPPER, "triton", {}),
+    ("cudnn", HOPPER, "triton", {}),
     ("torch", HOPPER, "torch", {}),
     ("reference", HOPPER, "torch", {}),
     ("auto", HOPPER._replace(dtype=torch.float64), "torch", {}),
@@ -56,8 +58,11 @@ def test_a_backend_says_why_no_faster_row_runs_a_step():
 def test_what_a_device_has_is_what_plain_facts_say(impl):
     """And a choice that cannot attend raises."""
     device, dtype = DEVICE, torch.float16
-    if device.type == "cpu" and impl == "hopper":
-        with pytest.raises(ValueError, match="impl='hopper' requires a Hopper GPU"):
+    absent = {"hopper": "requires a Hopper GPU", "cudnn": "requires a GPU of sm_90"} if device.type == "cpu" else {}
+    if device.type != "cpu" and package.installed(package.PACKAGE) is None:
+        absent["cudnn"] = "which is not installed"
+    if impl in absent:
+        with pytest.raises(ValueError, match=f"impl='{impl}' .*{absent[impl]}"):
             choose_backend(impl, device, dtype, 64)
         return
     backend = choose_backend(impl, device, dtype, 64)

@@ -41,7 +41,7 @@ def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, t
 def test_what_a_gpu_says_is_a_constant_to_a_compiler(monkeypatch):
     """It warns of functions that keep their results, and traces them without."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    fresh = {name: device._asked_once(lambda index, value=value: value) for name, value in
+    fresh = {name: device.asked_once(lambda index, value=value: value) for name, value in
              (("_capability", (9, 0)), ("_multiprocessors", 132), ("_device_limits", DeviceLimits(227 << 10, True)))}
     for name, answer in fresh.items():
         monkeypatch.setattr(device, name, answer)

@@ -93,8 +93,8 @@ def test_what_a_route_needs(monkeypatch):
     ("hopper", GPU, torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
     ("triton", GPU, torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
     ("triton", GPU, torch.float16, 8, "got torch.float16 and 8"),
-    ("gather", CPU, torch.float32, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'gather'"),
-    ("cuda", CPU, torch.float16, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'hopper', got 'cuda'"),
+    ("gather", CPU, torch.float32, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'gather'"),
+    ("cuda", CPU, torch.float16, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
     (None, CPU, torch.float16, 64, "impl must be one of .*, got None"),
 ])
 def test_an_explicit_choice_that_cannot_run_raises(impl, device, dtype, dim, message, monkeypatch):

@@ -42,9 +42,9 @@ def test_it_says_why_no_faster_kernels_run():
     q, k, _ = qkv(32)
     report = explain(q, k, GRID, **ALONE)
     assert report.route.name == report.implementation == "torch"
-    assert [name for name, _ in report.route.rejected] == ["hopper", "triton"] and report.why_not == report.route.explain()
+    assert [name for name, _ in report.route.rejected] == ["hopper", "cudnn", "triton"] and report.why_not == report.route.explain()
     lines = str(report).splitlines()
-    assert [line.strip() for line in lines[1:3]] == list(report.why_not) and "requires float16 or bfloat16" in lines[1]
+    assert [line.strip() for line in lines[1:4]] == list(report.why_not) and "requires float16 or bfloat16" in lines[1]
     assert report.to_dict()["why_not"] == list(report.why_not) and "route" not in report.to_dict()
     assert explain(q, k, GRID, impl="torch", **ALONE).why_not == ()
 

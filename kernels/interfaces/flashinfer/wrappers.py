@@ -52,8 +52,8 @@ class _Wrapper:
         """
         Args:
             float_workspace_buffer: any tensor; where it lies is where the wrapper works. Nothing is ever written to it.
-            backend: "torch", "triton" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto", "fa2",
-                "fa3", "vsa_sm100_blk128", ...) stand for kernels of FlashInfer's and all mean "auto".
+            backend: "torch", "triton", "cudnn" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto",
+                "fa2", "fa3", "vsa_sm100_blk128", ...) stand for kernels of FlashInfer's and all mean "auto".
             kv_layout: "NHD", tokens before heads; "HND" in pages of a cache, heads before entries, where ``plan`` is given their size.
 
         Raises:

@@ -1,0 +1,214 @@
+"""Slots: blocks of any length laid out for kernels whose blocks all have one, and the lists of blocks as lists of slots.
+
+A block of up to ``parts`` times ``slot`` tokens has ``parts`` slots, whichever of them it fills: its tokens stand in them from the first
+one on, and behind them zeros. So every block begins with a slot, and only its last one that holds tokens is partly filled. Slots without
+tokens are in no list. Blocks of one size, a multiple of ``slot``, lie in slots as they are, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import BlockLists
+from ..lowering.arguments import Lists
+from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.inputs import tma_ok
+from ..lowering.primitives import block_bounds, row_of_lists
+from ..lowering.quick_launch import FUSED, power_of_2
+
+# List entries that a program reads at once, and rows that it copies.
+SEGMENT, ROWS = 256, 64
+
+
+class Axis(NamedTuple):
+    """The slots of one axis."""
+
+    blocks: Partition
+    slot: int         # tokens
+    parts: int        # slots of a block
+    as_is: bool       # whether tokens lie in slots as they are
+
+    @classmethod
+    def of(cls, blocks: Partition, slot: int) -> Axis:
+        return cls(blocks, slot, -(-blocks.length // slot), blocks.uniform and blocks.length % slot == blocks.tokens % slot == 0)
+
+    @property
+    def number(self) -> int:
+        """Slots of the axis."""
+        return self.blocks.tokens // self.slot if self.as_is else self.blocks.number * self.parts
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x ``[B, H, tokens, D]`` in slots, ``[B, H, number * slot, D]``: x itself where it lies so at an address and with strides that
+        are multiples of 16 bytes, else a copy."""
+        if self.as_is:
+            return x if x.stride(-1) == 1 and tma_ok(x) else x.clone(memory_format=torch.contiguous_format)
+        filled = x.new_empty(*x.shape[:2], self.number * self.slot, x.shape[3])
+        self._copy(x, filled, True)
+        return filled
+
+    def empty(self, filled: Tensor, like: Tensor, other: float = 0.0) -> Tensor:
+        """The tokens of ``filled``, in the shape and memory order of ``like``; ``other`` for tokens of no block."""
+        if self.as_is:
+            return filled if filled.stride() == like.stride() else torch.empty_like(like).copy_(filled)
+        out = torch.empty_like(like) if self.blocks.covers else torch.full_like(like, other)
+        self._copy(out, filled, False)
+        return out
+
+    def fill_results(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, dout, lse) of a forward in slots, lse 0 behind a block's tokens. With dlse, out and dout are changed so that
+        sum(dout * out) over D is less by dlse, which is all that a gradient of the log-sum-exp adds to a backward: from out, dout is taken
+        away as often as that needs; where dout is zero, both get one entry, which in dout is 2 ** -30 of dlse."""
+        if self.as_is and dlse is None:
+            return self.fill(out), self.fill(dout), lse
+        batch, heads, _, dim = out.shape
+        places, rows = self.number * self.slot, min(ROWS, self.slot)
+        filled_out, filled_dout = (out.new_empty(batch, heads, places, dim) for _ in range(2))
+        filled_lse = lse.new_empty(batch, heads, places)
+        # Without dlse the kernel does not read it.
+        lse, dlse_ = lse.contiguous(), lse if dlse is None else dlse.contiguous()
+        _results_kernel[(places // rows, batch * heads)](
+            out, dout, lse, dlse_, filled_out, filled_dout, filled_lse, self.blocks.bounds(heads), *out.stride()[:3], *dout.stride()[:3],
+            heads, places, self.blocks.tokens, self.parts * self.slot, FOLD=dlse is not None, ROWS=rows, DIM=dim,
+            DIM_PAD=power_of_2(dim), **FUSED)
+        return filled_out, filled_dout, filled_lse
+
+    def _copy(self, x: Tensor, filled: Tensor, fill: bool) -> None:
+        batch, heads, _, dim = x.shape
+        rows = min(ROWS, self.slot)
+        _copy_kernel[(self.number * self.slot // rows, batch * heads)](
+            x, filled, self.blocks.bounds(heads), *x.stride()[:3], *filled.stride()[:3], heads, self.parts * self.slot,
+            FILL=fill, ROWS=rows, DIM=dim, DIM_PAD=power_of_2(dim), **FUSED)
+
+
+class SlotLists(NamedTuple):
+    """Lists of slots, as ``cudnn.BSA`` takes them, and the axes that they are of. The lists of batch elements and heads are spelled out.
+
+    Attributes:
+        counts: int32 ``[B, H, query slots]``.
+        indices: int32 ``[B, H, query slots, capacity]``; what lies past a count is unwritten.
+        sizes: int32 ``[key slots]``, tokens of each; 0 only where no list has it.
+        rows, items: query and key slots.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    sizes: Tensor
+    rows: Axis
+    items: Axis
+
+
+def slot_lists(blocks: BlockLists, q: Tensor, k: Tensor, slot: int) -> SlotLists:
+    """The lists for q ``[B, H, tokens, D]`` and k ``[B, Hkv, tokens', D]`` by one launch. The key blocks must lie at the same tokens for
+    all batch elements and heads."""
+    batch, heads = q.shape[:2]
+    rows, items = Axis.of(q_partition(blocks, q.shape[2]), slot), Axis.of(kv_partition(blocks, k.shape[2]), slot)
+    width = max(blocks.capacity * items.parts, 1)
+    counts = torch.empty(batch, heads, rows.number, dtype=torch.int32, device=q.device)
+    indices = torch.empty(batch, heads, rows.number, width, dtype=torch.int32, device=q.device)
+    sizes = torch.empty(items.number, dtype=torch.int32, device=q.device)
+    listed = blocks.counts.contiguous(), blocks.indices.contiguous()
+    lists = Lists(*listed, *shared_strides(blocks.counts, heads), blocks.capacity, items.blocks.number)
+    _lists_kernel[(max(rows.blocks.number, items.blocks.number), heads, batch)](
+        lists, rows.blocks.bounds(heads), items.blocks.bounds(1), counts, indices, sizes, rows.blocks.number, rows.number, items.number,
+        rows.parts, items.parts, width, SLOT=slot, SEGMENT=SEGMENT, **FUSED)
+    return SlotLists(counts, indices, sizes, rows, items)
+
+
+@triton.jit
+def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_slots, item_slots, row_parts, item_parts, width,
+                  SLOT: tl.constexpr, SEGMENT: tl.constexpr):
+    """A program writes the lists of a query block's slots; those of the first head also the sizes of a key block's."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if (head == 0) & (batch == 0) & (block < lists.items):
+        _, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, block, item_bounds.length, item_bounds.tokens,
+                               item_bounds.starts is None)
+        for part in range(item_parts):
+            place = block * item_parts + part
+            tl.store(sizes + place, tl.minimum(tl.maximum(size - part * SLOT, 0), SLOT), mask=place < item_slots)
+    if block >= rows:
+        return
+    heads = tl.num_programs(1)
+    row_at = batch * bounds.batch + head // bounds.group * bounds.head
+    _, tokens = block_bounds(bounds.starts, bounds.sizes, row_at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    list_row = row_of_lists(lists, batch, head, block)
+    first_slot = (batch * heads + head) * row_slots + block * row_parts
+    # The slots of a block beyond its tokens have no lists.
+    used = tl.minimum(tl.cdiv(tl.maximum(tokens, 0), SLOT), row_parts)
+    entries = tl.minimum(tl.load(lists.counts + list_row), lists.capacity) * item_parts
+    found = 0
+    for first in range(0, entries, SEGMENT):
+        entry = first + tl.arange(0, SEGMENT)
+        part = entry % item_parts
+        item = tl.load(lists.indices + list_row * lists.capacity + entry // item_parts, mask=entry < entries, other=-1)
+        # Ids out of range count as absent.
+        known = (item >= 0) & (item < lists.items)
+        _, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, tl.where(known, item, 0), item_bounds.length, item_bounds.tokens,
+                               item_bounds.starts is None)
+        there = known & (size > part * SLOT)
+        place = found + tl.cumsum(there.to(tl.int32), 0) - 1
+        # A list that names a block twice may not lead out of its row.
+        there = there & (place < width)
+        for number in range(used):
+            tl.store(indices + (first_slot + number) * width + place, item * item_parts + part, mask=there)
+        found += tl.sum(there.to(tl.int32), 0)
+    for number in range(row_parts):
+        tl.store(counts + first_slot + number, tl.where(number < used, found, 0), mask=block * row_parts + number < row_slots)
+
+
+@triton.jit
+def _copy_kernel(x, filled, bounds, x_batch, x_head, x_row, filled_batch, filled_head, filled_row, heads, length,
+                 FILL: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Between the tokens x of blocks and their slots, ``length`` tokens a block: into the slots with FILL, else out of them."""
+    head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    block = (first // length).to(tl.int32)
+    at = batch * bounds.batch + head // bounds.group * bounds.head
+    start, size = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    tokens = x + batch * x_batch + head * x_head + (start + row).to(tl.int64)[:, None] * x_row + dims[None, :]
+    places = filled + batch * filled_batch + head * filled_head + (first + tl.arange(0, ROWS))[:, None] * filled_row + dims[None, :]
+    inside = dims[None, :] < DIM
+    real = (row < size)[:, None] & inside
+    if FILL:
+        tl.store(places, tl.load(tokens, mask=real, other=0.0), mask=inside)
+    else:
+        tl.store(tokens, tl.load(places, mask=real, other=0.0), mask=real)
+
+
+@triton.jit
+def _results_kernel(out, dout, lse, dlse, out_filled, dout_filled, lse_filled, bounds, out_batch, out_head, out_row, dout_batch, dout_head,
+                    dout_row, heads, places, tokens, length, FOLD: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+                    DIM_PAD: tl.constexpr):
+    """See ``Axis.fill_results``."""
+    head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    block = (first // length).to(tl.int32)
+    at = batch * bounds.batch + head // bounds.group * bounds.head
+    start, size = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    inside, real = dims[None, :] < DIM, row < size
+    token = (start + row).to(tl.int64)
+    mask = real[:, None] & inside
+    o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_row + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(dout + batch * dout_batch + head * dout_head + token[:, None] * dout_row + dims[None, :], mask=mask,
+                 other=0.0).to(tl.float32)
+    at_lse = (batch * heads + head) * tokens + token
+    if FOLD:
+        wanted = tl.load(dlse + at_lse, mask=real, other=0.0)
+        length_2 = tl.sum(do * do, 1)
+        short = length_2 < 1e-30
+        o -= tl.where(short, 0.0, wanted / tl.where(short, 1.0, length_2))[:, None] * do
+        entry = (wanted * 2.0 ** -30).to(out_filled.dtype.element_ty).to(tl.float32)
+        alone = (short & (entry != 0.0))[:, None] & (dims == 0)[None, :]
+        o = tl.where(alone, (-wanted / tl.where(entry == 0.0, 1.0, entry))[:, None], o)
+        do = tl.where(alone, entry[:, None], do)
+    to = ((batch * heads + head) * places + first + tl.arange(0, ROWS))
+    at_filled = to[:, None] * DIM + dims[None, :]
+    tl.store(out_filled + at_filled, o.to(out_filled.dtype.element_ty), mask=inside)
+    tl.store(dout_filled + at_filled, do.to(dout_filled.dtype.element_ty), mask=inside)
+    tl.store(lse_filled + to, tl.load(lse + at_lse, mask=real, other=0.0))
