@@ -17,7 +17,7 @@ from torch import Tensor
 from ..blocks import BlockLists
 from ..lowering.arguments import Lists
 from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
-from ..lowering.inputs import tma_ok
+from ..lowering.inputs import loaded, strided
 from ..lowering.primitives import block_bounds, row_of_lists
 from ..lowering.quick_launch import FUSED, power_of_2
 
@@ -46,9 +46,9 @@ class Axis(NamedTuple):
         """x ``[B, H, tokens, D]`` in slots, ``[B, H, number * slot, D]``: x itself where it lies so at an address and with strides that
         are multiples of 16 bytes, else a copy."""
         if self.as_is:
-            return x if x.stride(-1) == 1 and tma_ok(x) else x.clone(memory_format=torch.contiguous_format)
+            return loaded(x)
         filled = x.new_empty(*x.shape[:2], self.number * self.slot, x.shape[3])
-        self._copy(x, filled, True)
+        self._copy(strided(x), filled, True)
         return filled
 
     def empty(self, filled: Tensor, like: Tensor, other: float = 0.0) -> Tensor:
@@ -69,8 +69,9 @@ class Axis(NamedTuple):
         places, rows = self.number * self.slot, min(ROWS, self.slot)
         filled_out, filled_dout = (out.new_empty(batch, heads, places, dim) for _ in range(2))
         filled_lse = lse.new_empty(batch, heads, places)
+        out, dout, lse = strided(out), strided(dout), lse.contiguous()
         # Without dlse the kernel does not read it.
-        lse, dlse_ = lse.contiguous(), lse if dlse is None else dlse.contiguous()
+        dlse_ = lse if dlse is None else dlse.contiguous()
         _results_kernel[(places // rows, batch * heads)](
             out, dout, lse, dlse_, filled_out, filled_dout, filled_lse, self.blocks.bounds(heads), *out.stride()[:3], *dout.stride()[:3],
             heads, places, self.blocks.tokens, self.parts * self.slot, FOLD=dlse is not None, ROWS=rows, DIM=dim,

@@ -78,6 +78,17 @@ def test_several_query_heads_to_a_key_head(stand_in):
     assert out.stride() == q.stride()
 
 
+@pytest.mark.parametrize("block", [20, 32])
+def test_a_gradient_that_is_one_number_for_all(block, stand_in):
+    """As of a sum, whose strides are zero."""
+    blocks = BlockLists.from_mask(torch.ones(-(-64 // block), -(-64 // block), dtype=torch.bool), block, block)
+    q, k, v = (x.requires_grad_() for x in inputs(1, 1, 1, 64, 64, 16))
+    out, _ = attention(blocks, 0.25)(q, k, v)
+    one, ones = torch.ones((), dtype=out.dtype), torch.ones_like(out)
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in (one.expand(out.shape), ones))):
+        assert torch.equal(a, b) and a.isfinite().all()
+
+
 @pytest.mark.parametrize("block", [32, 40])
 def test_a_gradient_of_lse_is_folded_into_the_results(block):
     """sum(dout * out) is less by it, also where dout is zero or tiny; dout itself stays, but for what cannot be seen."""
