@@ -6,6 +6,9 @@ The model samples pairs of noise and video in 30 steps, densely, and is trained 
 way from noise to video is nearly straight (few_steps.py). Every configuration is then held against the dense samples of as many steps from
 the same noise. Columns are those of bench_quality.py; steps is 4 or 8. Rows "few steps" say how near dense samples of few steps are to the
 first model's of 30, before that training and after it. Without a GPU everything is tiny.
+
+With --fine-tune the model for few steps is trained on, on its own pairs of noise and 4 steps' video, densely and through SSTA, towards the
+videos and towards its own dense velocities; loss is that on these pairs, gap_closed as bench_quality.py has it.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from pathlib import Path
 import torch
 from arguments import Unusable, named, new_parser, number
 from few_steps import RATE, Pairs, levels_of, reflow
+from fine_tune import LOSSES, fine_tune_few
 from gate import add_model, chosen_device, ready
 from measure import RESULTS, print_machine, write_rows
 from measure_quality import Bench
-from quality_grid import FULL_TILES, TOY_TILES, for_few_steps
+from quality_grid import FULL_TILES, TOY_TILES, few_tuned, for_few_steps
 from sample_quality import mean_and_spread
 from train_video import Plan
 from video_model import Checkpoint
@@ -33,8 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = new_parser(__doc__)
     add_model(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only configurations whose name contains one of these")
-    parser.add_argument("--pairs", type=number, default=64 if gpu else 4, help="of noise and video (default %(default)s)")
-    parser.add_argument("--train-steps", type=number, default=500 if gpu else 10, help="of the training on them (default %(default)s)")
+    parser.add_argument("--pairs", type=number, default=48 if gpu else 4, help="of noise and video (default %(default)s)")
+    parser.add_argument("--train-steps", type=number, default=400 if gpu else 10, help="of the training on them (default %(default)s)")
+    parser.add_argument("--fine-tune", action="store_true", help="instead of all that, train for 4 steps through SSTA")
     options = parser.parse_args(argv)
     device = chosen_device(options)
     gpu = device.type == "cuda"
@@ -45,27 +50,31 @@ def main(argv: list[str] | None = None) -> None:
         few = straightened(many, options.pairs, options.train_steps, options.checkpoint.with_name("few_steps.pt"), device)
     except Unusable as error:
         parser.error(str(error))
-    rows: list[dict] = []
-    for steps in FEW:
-        bench = Bench(few, device, 8 if gpu else 2, 1, steps, [])
+    if options.fine_tune:
+        bench = Bench(few, device, 8 if gpu else 2, 1, FEW[0], [RESULTS / f"{options.csv}.csv"] if options.csv else [])
         bench.dense()
-        bench.add(dict(what="few steps", name="before", **off_by(bench, many, many, steps)))
-        bench.add(dict(what="few steps", name="after", **off_by(bench, few, many, steps)))
-        for entry in entries:
+        pairs = pairs_of(few, options.pairs, FEW[0], device)
+        for row in fine_tune_few(bench, pairs, few_tuned((FULL_TILES if gpu else TOY_TILES).others[0]), options.train_steps,
+                                 tuple(LOSSES)):
+            bench.add(row)
+        return
+    benches = [Bench(few, device, 8 if gpu else 2, 1, steps, []) for steps in FEW]
+    for bench in benches:
+        bench.dense()
+        bench.add(dict(what="few steps", name="before", **off_by(bench, many, many)))
+        bench.add(dict(what="few steps", name="after", **off_by(bench, few, many)))
+    for entry in entries:
+        for bench in benches:
             bench.measure(entry)
-            if options.csv:
-                write_rows(RESULTS / f"{options.csv}.csv", rows + bench.rows, quiet=True)
-        rows += bench.rows
+        if options.csv:
+            write_rows(RESULTS / f"{options.csv}.csv", [row for bench in benches for row in bench.rows], quiet=True)
 
 
 def straightened(checkpoint: Checkpoint, pairs: int, steps: int, path: Path, device: torch.device) -> Checkpoint:
     """The model at ``path``, made of ``checkpoint`` and written there first if there is none."""
     if path.exists():
         return Checkpoint.load(path)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size = min(8, pairs)
-    found = Pairs.of(checkpoint.model(device).as_loaded(dtype), -(-pairs // size), size, MANY)
-    print(f"{len(found.labels)} pairs of {MANY} steps", flush=True)
+    found = pairs_of(checkpoint, pairs, MANY, device)
     model = checkpoint.model(device)
     few = copy(checkpoint)
     done = reflow(model, found, levels_of(model, *FEW), Plan(math.inf, steps, rate=RATE, small=0.0), "few steps")
@@ -74,9 +83,16 @@ def straightened(checkpoint: Checkpoint, pairs: int, steps: int, path: Path, dev
     return few
 
 
-def off_by(bench: Bench, of: Checkpoint, many: Checkpoint, steps: int) -> dict:
-    """How near dense samples of ``of`` in few ``steps`` are to those of ``many`` in many."""
-    one, other = (bench.dense_samples(checkpoint, number) for checkpoint, number in ((of, steps), (many, MANY)))
+def pairs_of(checkpoint: Checkpoint, number: int, steps: int, device: torch.device) -> Pairs:
+    size, dtype = min(8, number), torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = Pairs.of(checkpoint.model(device).as_loaded(dtype), -(-number // size), size, steps)
+    print(f"{len(found.labels)} pairs of {steps} steps", flush=True)
+    return found
+
+
+def off_by(bench: Bench, of: Checkpoint, many: Checkpoint) -> dict:
+    """How near dense samples of ``of`` in the bench's steps are to those of ``many`` in many."""
+    one, other = (bench.dense_samples(checkpoint, number) for checkpoint, number in ((of, bench.steps), (many, MANY)))
     videos = other.compare(one.latents)
     columns = {}
     for name in ("psnr", "ssim"):

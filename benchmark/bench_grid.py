@@ -16,18 +16,17 @@ differ in their schedule alone are one call and a row each. table.py joins the r
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 import torch
 from arguments import add_rounds, named, new_parser
 from bench_layer import dense, layer_inputs, sampled_error
 from measure import RESULTS, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
-from quality_grid import FULL_TILES, TOY_TILES, Entry, grid
+from quality_grid import FULL_TILES, TOY_TILES, Entry, grid, overall
 from shapes import LAYERS, LAYERS_CPU, LayerShape
 
 from ssta import SSTAConfig, ssta_attention
 
-STEPS, DEPTH = 30, 54
+STEPS = 30
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,12 +76,6 @@ def measure(entries: list[Entry], shape: LayerShape, rounds: int, device: str) -
         rows.append(dict(layer=shape.name, name=entry.name if entry else "dense", **how, **found, **facts[config],
                          relative=relative[config], overall=over))
     return rows
-
-
-def overall(entry: Entry, times: list[float]) -> float:
-    """Of sparse layers' ``times`` at each step and of the layers that the schedule keeps dense, whose time is 1."""
-    dense = len(entry.schedule.dense_layers) / DEPTH
-    return dense + (1 - dense) * fmean(times)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from sample_quality import Sampler
+from sample_quality import Sampler, velocity
 from torch import Tensor
-from train_video import Example, Plan, flow_loss, generators, optimise
+from train_video import Example, Plan, distillation_loss, flow_loss, generators, optimise
 from video_model import VideoModel
 
 # Of the noise of pairs, far from those that are sampled.
@@ -24,6 +25,9 @@ class Pairs:
     noise: Tensor
     samples: Tensor
     labels: Tensor
+
+    def first(self, number: int) -> Pairs:
+        return Pairs(*(x[:number] for x in (self.noise, self.samples, self.labels)))
 
     @classmethod
     def of(cls, model: VideoModel, batches: int, size: int, steps: int) -> Pairs:
@@ -41,9 +45,11 @@ def levels_of(model: VideoModel, *numbers: int) -> Tensor:
     return torch.cat([Sampler(model, [0], 0, steps).times() / 1000 for steps in numbers]).unique()
 
 
-def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: str) -> int:
+def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: str,
+           velocities: Callable[..., tuple[Tensor, Tensor]] | None = None) -> int:
     """Trains ``model`` so that its way from each noise to its sample is a straight line (Liu et al., Flow straight and fast, 2022), at
-    ``levels`` alone; returns the number of steps."""
+    ``levels`` alone; or, where ``velocities`` gives a teacher's and the model's velocity, towards the teacher's. Returns the number of
+    steps."""
     draws, _ = generators(model, plan)
 
     def examples(small: bool) -> Example:
@@ -51,4 +57,17 @@ def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: st
         sigma = levels[torch.randint(len(levels), (model.size.batch,), generator=draws).to(levels.device)]
         return pairs.samples[chosen], sigma, pairs.noise[chosen], model.condition(pairs.labels[chosen])
 
-    return optimise(model, examples, partial(flow_loss, model), plan, what)
+    loss = partial(flow_loss, model) if velocities is None else partial(distillation_loss, velocities)
+    return optimise(model, examples, loss, plan, what)
+
+
+@torch.no_grad()
+def paired_loss(sampler: Sampler, pairs: Pairs) -> float:
+    """Mean squared error of the velocity on the straight lines of ``pairs``, at all of the sampler's steps in their order."""
+    condition, losses = sampler.model.condition(pairs.labels), []
+    for step, t in enumerate(sampler.times()):
+        sampler.enter(step)
+        sigma = t / 1000
+        v = velocity(sampler.model, (1 - sigma) * pairs.samples + sigma * pairs.noise, t, condition)
+        losses.append((v - (pairs.noise - pairs.samples)).square().mean())
+    return float(torch.stack(losses).mean())

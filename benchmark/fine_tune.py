@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from clips import Clips
+from few_steps import Pairs, levels_of, paired_loss, reflow
 from measure import failure
-from measure_quality import Bench
+from measure_quality import Bench, under
 from quality_grid import Entry
+from sample_quality import Sampler
 from train_video import Plan, compiled, train
 from video_model import VideoModel, pixels
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta, teacher_student
 
+Velocities = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # Below the rate that the weights were trained at.
 RATE = 3e-4
 # What is learned through SSTA: the clips' velocities, as in the training before, or those of the frozen dense model.
 LOSSES = {"diffusion": "trained through it", "distill": "distilled"}
+
+
+def ready(bench: Bench, model: VideoModel) -> VideoModel:
+    """A copy to sample with, because ``model`` is compiled as it was trained."""
+    copy = VideoModel(model.size, model.no_clip)
+    copy.load_state_dict(model.state_dict())
+    return bench.loaded(copy.to(bench.device))
+
+
+@contextmanager
+def through(bench: Bench, model: VideoModel, config: SSTAConfig | None, distilled: bool) -> Iterator[Velocities | None]:
+    """Within it ``model`` is trained through ``config``; None = densely. Gives its velocities beside those of the frozen model under
+    measurement where it is ``distilled``."""
+    # Nothing counts steps in training, so no schedule has a meaning there.
+    with nullcontext() if config is None else apply_ssta(model.dit, config, schedule=Schedule()):
+        if not distilled:
+            yield None
+            return
+        teacher = bench.checkpoint.model(bench.device).requires_grad_(False)
+        if bench.device.type == "cuda":
+            compiled(teacher)
+        yield teacher_student(model, teacher)
 
 
 def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], seconds: float, losses_of: Sequence[str] = ("diffusion",),
@@ -40,12 +65,6 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
         return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
                     loss_above=100 * (loss / dense - 1), **more)
 
-    def ready(model: VideoModel) -> VideoModel:
-        """A copy, because ``model`` is compiled as it was trained."""
-        copy = VideoModel(model.size, model.no_clip)
-        copy.load_state_dict(model.state_dict())
-        return bench.loaded(copy.to(bench.device))
-
     def losses(model: VideoModel, of: list[Entry]) -> tuple[float, list[float]]:
         """Densely, and under each of ``of``."""
         return bench.loss_of(model, bench.all_dense, latents), [bench.loss_of(model, entry, latents) for entry in of]
@@ -53,18 +72,11 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
     def tuned(plan: Plan, what: str, config: SSTAConfig | None = None, distilled: bool = False) -> tuple[VideoModel, int]:
         """(the model, how many steps it was trained)."""
         model = bench.checkpoint.model(bench.device)
-        # Nothing counts steps in training, so no schedule has a meaning there.
-        with nullcontext() if config is None else apply_ssta(model.dit, config, schedule=Schedule()):
-            both = None
-            if distilled:
-                teacher = bench.checkpoint.model(bench.device).requires_grad_(False)
-                if bench.device.type == "cuda":
-                    compiled(teacher)
-                both = teacher_student(model, teacher)
+        with through(bench, model, config, distilled) as both:
             steps = train(model, bench.autoencoder, clips.train, plan, f"fine-tuning, {what}", velocities=both)
-        return ready(model), steps
+        return ready(bench, model), steps
 
-    untrained = ready(bench.checkpoint.model(bench.device))
+    untrained = ready(bench, bench.checkpoint.model(bench.device))
     dense, found = losses(untrained, entries)
     errors = [bench.velocity_error_of(untrained, entry) for entry in entries]
     for entry, loss, error in zip(entries, found, errors):
@@ -87,3 +99,40 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
                 continue
             left, gap = (after, error) if name == "distill" else (loss - best, start - best)
             yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=100 * (1 - left / gap) if gap > 0 else "")
+
+
+def fine_tune_few(bench: Bench, pairs: Pairs, configs: dict[str, SSTAConfig], steps: int, losses_of: Sequence[str]) -> Iterator[dict]:
+    """As ``fine_tune`` of a model for few steps, on its ``pairs``, for so many ``steps`` of training; rows have samples' PSNR too, held
+    against the dense ones of the model as it was."""
+    entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
+    judged, number = pairs.first(16), bench.steps
+
+    def row(trained: str, entry: Entry, model: VideoModel, **more: object) -> dict:
+        dense, loss = (loss_of(model, of) for of in (bench.all_dense, entry))
+        return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
+                    loss_above=100 * (loss / dense - 1), velocity_error=bench.velocity_error_of(model, entry),
+                    **bench.samples_of(model, entry), **more)
+
+    def loss_of(model: VideoModel, entry: Entry) -> float:
+        sampler = Sampler(model, [0], 0, number)
+        with under(entry, sampler):
+            return paired_loss(sampler, judged)
+
+    def tuned(what: str, config: SSTAConfig | None = None, distilled: bool = False) -> VideoModel:
+        model = bench.checkpoint.model(bench.device)
+        plan = Plan(math.inf, steps, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
+        with through(bench, model, config, distilled) as both:
+            reflow(model, pairs, levels_of(model, number), plan, f"fine-tuning, {what}", both)
+        return ready(bench, model)
+
+    untrained, dense = ready(bench, bench.checkpoint.model(bench.device)), tuned("dense")
+    best = loss_of(dense, bench.all_dense)
+    for entry in entries:
+        yield row("before", entry, untrained)
+        without = row("trained densely", entry, dense)
+        yield without
+        for name in losses_of:
+            found = row(LOSSES[name], entry, tuned(f"{entry.name}, {name}", entry.config, name == "distill"))
+            left, gap = ((found["velocity_error"], bench.velocity_error_of(untrained, entry)) if name == "distill" else
+                         (found["loss"] - best, without["loss"] - best))
+            yield dict(found, gap_closed=100 * (1 - left / gap) if gap > 0 else "")

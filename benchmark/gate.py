@@ -152,11 +152,12 @@ def released(results: Path) -> list[Row]:
 
 
 def line(name: str, rows: list[dict], before: list[Row]) -> str:
-    """What one estimate gives, and what SSTA's last release gave."""
+    """What one estimate gives; SSTA's last release beside SSTA."""
     own = [row for row in rows if row["estimate"] == name]
-    old = [row for row in before if row["estimate"] == OURS]
-    text = f"{name} {own[0]['release'] if name == OURS else ''}".rstrip() + ": " + ", ".join(
-        f"{float(row['density']):.3g} {decibels(row)}" for row in own)
+    found = ", ".join(f"{float(row['density']):.3g} {decibels(row)}" for row in own)
+    if name != OURS:
+        return f"{name}: {found}"
+    text, old = f"{name} {own[0]['release']}: {found}", [row for row in before if row["estimate"] == OURS]
     if not old:
         return f"{text}; no release to hold it against"
     same = "the same weights" if old[0]["weights"] == own[0]["weights"] else f"other weights of the same recipe, {old[0]['device']}"

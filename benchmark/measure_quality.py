@@ -31,7 +31,7 @@ class Bench:
     """Samples ``videos`` videos for each of ``seeds`` noises in ``steps`` steps; rows go to the CSVs ``paths`` as they come."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, videos: int, seeds: int, steps: int, paths: list[Path]) -> None:
-        self.checkpoint, self.device, self.paths = checkpoint, device, paths
+        self.checkpoint, self.device, self.steps, self.paths = checkpoint, device, steps, paths
         self.rows: list[dict] = []
         self.autoencoder = checkpoint.patches(device)
         self.held = checkpoint.held.float().to(device)
@@ -112,6 +112,13 @@ class Bench:
         sampler = Sampler(self.loaded(checkpoint.model(self.device)), self._labels, 0, steps)
         with under(self.all_dense, sampler):
             return Reference(sampler.sample(), self.autoencoder)
+
+    def samples_of(self, model: VideoModel, entry: Entry) -> dict:
+        """How near samples of another model of this kind, made ready by ``loaded``, under ``entry`` are to the dense ones of the model
+        under measurement."""
+        sampler = Sampler(model, self._labels, 0, self._samplers[0].steps)
+        with under(entry, sampler):
+            return self._compared(entry, [sampler.sample()])
 
     def loss_of(self, model: VideoModel, entry: Entry, latents: Tensor) -> float:
         """Loss of ``latents`` of another model of this kind, made ready by ``loaded``, under ``entry``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ Triple = tuple[int, int, int]
 # Shares of the tile pairs; of 45 tiles 7, 13 or 14, and 4 or 5. MIDDLE is the one at which everything else is varied.
 MIDDLE = 0.156
 DENSITIES = (MIDDLE, 0.3, 0.1)
+# Layers of HunyuanVideo 1.5.
+DEPTH = 54
 # Of the steps, which is one however few there are.
 ONE_STEP = 0.01
 # What the tiles that are not computed contribute, by name.
@@ -93,12 +96,20 @@ def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
 
 
 def for_few_steps(tiles: Tiles) -> list[Entry]:
-    """Those that have a meaning at a handful of steps: density, parts, tile, the first layer, and the first step."""
-    wanted = (tiles.main, tiles.others[0], *tiles.finer)
-    return [entry for entry in grid(tiles, gpu=False)
+    """Those that have a meaning at a handful of steps: density, parts, tile, the first layer, and the first step; the defaults' tile
+    first."""
+    wanted = (tiles.others[0], tiles.main, *tiles.finer)
+    some = [entry for entry in grid(tiles, gpu=False)
             if entry.config is not None and entry.config.tile_thw in wanted and entry.config.density not in (None, 1.0)
             and entry.config.sparse_type == "block_attn" and entry.config.sampling_type is None and not entry.config.mask_share_within_head
             and entry.later is None and entry.schedule.dense_steps <= ONE_STEP]
+    return sorted(some, key=lambda entry: wanted.index(entry.config.tile_thw))
+
+
+def overall(entry: Entry, times: list[float]) -> float:
+    """Of sparse layers' ``times`` at each step and of the layers that the schedule keeps dense, whose time is 1, in a model of DEPTH."""
+    dense = len(entry.schedule.dense_layers) / DEPTH
+    return dense + (1 - dense) * fmean(times)
 
 
 def floors(gpu: bool) -> Iterator[Entry]:
@@ -197,6 +208,11 @@ def everything(tile: Triple) -> Iterator[Entry]:
 def fine_tuned(tile: Triple) -> dict[str, SSTAConfig]:
     """What models are fine-tuned through."""
     return {f"{way} 0.15": kept(tile, 0.15, **options) for way, options in {"dropped": DROPPED, "linear": LINEAR}.items()}
+
+
+def few_tuned(tile: Triple) -> dict[str, SSTAConfig]:
+    """What models for few steps are fine-tuned through."""
+    return {f"{way} 0.15{_of_tile(tile)}": kept(tile, 0.15, **WAYS[way]) for way in ("linear", "linear 2 parts")}
 
 
 def _of_tile(tile: Triple) -> str:

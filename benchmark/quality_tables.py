@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from quality_grid import FULL_TILES, for_few_steps, overall
 from rows import Row, figures, grouped
+
+from ssta import SSTAConfig
 
 # The presets' own configurations among the measured ones.
 PRESET_ENTRIES = {name: f"linear 2 parts {density}, tile 4x4x8, first layer dense"
@@ -92,6 +95,45 @@ def fine_tune_table(rows: list[Row]) -> list[list[str]]:
             lines.append([f"{row['clips']}, training {row['train_seed']}", row["name"], f"{float(row['loss']):.4f}",
                           f"{float(row['loss_above']):+.2f} %", figures(row["velocity_error"]),
                           f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
+    return lines
+
+
+def few_steps_times(layers: list[Row], steps: int) -> dict[str, float]:
+    """Of each configuration for few steps, of whose sparse layers ``layers``, rows of bench_grid.py, has the time: that of attention over
+    all ``steps`` and layers, dense attention being 1."""
+    measured = {(row["tile"], float(row["density"]), row["compensation"]): float(row["relative"]) for row in layers if row["compensation"]}
+
+    def of(config: SSTAConfig | None) -> float | None:
+        parts = "" if config is None or config.compensation_parts == 1 else f" {config.compensation_parts} parts"
+        return 1.0 if config is None else measured.get(("x".join(map(str, config.tile_thw)), config.density, config.compensation + parts))
+
+    found = {entry.name: (entry, [of(config) for config in entry.configs(steps)]) for entry in for_few_steps(FULL_TILES)}
+    return {name: overall(entry, times) for name, (entry, times) in found.items() if None not in times}
+
+
+def few_steps_table(rows: list[Row], layers: list[Row]) -> list[list[str]]:
+    """One line for each configuration, the fastest first: time and PSNR at each number of steps, and where it is the best for its time."""
+    numbers = sorted({int(row["steps"]) for row in rows})
+    lines = [["configuration", *(f"{number} steps: {what}" for number in numbers for what in ("time", "PSNR, dB", "best"))]]
+    cells: dict[str, list[str]] = {}
+    for number in numbers:
+        times = few_steps_times(layers, number)
+        places = {row["name"]: (times[row["name"]], float(row["psnr"])) for row in rows
+                  if row["what"] == "sample" and int(row["steps"]) == number and row["psnr"] and row["name"] in times}
+        front = best(places)
+        for name, (time, psnr) in sorted(places.items(), key=lambda place: place[1]):
+            cells.setdefault(name, [name]).extend([f"{time:.3f}", f"{psnr:.1f}", "yes" if name in front else ""])
+    return lines + [line for line in cells.values() if len(line) == len(lines[0])]
+
+
+def rollout_table(rows: list[Row]) -> list[list[str]]:
+    """One line for each number of steps and configuration: PSNR of each chunk, and SSIM of the first and the last."""
+    chunks = sorted({int(row["chunk"]) for row in rows})
+    lines = [["steps", "attention", *(f"chunk {chunk}, dB" for chunk in chunks), "SSIM, first and last"]]
+    for (steps, name), of in grouped(rows, lambda row: (row["steps"], row["name"])).items():
+        by_chunk = {int(row["chunk"]): row for row in of}
+        lines.append([steps, name, *(f"{float(by_chunk[chunk]['psnr']):.1f}" for chunk in chunks),
+                      ", ".join(f"{float(by_chunk[chunk]['ssim']):.3f}" for chunk in (chunks[0], chunks[-1]))])
     return lines
 
 

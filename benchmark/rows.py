@@ -18,7 +18,7 @@ STEPS = {**DEFAULTS, "stock": "diffusers as it comes", "unmasked": "dense withou
 
 
 # SOURCE of CSVs -> that of others, from the same machine, which its tables or plots need too.
-BESIDE = {"quality": "grid", "grid": "quality"}
+BESIDE = {"quality": "grid", "grid": "quality", "few_steps": "grid"}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -28,7 +28,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def rows_beside(path: Path) -> list[Row]:
     """Of the CSV that BESIDE names for ``path``, SOURCE_MACHINE.csv; none where there is no such file."""
-    source, _, machine = path.stem.partition("_")
+    source, _, machine = path.stem.rpartition("_")
     other = path.with_name(f"{BESIDE[source]}_{machine}.csv")
     return read_rows(other) if other.exists() else []
 

@@ -35,9 +35,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
                "!kernels/interfaces/fl*", "!kernels/interfaces/m[ai]*", "!kernels/interfaces/within*", "!kernels/reference.py",
                "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
     "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*", "!*tail*"),
-    "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER,
+    "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
-    "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP,
+    "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP, "few_steps": _STEP, "few_fine_tune": _STEP,
     "parallel": _RANKS, "timeline": _RANKS}
 # These compare two commits that they name, and say nothing of the present code.
 COMPARISONS = ("against", "before_after")

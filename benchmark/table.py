@@ -25,7 +25,15 @@ from pathlib import Path
 import staleness
 from kernel_tables import around_table, missing_table, rates_table, times_table
 from measure import RESULTS
-from quality_tables import equal_time_table, fine_tune_table, gate_table, quality_table, samples_table
+from quality_tables import (
+    equal_time_table,
+    few_steps_table,
+    fine_tune_table,
+    gate_table,
+    quality_table,
+    rollout_table,
+    samples_table,
+)
 from rank_tables import exchange_table, ranks_table, scaling_table, shared_stages_table
 from recipe_tables import generation_table, recipe_ranks_table, recipe_table
 from rows import (
@@ -306,9 +314,10 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
           "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table),
-          "gate": ("gate", gate_table)}
+          "gate": ("gate", gate_table), "few_steps": ("few_steps", few_steps_table), "few_fine_tune": ("few_fine_tune", fine_tune_table),
+          "rollout": ("rollout", rollout_table)}
 # Those that are made of two CSVs.
-JOINED = (samples_table, equal_time_table)
+JOINED = (samples_table, equal_time_table, few_steps_table)
 
 
 if __name__ == "__main__":

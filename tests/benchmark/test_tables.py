@@ -351,7 +351,7 @@ def test_the_other_tables(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of rates, .*, gate, got 'speed'"),
+    ("<!-- table:speed -->\n<!-- /table -->", "table:NAME must be one of rates, .*, rollout, got 'speed'"),
     ("<!-- table:kernels -->\n", "followed by <!-- /table -->"),
     ("<!-- table:kernels --><!-- /table -->", "at the end of its line")])
 def test_places_that_cannot_be_filled(tmp_path, text, message):
