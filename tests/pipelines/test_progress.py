@@ -9,6 +9,7 @@ import inspect
 import math
 import pkgutil
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import diffusers
@@ -26,7 +27,7 @@ from diffusers import (
 from diffusers.schedulers import MiniMaxH3Scheduler
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run
-from tiny_pipelines import PIPELINES, flow, latents, unipc
+from tiny_pipelines import PIPELINES, flow, hunyuan_vae, latents, unipc, video
 
 from ssta.kernels import notices
 from ssta.pipelines import Schedule, apply_ssta, supported_models
@@ -186,6 +187,19 @@ def test_minimax_h3_s_denoising_blocks():
                 state.noise_pred = torch.zeros_like(state.latents)[None]
                 blocks[1](parts, state, i, t)
             assert trail.steps(len(timesteps)) == expected(len(timesteps))
+
+
+def test_framepack_counts_the_steps_of_each_section():
+    prompts = {name: x for name, x in PIPELINES["hunyuan_video"].call.items() if not name.startswith(("negative", "true"))}
+    pipeline = replace(
+        PIPELINES["hunyuan_video"], pipeline="HunyuanVideoFramepackPipeline", tiny="framepack", parts=hunyuan_vae,
+        missing=(*PIPELINES["hunyuan_video"].missing, "image_encoder", "feature_extractor"),
+        methods={"encode_image": lambda pipe, *_, **__: torch.zeros(1, 3, 8), "prepare_image_latents": lambda *_, **__: video()[:, :, :1]})
+    pipe = pipeline.build()
+    with apply_ssta(pipe, SPARSE, schedule=THIRD):
+        trail = Trail(pipe.transformer)
+        parts = latents(pipe, steps=5, **prompts | dict(num_frames=18, latent_window_size=3, image=torch.zeros(1, 3, 96, 128)))
+        assert [part.shape[2] for part in parts] == [3, 7] and trail.dense == 2 * expected(5)
 
 
 @pytest.fixture

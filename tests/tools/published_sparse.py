@@ -1,9 +1,10 @@
 """VSA and SLA against their authors' own code, on a CPU: their Triton kernels run in Triton's interpreter, out and gradients are compared.
 
-    python tests/tools/published_sparse.py [--fastvideo DIR] [--sla DIR]
+    python tests/tools/published_sparse.py [--fastvideo DIR] [--fasth3 DIR] [--sla DIR]
 
-DIR: the folder fastvideo_kernel of FastVideo's package fastvideo-kernel (its sdist has it in python/; 0.3.5 was compared), and the folder
-sparse_linear_attention of thu-ml/SLA's main branch (commit d973e55 was). FastVideo's exact part needs a GPU: plain torch takes its place.
+DIR: the folder fastvideo_kernel of FastVideo's package fastvideo-kernel (its sdist has it in python/; 0.3.5 was compared), the folder
+fastvideo of its repository (commit 2f3d407 was), and the folder sparse_linear_attention of thu-ml/SLA's main branch (commit d973e55 was).
+FastVideo's exact part needs a GPU: plain torch takes its place.
 Ends with 1 where anything differs by more than rounding.
 """
 
@@ -26,11 +27,11 @@ HEADS, DIM = 2, 64
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("fastvideo", "sla"):
+    for name in ("fastvideo", "fasth3", "sla"):
         parser.add_argument(f"--{name}", type=Path, metavar="DIR")
     options = parser.parse_args()
-    if not (options.fastvideo or options.sla):
-        parser.error("--fastvideo or --sla must be given")
+    if not (options.fastvideo or options.fasth3 or options.sla):
+        parser.error("--fastvideo, --fasth3 or --sla must be given")
     torch.manual_seed(0)
     worst = 0.0
     if options.fastvideo:
@@ -40,6 +41,14 @@ def main():
             theirs = fastvideo(ops, utils, q, k, v, gate, thw, sparsity)
             ours = video_sparse_attention(q, k, v, gate, thw, sparsity)
             worst = max(worst, compare(f"VSA {thw}, sparsity {sparsity}", ours, theirs, (q, k, v, gate)))
+    if options.fasth3:
+        backend = fasth3_module(options.fasth3)
+        for thw, sparsity, before in (((5, 6, 7), 0.6, (70, 30, 130)), ((4, 8, 8), 0.5, (64, 5)), ((9, 3, 11), 0.9, ()),
+                                      ((6, 9, 5), 0.0, (9,))):
+            q, k, v, gate = (torch.randn(1, HEADS, math.prod(thw) + sum(before), DIM, requires_grad=True) for _ in range(4))
+            theirs = fasth3(backend, q, k, v, gate, thw, sparsity, before)
+            ours = video_sparse_attention(q, k, v, gate, thw, sparsity, before=before)
+            worst = max(worst, compare(f"VSA {before}, then {thw}, sparsity {sparsity}", ours, theirs, (q, k, v, gate)))
     if options.sla:
         sys.path.insert(0, str(options.sla.resolve().parent))
         layer = importlib.import_module(f"{options.sla.name}.core").SparseLinearAttention
@@ -101,6 +110,27 @@ def fastvideo(ops, utils, q, k, v, gate, thw, sparsity):
     topk = max(1, min(number, math.ceil((1 - sparsity) * number)))
     out = ops.video_sparse_attn(*map(padded, (q, k, v)), sizes, sizes, topk, block_size=tile, compress_attn_weight=padded(gate))
     return out[:, :, slots][:, :, back]
+
+
+def fasth3_module(folder):
+    """Its backend for MiniMax-H3, entered without the packages around it, and plain torch in the place of its kernel."""
+    for name in ("fastvideo", "fastvideo.attention", "fastvideo.attention.backends"):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+    for name, attribute in (("logger", "init_logger"), ("distributed", "get_sp_group")):
+        module: types.ModuleType = types.ModuleType(f"fastvideo.{name}")
+        setattr(module, attribute, lambda *_: None)
+        sys.modules[module.__name__] = module
+    backend = importlib.import_module("fastvideo.attention.backends.video_sparse_attn_h3")
+    backend.block_sparse_attn_64_bhsd = exact_part
+    return backend
+
+
+def fasth3(backend, q, k, v, gate, thw, sparsity, before):
+    metadata = backend.MiniMaxH3VSAMetadataBuilder().build(0, thw, (1, 1, 1), sparsity, before, q.device, tile_size=64)
+    attention = backend.MiniMaxH3VSAImpl(HEADS, DIM, False, DIM**-0.5)
+    padded = attention.preprocess_qkv(torch.cat([x.transpose(1, 2) for x in (q, k, v, gate)]), metadata)
+    return attention.postprocess_output(attention.forward(*padded.chunk(4), metadata), metadata).transpose(1, 2)
 
 
 if __name__ == "__main__":
