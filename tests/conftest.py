@@ -47,9 +47,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What imports and collection made stays: hundreds of thousands of objects, which every gc.collect() would walk through."""
+    """What imports and collection made stays: hundreds of thousands of objects, which every gc.collect() would walk through. Tracing makes
+    as many again, which are looked through less often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(autouse=True)

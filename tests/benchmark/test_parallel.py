@@ -1,32 +1,26 @@
 """bench_parallel.py: ranks measure together, say alike what failed on one of them, and reckon for more of them from what they measured."""
 
 import csv
-import os
-import subprocess
-import sys
 import threading
 import types
-from pathlib import Path
 
+import bench_on_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from hanging import HANG
 
-DRIVER = Path(__file__).parents[1] / "support" / "bench_on_ranks.py"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
+    """Its rows, and what each rank prints."""
     folder = tmp_path_factory.mktemp("ranks")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER),
-                          "bench_parallel", str(folder), "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense",
-                          "--csv", "parallel_mine"],
-                         capture_output=True, text=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
+    printed = bench_on_ranks.measured("bench_parallel", 2, folder, "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense",
+                                      "--csv", "parallel_mine")
     with (folder / "parallel_mine.csv").open(newline="") as file:
-        return list(csv.DictReader(file)), run
+        return list(csv.DictReader(file)), printed
 
 
 def of(rows, **wanted):
@@ -35,7 +29,7 @@ def of(rows, **wanted):
 
 @pytest.mark.slow
 def test_two_ranks_end_to_end(measured):
-    rows, run = measured
+    rows, printed = measured
     assert not of([row for row in rows if row["note"]])
     assert [row["what"] for row in rows][0] == "all-to-all" and float(rows[0]["gb_s"]) > 0
     for layer in ("small", "small, no text"):
@@ -59,7 +53,7 @@ def test_two_ranks_end_to_end(measured):
                      (dense, "1 x 1"), (dense, "1 x 2"))]
     assert all(float(row["step_s"]) > 0 and float(row["difference"]) < 1e-5 for row in steps)
     # Only the first rank prints, and its last lines are the summary.
-    assert run.stdout.count("2 ranks, measured on 1, 2") == 1 and "`pad_type=" in run.stdout.split("\n\n")[-2]
+    assert "2 ranks, measured on 1, 2" in printed[0] and "`pad_type=" in printed[0].split("\n\n")[-2] and not printed[1]
 
 
 @pytest.mark.slow

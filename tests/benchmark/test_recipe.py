@@ -1,16 +1,11 @@
 """bench_recipe.py: each part of the recipe is measured, its error that of its own recipe; wrong compiled attention gets no time."""
 
 import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import bench_on_ranks
 import pytest
 import torch
-from hanging import HANG
 
-DRIVER = Path(__file__).parents[1] / "support" / "bench_on_ranks.py"
 ALONE = ("stock", "dense", "default", "default, compiled", "default, 8 bits, compiled", "text encoder", "VAE in tiles")
 
 
@@ -55,10 +50,8 @@ def test_each_part_end_to_end(bench, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_share_a_step(tmp_path):
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER), "bench_recipe",
-                          str(tmp_path), "--rounds", "1", "--only", "default", "default, 8 bits", "text encoder", "--csv", "recipe_mine"],
-                         capture_output=True, text=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
+    bench_on_ranks.measured("bench_recipe", 2, tmp_path, "--rounds", "1", "--only", "default", "default, 8 bits", "text encoder",
+                            "--csv", "recipe_mine")
     rows = read(tmp_path / "recipe_mine.csv")
     # What surrounds the steps is not shared out.
     assert [(row["what"], row["ranks"]) for row in rows] == [("default", "2"), ("default, 8 bits", "2")]

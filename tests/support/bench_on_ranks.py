@@ -1,12 +1,26 @@
-"""What torchrun starts in tests of benchmarks on several ranks: the script that the first argument names, with its CSVs in the folder that
-the second one names."""
+"""Benchmarks on several ranks: each as torchrun starts it, but forked as other ranks of tests are, and with its CSVs in the folder given."""
 
+import contextlib
 import importlib
-import sys
+import io
+import os
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
-    bench = importlib.import_module(sys.argv[1])
-    bench.RESULTS = Path(sys.argv[2])
-    bench.main(sys.argv[3:])
+import torch.distributed as dist
+from ranks import on_ranks, values_of
+
+
+def measured(name: str, ranks: int, folder: Path, *arguments: str) -> list[str]:
+    """What each rank prints."""
+    # torchrun has one, too, of which ranks learn as they do here.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return values_of(on_ranks(_measure, ranks, name, folder, store.port, arguments, backend=None))
+
+
+def _measure(rank: int, ranks: int, name: str, folder: Path, port: int, arguments: tuple[str, ...]) -> str:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    bench = importlib.import_module(name)
+    bench.RESULTS = folder
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main([*arguments])
+    return printed.getvalue()

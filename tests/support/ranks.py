@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hanging import HANG
+from quick_interpreter import quicken
 from uninitialised import poisoned
 
 # A rank that raised leaves the others in a collective: so long they are waited for.
@@ -42,8 +43,11 @@ def _rank(function, rank, ranks, backend, folder, args, results):
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
-                                timeout=datetime.timedelta(seconds=HANG))
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            quicken()
+        if backend:
+            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+                                    timeout=datetime.timedelta(seconds=HANG))
         outcome = Outcome(function(rank, ranks, *args))
     except BaseException as error:
         outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
@@ -60,7 +64,7 @@ def on_ranks(function, ranks, *args, backend="gloo"):
 
     Args:
         function: found by name in a new process; it returns what can be pickled.
-        backend: "gloo", or "nccl", where rank r has the r-th GPU.
+        backend: "gloo"; "nccl", where rank r has the r-th GPU; or None, where the function itself makes the group.
     """
     context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
     if backend != "nccl":
