@@ -147,16 +147,18 @@ def cases() -> dict[str, Case]:
 def portable_cases() -> dict[str, Case]:
     found = {}
     every = tuple(card for card in CARDS if not CARDS[card].amd)
-    # Memory is looked at on every card. Of those that multiply alike, by mma, one a head_dim is enough to see its registers.
+    # Memory is looked at on every card but one of the two that have alike of it; of those that multiply alike, by mma, one a head_dim is
+    # enough to see its registers.
     asked = {64: (89, 100), 128: (80, 90, 100), 256: (90, 100, 120)}
+    looked_at = {64: (80, 89, 90, 100), 128: (80, 89, 90, 100), 256: (80, 90, 100, 120)}
     for dim, causal, backward in product((64, 128, 256), (False, True), (False, True)):
-        # Each card that has no kernels of its own meets the mask in both directions.
-        masked = {64: (100, 80), 128: (120, 89), 256: (89, 100)}[dim] if not backward else {64: (89,), 128: (80, 100), 256: (120,)}[dim]
+        # Each kind of card that has no kernels of its own meets the mask in both directions.
+        masked = {64: (100,), 128: (120, 80), 256: (89,)}[dim] if not backward else {64: (), 128: (80, 100), 256: (120,)}[dim]
         # Fewer registers are left under a causal mask, at head_dim 64 on 4 warps.
         allowed = Allowed(first=24 if causal else 16, copies=2)
         found[f"portable {'backward' if backward else 'forward'} D={dim} bf16{' causal' * causal}"] = Case(
             every, partial(attend, dim, torch.bfloat16, 384, 384, causal, backward), BACKWARD if backward else FORWARD, allowed,
-            assembled=not (causal and backward), usual=masked if causal else None, asked=masked[:1] if causal else asked[dim])
+            assembled=not (causal and backward), usual=masked if causal else looked_at[dim], asked=masked[:1] if causal else asked[dim])
     # The same products, but the forward follows the rows' maxima.
     for dim, backward in product((64, 128, 256), (False, True)):
         found[f"portable {'backward' if backward else 'forward'} D={dim} fp16"] = Case(
@@ -193,9 +195,10 @@ def tail_cases() -> dict[str, Case]:
 def hopper_cases() -> dict[str, Case]:
     found = {}
     for dim, rows, keys, (name, causal) in product((64, 128), (384, 128, 64), (384, 64), product(("bf16", "fp16"), (False, True))):
-        # Under the mask rows of 128 have the kernel of 384.
-        usual = name == "bf16" and (rows == 384 and (not causal or keys != dim) or dim == 128 and not causal) or (
-            not causal and dim == 128 and rows == keys == 384)
+        # Every size of rows and of keys, both dtypes, and the mask at both head_dims; under the mask rows of 128 have the kernel of 384.
+        usual = (dim, rows, keys, name, causal) in {
+            (64, 384, 384, "bf16", False), (64, 384, 384, "bf16", True), (128, 384, 384, "bf16", False), (128, 384, 384, "fp16", False),
+            (128, 384, 64, "bf16", True), (128, 128, 384, "bf16", False), (128, 64, 64, "bf16", False)}
         if rows == 64 and (causal or keys == 384):
             # Compiled as for 128 rows, and for 64 keys.
             continue
@@ -206,8 +209,9 @@ def hopper_cases() -> dict[str, Case]:
     for dim, name, deterministic, ragged, causal in product((64, 128), ("bf16", "fp16"), (True, False), (False, True), (False, True)):
         allowed = RELOADS_OF_CAUSAL[dim] if causal else (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
         # The dtype, the order of adds, and where tiles end do not interact.
-        usual = dim == 128 or ragged == causal if name == "bf16" and deterministic else not ragged and not causal and (
-            deterministic or name == "bf16")
+        usual = not (ragged and causal) if dim == 128 else ragged == causal
+        if name == "fp16" or not deterministic:
+            usual = dim == 128 and not ragged and not causal and (deterministic or name == "bf16")
         found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
             Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())

@@ -174,6 +174,8 @@ class Compiler:
         driver.set_active(Driver())
         # What is read off must come from this compiler and this code.
         knobs.compilation.always_compile = True
+        # Nobody reads which line an instruction is of.
+        knobs.compilation.disable_line_info = True
         knobs.runtime.add_stages_inspection_hook = self._stages
         device.device_limits = lambda _: device.DeviceLimits(
             compiler.card.shared_memory, compiler.card.tma, products=compiler.card.products)
