@@ -4,6 +4,7 @@ with products of bfloat16.
 A launch replaces the functions of Triton's language by interpreted ones, and every call of one kernel function by another does so again.
 Every sum of integers is computed three times more, for an assertion that is off. Every tensor works out the type of its shape, which
 nobody asks for, every type its name and its size, and two tensors of one type are compared, converted and broadcast as if they had two.
+A number beside a tensor becomes a tensor each time, and what wraps each function of the language looks for arguments that are there.
 It keeps bfloat16 as its bits and multiplies these; here it multiplies the numbers.
 """
 
@@ -20,6 +21,7 @@ def quicken() -> None:
         from triton.runtime import interpreter
 
         replaced = interpreter._patch_lang, interpreter._LangPatchScope, interpreter._get_np_dtype
+        wrapped = interpreter._patch_attr, interpreter.TensorHandle.__post_init__
         shapes = tl.core.tuple.__init__, tl.core.tuple.__getattr__, tl.core._type_for_tuple_values
         semantics = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.binary_op_sanitize_overflow_impl,
                      TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value, TritonSemantic.cast,
@@ -27,6 +29,7 @@ def quicken() -> None:
     except (ImportError, AttributeError):
         return
     _replace_once(tl, interpreter, *replaced[:2])
+    _unwrapped(interpreter, TritonSemantic, *wrapped)
     _remember_dtypes(tl, interpreter, replaced[2])
     _type_when_asked(tl.core.tuple, *shapes)
     _as_they_are(tl, TritonSemantic, *semantics)
@@ -41,6 +44,16 @@ def _replace_once(tl, interpreter, replace, nothing) -> None:
         return replace(fn) if not seen or any(tl.core.is_builtin(lang.load) for lang in seen) else nothing()
 
     interpreter._patch_lang = unless_done
+
+
+def _unwrapped(interpreter, semantic, *_) -> None:
+    def patch(obj, name, member, builder, scope):
+        fn, given = getattr(member, "__wrapped__", member), {"_semantic": semantic(builder)}
+        scope.set_attr(obj, name, lambda *args, **kwargs: fn(*args, **(kwargs | given)))
+
+    interpreter._patch_attr = patch
+    # That its numbers are no wider than its type.
+    interpreter.TensorHandle.__post_init__ = lambda self: None
 
 
 def _remember_dtypes(tl, interpreter, look_up) -> None:
@@ -74,14 +87,31 @@ def _type_when_asked(shape, make, attribute, type_of) -> None:
 
 
 def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap) -> None:
-    """Of two operands those of one type, which need no conversion; and what no compiler has wrapped."""
-    tensor = tl.tensor
+    """Of two operands those of one type, which need no conversion; a number as a tensor like the one beside it, which is made once; and
+    what no compiler has wrapped."""
+    tensor, numbers = tl.tensor, {}
 
     def unless_same(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if not div_or_mod and lhs.__class__ is tensor and rhs.__class__ is tensor:
             if vars(lhs.type) is vars(rhs.type) and not lhs.dtype.is_ptr():
                 return lhs, rhs
+        elif not div_or_mod and lhs.__class__ is tensor and rhs.__class__ in (int, float) and not lhs.dtype.is_ptr():
+            return beside(self, lhs, rhs, arithmetic_check)
+        elif not div_or_mod and rhs.__class__ is tensor and lhs.__class__ in (int, float) and not rhs.dtype.is_ptr():
+            return beside(self, rhs, lhs, arithmetic_check)[::-1]
         return both(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def beside(self, x, number, arithmetic_check):
+        # Types of blocks share what they hold, for good.
+        like = id(vars(x.type)) if x.type.is_block() else x.dtype.name
+        key = like, arithmetic_check, number if number.__class__ is int else number.hex()
+        found = numbers.get(key)
+        if found is None:
+            converted, found = both(self, x, number, arithmetic_check=arithmetic_check)
+            if converted is not x:
+                return converted, found
+            numbers[key] = found
+        return x, found
 
     def if_asserted(self, lhs, rhs, binary_op):
         if self.builder.options.debug:
