@@ -255,27 +255,41 @@ def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
 
 
-def test_fresh_imports_load_torch_and_nothing_heavier(tmp_path):
-    """All of them together, and so each."""
-    statements = ("import ssta, ssta.kernels, ssta.masks", "from ssta import SSTAConfig, TokenLayout, ssta_3d_attention",
-                  "from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention")
-    program = f"import sys, torch; before = set(sys.modules); {'; '.join(statements)}; print(*set(sys.modules) - before)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    loaded = {module.split(".")[0] for module in run.stdout.split()}
-    assert "ssta" in loaded
-    assert sorted(loaded - {"ssta", "torch"} - sys.stdlib_module_names) == []
+PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models", "vllm_omni")]
+# What is imported first, what then, and what is said where diffusers is not there.
+FRESH = f"""
+import sys, torch
+def loaded(statements, before=frozenset(sys.modules)):
+    exec(statements)
+    print(*set(sys.modules) - before)
+loaded('''import ssta, ssta.kernels, ssta.masks
+from ssta import SSTAConfig, TokenLayout, ssta_3d_attention
+from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention''')
+loaded("import {', '.join(PLUGS)}")
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "diffusers":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+from ssta.pipelines import Schedule
+for statement in ("from ssta.pipelines import apply_ssta", "from ssta.pipelines import WAN", "import ssta.pipelines.evaluation.compare"):
+    try:
+        exec(statement)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
 
 
-def test_plugs_load_without_diffusers(tmp_path):
-    """Nor do they load the programs that they are for; all of them together, and so each."""
-    modules = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models", "vllm_omni")]
-    program = f"import sys, torch; before = set(sys.modules); import {', '.join(modules)}; print(*set(sys.modules) - before)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+def test_a_fresh_process(tmp_path):
+    """Imports load torch and nothing heavier, those of plugs neither diffusers nor what they are for; without diffusers, what needs it says
+    how to install it."""
+    run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    loaded = set(run.stdout.split())
-    assert {*modules} <= loaded and "diffusers" not in loaded
-    assert {name.split(".")[0] for name in loaded} - {"ssta", "torch"} - sys.stdlib_module_names == set()
+    first, plugs, *refused = run.stdout.splitlines()
+    assert "ssta.masks" in first.split() and {*PLUGS} <= {*plugs.split()}
+    assert {name.split(".")[0] for name in plugs.split()} - {"ssta", "torch"} - sys.stdlib_module_names == set()
+    said = "needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers accelerate"
+    assert refused == [f"ImportError ssta.pipelines{name} {said}" for name in (".apply_ssta", ".WAN", ".evaluation")]
 
 
 def test_the_version_is_said_once():
@@ -287,24 +301,3 @@ def test_the_version_is_said_once():
 @pytest.mark.parametrize("folder, floor", FLOORS.items())
 def test_the_repository_is_what_is_tested(folder, floor):
     assert Path(importlib.import_module(floor).__file__).resolve().parent == ROOT / folder
-
-
-def test_without_diffusers_what_needs_it_says_how_to_install_it(tmp_path):
-    program = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "diffusers":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-from ssta.pipelines import Schedule
-for name in ("apply_ssta", "WAN", "evaluation.compare"):
-    try:
-        exec(f"from ssta.pipelines import {name}" if "." not in name else f"import ssta.pipelines.{name}")
-    except ImportError as error:
-        print(type(error).__name__, error)
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    said = "needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers accelerate"
-    assert run.stdout.splitlines() == [f"ImportError ssta.pipelines{name} {said}" for name in (".apply_ssta", ".WAN", ".evaluation")]

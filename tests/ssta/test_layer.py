@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from cases import spread
 from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import cases, layer_of
@@ -174,7 +173,8 @@ def layer_call(name, mask=None, **options):
     return lambda q, k, v: ssta_attention(q, k, v, LAYOUT, config, text_mask=mask, return_blocks=True, **options)
 
 
-@pytest.mark.parametrize("name, grad, masked, by_token", spread(CONFIGS, (False, True), (False, True), (False, True)))
+@pytest.mark.parametrize("name, grad, masked, by_token", [
+    (name, i % 4 != 3, i % 2 == 0, i % 3 == 0) for i, name in enumerate(CONFIGS)])
 @pytest.mark.slow
 def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad, masked, by_token):
     torch._dynamo.reset()
