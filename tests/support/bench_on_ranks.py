@@ -1,4 +1,4 @@
-"""Benchmarks on several ranks: as torchrun starts them, but forked as other ranks of tests are, and with their CSVs in a folder of the test."""
+"""Benchmarks on several ranks: as torchrun starts them, but forked as other ranks of tests are, with their CSVs in a folder of the test."""
 
 import contextlib
 import importlib
