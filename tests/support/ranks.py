@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hanging import HANG
-from quick_interpreter import quicken
 from uninitialised import poisoned
 
 # A rank that raised leaves the others in a collective: so long they are waited for.
 GRACE = 5
 # What cases import takes as long as they do: one process does it, and others are forked from it. A fork cannot use CUDA with certainty.
-IMPORTED = ["parallel_cases", "rank_cases"]
+IMPORTED = ["parallel_cases", "rank_cases", "rank_ground"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ def _rank(function, rank, ranks, backend, folder, args, results):
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            quicken()
         if backend:
             dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
                                     timeout=datetime.timedelta(seconds=HANG))
