@@ -1,8 +1,9 @@
 """The two calls of the package.
 
 Their contract is that of nvidia-cudnn-frontend 1.32.0, docs/fe-oss-apis/bsa.md and cudnn/block_sparse_attention/api.py: tensors
-[B, H, S, D] with a last stride of 1 and the others multiples of 16 bytes; blocks of 64 or 128 tokens, of which key blocks may hold fewer;
-ids that are unique in a row and in range, up to its count; sizes of at least 1 in every block that is listed; no causal mask.
+[B, H, S, D] with a last stride of 1, the others multiples of 16 bytes, the address of 128; blocks of 64 or 128 tokens, of which key blocks
+may hold fewer; ids that are unique in a row and in range, up to its count; sizes of at least 1 in every block that is listed; no causal
+mask.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..blocks import BlockLists
 from ..lowering.arguments import Lists
 from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
-from ..lowering.inputs import loaded, strided
+from ..lowering.inputs import loadable, strided
 from ..lowering.primitives import block_bounds, row_of_lists
 from ..lowering.quick_launch import FUSED, power_of_2
 
@@ -43,10 +43,10 @@ class Axis(NamedTuple):
         return self.blocks.tokens // self.slot if self.as_is else self.blocks.number * self.parts
 
     def fill(self, x: Tensor) -> Tensor:
-        """x ``[B, H, tokens, D]`` in slots, ``[B, H, number * slot, D]``: x itself where it lies so at an address and with strides that
-        are multiples of 16 bytes, else a copy."""
+        """x ``[B, H, tokens, D]`` in slots, ``[B, H, number * slot, D]``: x itself where it lies so, at an address that is a multiple of
+        128 bytes and with strides of 16, else a copy."""
         if self.as_is:
-            return loaded(x)
+            return x if loadable(x) and x.data_ptr() % 128 == 0 else x.clone(memory_format=torch.contiguous_format)
         filled = x.new_empty(*x.shape[:2], self.number * self.slot, x.shape[3])
         self._copy(strided(x), filled, True)
         return filled
