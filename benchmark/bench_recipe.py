@@ -12,6 +12,7 @@ blocks of the model. SSTA is what apply_ssta(pipe) does in a layer that is not d
     default, fast        SSTA by default, and with preset="fast"
     ..., 8 bits          linear layers of the blocks by torchao, rows of activations and weights with scales of their own
     ..., compiled        blocks compiled by compile_repeated_blocks (Inductor); first_s is the first forward, which compiles
+    ..., tuned           the same, with Inductor trying launches of its kernels
     ..., skipped         a step that TaylorSeer predicts instead of computing it; it computes computed_steps of a generation
     text encoder         all prompts of a generation (step_s is their seconds)
     VAE, VAE in tiles    decodes the video, in one piece or as diffusers cuts it (step_s is its seconds)
@@ -21,7 +22,8 @@ layer, and cross-attention. Column error: how far one step is from that of the s
 length. Column error_dense: from that of dense attention in 16 bits. Compiled dense attention that is further from it than rounding ends the
 program. Under torchrun every forward is shared out over the ranks; times are the slowest rank's.
 
-What matters most is measured first. The CSV is written row by row; rows that it has already and that are not measured now stay.
+What matters most is measured first, and what surrounds the steps last, the largest models at the end. The CSV is written row by row; rows
+that it has already and that are not measured now stay.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +45,7 @@ import torch
 from arguments import add_names, add_rounds, named, new_parser
 from around import AROUND
 from bench_pipeline import ALLOWED
-from kinds import KINDS, milliseconds_of
+from kinds import KINDS, kernels_of, largest, summed
 from measure import NO_TIMES, RESULTS, failure, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from models import MODELS_CPU, ModelShape
 from recipe_tables import STEPS, generation_table, recipe_ranks_table, recipe_table
@@ -55,12 +58,12 @@ from ssta.pipelines.evaluation.published import PUBLISHED, blocks_of
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from generate import share_out
-from recipe import QUANTIZED, RECOMPILE_LIMIT, best_quantization, cached, quantize
+from recipe import QUANTIZED, RECOMPILE_LIMIT, best_quantization, cached, compile_blocks, quantize
 
 AROUND_STEPS = ("text encoder", "VAE in tiles", "VAE")
 WHAT = (*STEPS, *AROUND_STEPS)
-# How the blocks are prepared, (8 bits, compiled), in the order in which that is measured.
-PREPARED = ((True, True), (False, False), (False, True), (True, False))
+# How the blocks are prepared, (8 bits, compiled or tuned), in the order in which that is measured.
+PREPARED = ((True, "compiled"), (True, "tuned"), (False, ""), (False, "compiled"), (True, ""))
 # diffusers makes a mask of all pairs of tokens for HunyuanVideo 1.5: its step takes 41 s.
 SHAPES = tuple(ModelShape.of(PUBLISHED[name], blocks=blocks, stock_blocks=stock)
                for name, blocks, stock in (("wan-14b", 4, 4), ("hunyuan-video-1.5", 4, 0), ("wan-1.3b", 6, 6), ("ltx", 8, 8)))
@@ -78,6 +81,7 @@ class Bench:
         rounds: of each call.
         quantized: what 8 bits are.
         backend: what compiles.
+        kernels: of each forward the time of so many is printed.
         world: the ranks that share out each forward; None = there is one.
     """
 
@@ -86,6 +90,7 @@ class Bench:
     rounds: int
     quantized: str
     backend: str
+    kernels: int = 0
     world: World | None = None
 
     @property
@@ -126,29 +131,42 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=WHAT, choices=WHAT, help="what to measure")
     parser.add_argument("--quantize", choices=QUANTIZED, default=best_quantization(device), help="what 8 bits are")
     parser.add_argument("--backend", default="inductor" if gpu else "aot_eager", help="what compiles (default %(default)s)")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also print the N kernels that take most of each forward")
     add_rounds(parser, 3)
     options = parser.parse_args(argv)
     chosen = named(parser, "model", options.model, shapes)
     diffusers.logging.set_verbosity_error()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    bench = Bench(device, torch.bfloat16 if gpu else torch.float32, options.rounds, options.quantize, options.backend, world)
+    bench = Bench(device, torch.bfloat16 if gpu else torch.float32, options.rounds, options.quantize, options.backend,
+                  options.kernels, world)
     first = world is None or world.rank == 0
     if first:
         print_machine()
     path, rows, start = RESULTS / f"{options.csv}.csv" if options.csv else None, [], time.perf_counter()
-    for shape in chosen:
-        for row in measure_model(bench, shape, [what for what in WHAT if what in options.only]):
-            rows.append({name: str(value) for name, value in row.items()})
-            if first:
-                print(f"{time.perf_counter() - start:.0f} s")
-                print_rows([row])
-                if path:
-                    write_rows(path, beside(row, read_rows(path) if path.exists() else []), quiet=True)
+    whats = [what for what in WHAT if what in options.only]
+    for row in chain(*(measure_model(bench, shape, whats) for shape in chosen),
+                     *(measure_around(bench, shape, whats) for shape in reversed(chosen))):
+        rows.append({name: str(value) for name, value in row.items()})
+        if first:
+            print(f"{time.perf_counter() - start:.0f} s")
+            print_rows([row])
+            if path:
+                write_rows(path, beside(row, read_rows(path) if path.exists() else []), quiet=True)
     for head, *lines in (table(rows) for table in (recipe_table, generation_table, recipe_ranks_table) if first):
         if lines:
             print_rows([dict(zip(head, line)) for line in lines])
     if world is not None:
         world.end()
+
+
+def prepared_as(what: str) -> tuple[bool, str]:
+    return "8 bits" in what, next((how for how in ("compiled", "tuned") if how in what), "")
+
+
+def runs_here(bench: Bench, shape: ModelShape, what: str) -> bool:
+    if what == "stock":
+        return bool(shape.stock_blocks) and bench.ranks == 1
+    return "tuned" not in what or bench.backend == "inductor"
 
 
 def beside(row: dict, known: list[dict]) -> list[dict]:
@@ -164,13 +182,12 @@ def beside(row: dict, known: list[dict]) -> list[dict]:
 
 @torch.no_grad()
 def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator[dict]:
-    """A row of each of ``whats``, those that matter most first."""
+    """A row of each of ``whats`` that is a step, those that matter most first."""
     # The same on all ranks.
     torch.manual_seed(1)
     inputs, plain = shape.call(bench.device.type, bench.dtype), None
     for bits, compiled in PREPARED:
-        group = [what for what in whats if what in STEPS and ("8 bits" in what, "compiled" in what) == (bits, compiled)
-                 and (what != "stock" or shape.stock_blocks and bench.ranks == 1)]
+        group = [what for what in whats if what in STEPS and prepared_as(what) == (bits, compiled) and runs_here(bench, shape, what)]
         if not group:
             continue
         torch._dynamo.reset()
@@ -182,7 +199,7 @@ def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator
                 bench.attempt(partial(quantize, model, bench.quantized))
             dense = bench.attempt(partial(output, bench, model, inputs, "dense")) if bits else plain
             if compiled:
-                model.compile_repeated_blocks(fullgraph=True, backend=bench.backend)
+                compile_blocks(model, bench.backend, compiled == "tuned")
         except (AssertionError, NotImplementedError, RuntimeError, Elsewhere) as error:
             # What torchao cannot do here is said in the table, beside what the others give.
             yield from (blank(bench, shape, model, what) | dict(note=failure(error)) for what in group)
@@ -195,8 +212,12 @@ def measure_model(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator
             yield row
         del model, dense
         empty_cache(bench)
-    for what in AROUND_STEPS:
-        if what in whats and bench.ranks == 1:
+
+
+def measure_around(bench: Bench, shape: ModelShape, whats: list[str]) -> Iterator[dict]:
+    """A row of each of ``whats`` that comes before or after the steps."""
+    for what in whats:
+        if what in AROUND_STEPS and bench.ranks == 1:
             yield around_row(bench, shape, what)
             empty_cache(bench)
 
@@ -220,15 +241,17 @@ def row_of(bench: Bench, shape: ModelShape, model: nn.Module, inputs: dict, what
             whole, one = times[shape.blocks], times[1]
             if whole["note"] or one["note"]:
                 return row | dict(note=whole["note"] or one["note"])
-            spent = bench.attempt(partial(milliseconds_of, calls[shape.blocks]))
+            kernels = bench.attempt(partial(kernels_of, calls[shape.blocks]))
     except (torch.OutOfMemoryError, Elsewhere) as error:
         empty_cache(bench)
         return row | dict(note=failure(error))
+    for name, ms in largest(kernels, bench.kernels):
+        print(f"{ms / shape.blocks:8.3f} ms a block: {name[:110]}")
     block_ms = (whole["median_ms"] - one["median_ms"]) / (shape.blocks - 1)
     step_s = (one["median_ms"] + (shape.depth - 1) * block_ms) / 1e3
     return row | {name: whole[name] for name in NO_TIMES} | dict(
         step_s=step_s, one_block_ms=one["median_ms"], error=distance(out, dense), error_dense=distance(out, plain),
-        **{f"{kind}_s": ms / whole["median_ms"] * step_s for kind, ms in spent.items()})
+        **{f"{kind}_s": ms / whole["median_ms"] * step_s for kind, ms in summed(kernels).items()})
 
 
 def blank(bench: Bench, shape: ModelShape, model: nn.Module | None, what: str) -> dict:

@@ -32,6 +32,7 @@ class Fastest(Way):
     def options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--dense", action="store_true", help="without SSTA, to see what the rest gives")
         parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+        parser.add_argument("--tune", action="store_true", help="have the compiler try launches of its kernels; takes longer at first")
         parser.add_argument("--quantize", choices=("best", *QUANTIZED), help="8-bit linear layers; best: float8 where the GPU has it")
         parser.add_argument("--cache", choices=CACHES, help="skip steps that change little")
         parser.add_argument("--cache-options", type=json.loads, default={}, metavar="JSON",
@@ -50,7 +51,7 @@ class Fastest(Way):
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
     quantized = best_quantization(device_of(options)) if options.quantize == "best" else options.quantize
-    return Recipe(sparse=not options.dense, compile=options.compile, quantize=quantized, cache=options.cache,
+    return Recipe(sparse=not options.dense, compile=options.compile, tune=options.tune, quantize=quantized, cache=options.cache,
                   cache_options=options.cache_options, lora=options.lora, ranks=ranks())
 
 

@@ -34,6 +34,7 @@ class Recipe:
     Attributes:
         sparse: SSTA.
         compile: torch.compile for the transformer's repeated blocks.
+        tune: Inductor tries how each of its kernels is best launched, which takes a while at the first step.
         quantize: "float8" or "int8", rows of activations and weights with scales of their own; None = as loaded.
         cache: which steps are skipped: "first-block", "mag" and "taylor" are diffusers' FirstBlockCache, MagCache and TaylorSeer, the last
             with whole blocks skipped and the output predicted; "cache-dit" is that package's. None = none are.
@@ -45,6 +46,7 @@ class Recipe:
 
     sparse: bool = True
     compile: bool = False
+    tune: bool = False
     quantize: str | None = None
     cache: str | None = None
     cache_options: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +103,8 @@ EXCLUDED: tuple[tuple[Callable[[Recipe, type, torch.device], bool], str], ...] =
      "cache 'cache-dit' needs its package, which is not installed: pip install cache-dit"),
     (lambda r, kind, device: r.compile and not kind._repeated_blocks,
      "compile must be off for {kind}, for which diffusers names no repeated blocks"),
+    (lambda r, kind, device: r.tune and not (r.compile and r.backend == "inductor"),
+     "tune must come with compile, whose kernels Inductor then tunes, got it without"),
     (lambda r, kind, device: r.compile and r.cache == "mag",
      "compile must be off with cache 'mag', whose hooks switch the compiler off for the blocks inside them; 'first-block' goes with it"),
     (lambda r, kind, device: r.cache == "mag" and "mag_ratios" not in r.cache_options,
@@ -142,7 +146,7 @@ def cooked(pipe: Any, recipe: Recipe, steps: int, share_out: Callable[[Any], Non
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             for model in models:
                 # A cache reads numbers from the device, where a graph ends.
-                model.compile_repeated_blocks(fullgraph=recipe.cache is None, backend=recipe.backend)
+                compile_blocks(model, recipe.backend, recipe.tune, fullgraph=recipe.cache is None)
         yield handle
 
 
@@ -164,7 +168,7 @@ def quantize(model: nn.Module, kind: str) -> None:
     stay."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8DynamicActivationInt8WeightConfig, PerRow, quantize_
 
-    # torchao would have Inductor tune every kernel for minutes when it first runs, which large products leave little to gain from.
+    # torchao would change Inductor's settings for the whole process: ``compile_blocks`` has them.
     configs = {"float8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False),
                "int8": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)}
     stacks = tuple(f"{name}." for name, child in model.named_children() if isinstance(child, nn.ModuleList))
@@ -175,6 +179,12 @@ def quantize(model: nn.Module, kind: str) -> None:
                 and module.in_features % 16 == module.out_features % 16 == 0)
 
     quantize_(model, configs[kind](), filter_fn=chosen)
+
+
+def compile_blocks(model: nn.Module, backend: Any = "inductor", tune: bool = False, fullgraph: bool = True) -> None:
+    """Compiles the model's repeated blocks, with the settings that torchao advises to Inductor, but for tuning unless it is asked for."""
+    options = {"force_fuse_int_mm_with_mul": True, "coordinate_descent_tuning": tune} if backend == "inductor" else None
+    model.compile_repeated_blocks(fullgraph=fullgraph, backend=backend, options=options)
 
 
 @contextmanager

@@ -172,6 +172,8 @@ def test_quantised_projections_go_through_one_pass(recipe, lora):
     (dict(cache="tea"), WAN, "cache must be 'first-block', .* got 'tea'"),
     (dict(cache_options={"threshold": 1}), WAN, "cache_options must come with a cache"),
     (dict(quantize="float8"), WAN, "quantize must be 'int8' here, got 'float8', which needs a GPU of compute capability 8.9"),
+    (dict(tune=True), WAN, "tune must come with compile"),
+    (dict(compile=True, tune=True, backend="eager"), WAN, "tune must come with compile, whose kernels Inductor then tunes"),
     (dict(compile=True), diffusers.MochiTransformer3DModel, "compile must be off for MochiTransformer3DModel"),
     (dict(compile=True, cache="mag", cache_options={"mag_ratios": [1.0]}), WAN, "compile must be off with cache 'mag'"),
     (dict(cache="mag"), WAN, "cache 'mag' needs cache_options with mag_ratios"),
@@ -195,6 +197,18 @@ def test_what_is_refused_would_not_work(recipe, lora):
         PIPELINES["hunyuan_video_15"].build().transformer.enable_cache(diffusers.FirstBlockCacheConfig())
     with pytest.raises(ValueError, match="_repeated_blocks"):
         PIPELINES["mochi"].build().transformer.compile_repeated_blocks()
+
+
+def test_inductor_tunes_where_it_is_asked_to(recipe, monkeypatch):
+    seen = []
+    monkeypatch.setattr(WAN, "compile_repeated_blocks", lambda model, **options: seen.append(options))
+    for switches in (dict(compile=True), dict(compile=True, tune=True), dict(compile=True, backend="eager")):
+        of = recipe.Recipe(**switches)
+        of.check(WAN, CPU)
+        with recipe.cooked(PIPELINES["wan"].build(), of, STEPS):
+            pass
+    assert [options["options"] and options["options"]["coordinate_descent_tuning"] for options in seen] == [False, True, None]
+    assert all(hasattr(torch._inductor.config, name) for name in seen[0]["options"])
 
 
 @pytest.mark.parametrize("package, options", [("torchao", dict(quantize="int8")), ("cache_dit", dict(cache="cache-dit"))])
