@@ -18,8 +18,7 @@ CACHED = "default, 8 bits, compiled"
 
 def recipe_table(rows: list[Row]) -> list[list[str]]:
     """One line a model and recipe, on one GPU."""
-    lines = [["model", "recipe", "s a step", "dense = 1", "attention, s", "linear layers, s", "the rest, s",
-              "off from the same with dense attention", "off from dense in 16 bits", "memory besides the weights, MiB",
+    lines = [["model", "recipe", "s a step", "dense = 1", "attention, s", "linear layers, s", "the rest, s", "off", "memory, MiB",
               "weights of the blocks, MiB"]]
     for model, of in alone(rows).items():
         dense = seconds(of.get("dense"))
@@ -29,7 +28,7 @@ def recipe_table(rows: list[Row]) -> list[list[str]]:
             step, attention, linear = seconds(row), parts(row, "attention"), parts(row, "linear")
             lines.append([model, name_of(row), figures(step), figures(step / dense) if dense else "–", figures(attention), figures(linear),
                           figures(step - attention - linear if attention is not None else None),
-                          *map(figures, (row["error"], row["error_dense"], row["extra_mib"], row["blocks_mib"]))])
+                          *map(figures, (row["error"], row["extra_mib"], row["blocks_mib"]))])
     return lines
 
 
@@ -60,13 +59,13 @@ def generation_table(rows: list[Row]) -> list[list[str]]:
 
 def recipe_ranks_table(rows: list[Row]) -> list[list[str]]:
     """One line a model and recipe that was measured on several GPUs, every layer sparse."""
-    lines = [["model", "recipe", "GPUs", "s a step", "on one", "times as fast", "exchanges, s", "off from dense in 16 bits"]]
+    lines = [["model", "recipe", "GPUs", "s a step", "on one", "times as fast", "exchanges, s", "off"]]
     one = alone(rows)
     for row in rows:
         if int(row["ranks"]) > 1 and row["step_s"]:
             base = seconds(one.get(row["model"], {}).get(row["what"]))
             lines.append([row["model"], name_of(row), row["ranks"], figures(row["step_s"]), figures(base),
-                          f"{base / float(row['step_s']):.2f}" if base else "–", figures(row["exchange_s"]), figures(row["error_dense"])])
+                          f"{base / float(row['step_s']):.2f}" if base else "–", figures(row["exchange_s"]), figures(row["error"])])
     return lines
 
 

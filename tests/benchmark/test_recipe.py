@@ -130,4 +130,4 @@ def test_tables():
     assert [line[3:] for line in generation_table(rows)[1:]] == [
         ["6.00", "20", "4.50", "125", "1.00"], ["5.00", "20", "4.50", "105", "1.19"], ["2.70", "20", "4.50", "59.0", "2.12"],
         ["2.70", "10 of 20", "4.50", "33.0", "3.79"]]
-    assert recipe_ranks_table(rows)[1:] == [["Wan", "default, float8, compiled", "2", "1.00", "2.00", "2.00", "0.250", "0.0300"]]
+    assert recipe_ranks_table(rows)[1:] == [["Wan", "default, float8, compiled", "2", "1.00", "2.00", "2.00", "0.250", "0.0200"]]
