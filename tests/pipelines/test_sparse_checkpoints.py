@@ -375,6 +375,16 @@ def densities_of(pipe, steps, schedule, method="vsa", **options):
 
 
 @both
+def test_a_density_of_one_keeps_the_branch_and_counts_as_no_dense_step(method):
+    pipe, outs = PIPELINES["wan"].build(), []
+    for options in (dict(schedule=Schedule(densities=(1,))), {"sparsity": 0.0} if method == "vsa" else {"density": 1.0}):
+        with applied(method, pipe, branch(method), **options) as handle:
+            outs.append(latents(pipe, steps=2, **PIPELINES["wan"].call))
+            assert handle.report()[0].dense_steps == 0
+    assert torch.equal(*outs)
+
+
+@both
 def test_densities_by_step_reach_the_branch_s_attention(method):
     pipe = PIPELINES["wan"].build()
     forwards = len(densities_of(pipe, 1, None, method))

@@ -191,6 +191,17 @@ FAULTS = (
           "(key > query_end - local)", "(key > query - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
 
+    # Trained by others
+    Fault("VSA's budget counts the tiles before the video", "ssta/trained/vsa.py",
+          "config.density * cut.num_video_tiles", "config.density * cut.num_tiles",
+          ("tests/ssta/test_vsa.py::test_what_stands_before_the_video_is_attended_to_whole_and_pooled_in_tiles_of_its_own",)),
+    Fault("VSA's branch is lost where the schedule says dense", "pipelines/patch/context.py",
+          "density == 1 and self.method is None", "density == 1",
+          ("tests/pipelines/test_sparse_checkpoints.py::test_a_density_of_one_keeps_the_branch_and_counts_as_no_dense_step",)),
+    Fault("a step takes the density of the one before", "pipelines/schedule/schedule.py",
+          "self.densities[index * len(self.densities) // count]", "self.densities[max(index - 1, 0) * len(self.densities) // count]",
+          ("tests/pipelines/test_schedule.py::test_which_density_a_step_has",)),
+
     # Pipelines
     Fault("a field that is changed holds on some canvases only", "pipelines/schedule/changes.py",
           "for name, value in dict(overrides).items() if name not in settled}", "for name, value in dict(overrides).items()}",
