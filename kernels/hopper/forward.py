@@ -7,10 +7,9 @@ which a ragged tail cuts; the scores of the next chunk are computed while the va
 that the diagonal cuts come first, one at a time.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import ChunkPlan, Partition, kv_partition, q_partition, queue_plan, work_queue
-from ..lowering.outputs import empty_outputs
+from ..lowering.chunks import Listed, extent, kv_partition, q_partition, work_queue
+from ..lowering.outputs import empty_outputs, nothing_attended
+from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import Launch, QuickLaunch, Tiles, fit
+from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
-from ..memo import Kept
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend
@@ -104,75 +103,47 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     end, or, of a list in parts, when all of them are done.
     """
     q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
-    rows, items = q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2])
+    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, blocks.max_kv_length, scale, causal, in_place, config)
+    return (out[0] if out else q), lse
+
+
+def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, max_kv_length: int, scale: float,
+                   causal: bool, in_place: bool, config: HopperForwardConfig | None) -> None:
+    (q, k, v), listed = xs, Listed.planned(tensors, fixed)
+    (batch, heads, q_len, dim), (kv_heads, kv_len), rows = q.shape, k.shape[1:3], listed.rows
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_outputs(q, rows, in_place)
-        return out.zero_(), lse.fill_(float("-inf"))
-    key = (q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, blocks.facts, causal, in_place, config)
-    # Kept, because it depends on nothing else and takes longer to work out than the launches.
-    settled = _settled.get(key)
-    if settled is None:
-        settled = _settled[key] = _settle(q, k, v, rows, items, blocks, causal, in_place, config)
+        plan.results += [lse] if in_place else [lse, out]
+        plan.call(nothing_attended, out, lse)
+        return
+    processors = multiprocessors(plan.device)
+    config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
+                                             processors, not listed.items.uniform)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(settled.queue, blocks, rows, items)
+    queue = work_queue(listed, config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)
-    # Where no list is split anything else stands for them.
-    parts = (queue, lse, lse)
-    if settled.split_tiles:
-        parts = partial_results(settled.split_tiles * settled.splits, settled.rows, q.shape[3], q.device)
-    _launch(settled.key, settled.grid, [Tiles(x, *tiles) for x, tiles in zip((q, k, v, out), settled.tiles)], (lse, queue, *parts),
-            (*settled.numbers, scale * LOG2E), settled.constants, settled.options)
-    if settled.split_tiles:
-        settled.merge(*parts, out, lse)
-    return out, lse
-
-
-_launch = QuickLaunch(_forward_kernel)
-
-
-class _Settled(NamedTuple):
-    """The launches' arguments other than tensors and the scale."""
-
-    queue: ChunkPlan
-    key: tuple
-    grid: tuple[int, int, int]
-    tiles: tuple[tuple, ...]   # TMA tiles of q, k, v and out, as Tiles have them
-    numbers: tuple[int, ...]
-    constants: dict
-    options: dict
-    rows: int          # query rows of a tile
-    split_tiles: int   # how many tiles at the end have their lists split
-    splits: int        # into how many parts
-    merge: Launch      # merges the parts, where there are any
-
-
-_settled: dict[tuple, _Settled] = Kept(1024)
-
-
-def _settle(q: Tensor, k: Tensor, v: Tensor, rows: Partition, items: Partition, blocks: BlockLists, causal: bool, in_place: bool,
-            config: HopperForwardConfig | None) -> _Settled:
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    processors = multiprocessors(q.device)
-    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
-                                             batch * heads * rows.number, processors, not items.uniform)
-    queue = queue_plan(blocks, rows, items, config.chunk, kv_len - q_len if causal else None)
-    list_batch, list_heads, width = queue.extent
+    plan.results += [lse] if in_place else [lse, out]
+    list_batch, list_heads, width = extent(listed, config.chunk)
     places = processors * config.programs
     parts = -(-rows.length // (ROWS * config.warpgroups))
     tiles = batch * heads * rows.number * parts
     split_tiles, splits = split(tiles, width, places, causal)
-    out = q if in_place else torch.empty_like(q, device="meta")
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
                heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
                *[batch_tokens(x) or 0 for x in (q, k, v, out)])
-    fixed = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
-    grid = min(tiles + split_tiles * (splits - 1), places), 1, 1
-    # A kind is whatever nothing else is equal to: shapes, strides and dtype are this call's.
-    kinds = tuple([(object(), partial(tma_chunks, rows=size)) for size in (ROWS, config.chunk, config.chunk, ROWS)])
-    return _Settled(queue, (q.get_device(), q.dtype, fit(numbers), *fixed.values()), grid, kinds, numbers, fixed, options(config),
-                    ROWS * config.warpgroups, split_tiles, splits,
-                    merge_parts(ROWS * config.warpgroups, split_tiles * splits, splits, q, out.stride()))
+    kinds = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
+    # Where no list is split anything else stands for them.
+    results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
+    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
+                [Tiles(x, object(), partial(tma_chunks, rows=size)) for x, size in (
+                    (q, ROWS), (k, config.chunk), (v, config.chunk), (out, ROWS))],
+                (lse, queue, *results), (*numbers, scale * LOG2E), kinds, options(config))
+    if split_tiles:
+        merge_parts(plan, results, splits, out, lse)
+
+
+_launch, _forward = QuickLaunch(_forward_kernel), Plans(_write_forward)
 
 
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:

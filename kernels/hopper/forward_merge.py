@@ -5,21 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.plans import Plan
 from ..lowering.primitives import merged_lse, part_weights, store_rows
-from ..lowering.quick_launch import Launch, QuickLaunch, fit
+from ..lowering.quick_launch import QuickLaunch, fit
 
 # Rows that a program merges.
 ROWS = 16
 # Numbers of a part in ``partial_rows``.
 FIELDS = tl.constexpr(4)
-
-
-def partial_results(parts: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4] with batch * heads + head, first row and rows of each; out, float32
-    [parts, rows, dim]; lse, float32 [parts, rows])."""
-    return (torch.empty(parts, FIELDS.value, dtype=torch.int32, device=device),
-            torch.empty(parts, rows, dim, dtype=torch.float32, device=device),
-            torch.empty(parts, rows, dtype=torch.float32, device=device))
 
 
 _NUMBERS = ["out_batch", "out_head", "out_row", "heads", "tokens", "splits", "tile_rows"]
@@ -55,13 +48,20 @@ def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, o
     tl.store(lse + at_head.to(tl.int64) * tokens + row + offsets, row_lse, mask=offsets < size)
 
 
+def partial_results(plan: Plan, parts: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4] with batch * heads + head, first row and rows of each; out, float32
+    [parts, rows, dim]; lse, float32 [parts, rows])."""
+    return (plan.working(parts, FIELDS.value, dtype=torch.int32), plan.working(parts, rows, dim, dtype=torch.float32),
+            plan.working(parts, rows, dtype=torch.float32))
+
+
+def merge_parts(plan: Plan, parts: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor, lse: Tensor) -> None:
+    """Writes the rows of tiles that were split, ``splits`` of the ``partial_results`` of each standing behind one another, to out and
+    lse."""
+    (_, heads, tokens, dim), (number, rows, _), cuda = out.shape, parts[1].shape, plan.device.type == "cuda"
+    numbers = (*out.stride()[:3], heads, tokens, splits, rows)
+    plan.launch(_launch, (plan.device, out.dtype, dim, fit(numbers)), (number // splits, rows // ROWS, 1), (), (*parts, out, lse), numbers,
+                dict(ROWS=ROWS, DIM=dim, EARLY=cuda), dict(launch_pdl=True) if cuda else {})
+
+
 _launch = QuickLaunch(_merge_kernel)
-
-
-def merge_parts(rows: int, parts: int, splits: int, q: Tensor, strides: tuple[int, ...]) -> Launch:
-    """Launched with ``partial_results`` of ``parts`` parts of ``rows`` rows, out and lse: writes the rows of tiles that were split,
-    ``splits`` parts of each standing behind one another, to out and lse. For an out as q is, of these strides."""
-    _, heads, tokens, dim = q.shape
-    numbers = (*strides[:3], heads, tokens, splits, rows)
-    return _launch.settle((q.get_device(), q.dtype, dim, fit(numbers)), (parts // splits, rows // ROWS, 1), numbers,
-                          dict(ROWS=ROWS, DIM=dim, EARLY=q.is_cuda), dict(launch_pdl=True) if q.is_cuda else {})

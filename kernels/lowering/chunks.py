@@ -6,8 +6,8 @@ causal diagonal crosses, whatever the blocks looked like. The order inside a lis
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from .arguments import Bounds, ChunkLists, Lists
+from .plans import Plan, Plans
 from .primitives import block_bounds, row_of_lists
 from .quick_launch import QuickLaunch, fit
 
@@ -50,20 +51,38 @@ class Partition(NamedTuple):
         return (None, None) if self.uniform else (self.starts, self.sizes)
 
     @property
-    def geometry(self) -> Geometry:
-        return Geometry(None if self.uniform else self.starts.shape, self.length, self.tokens, self.number)
+    def fixed(self) -> tuple:
+        """All but the tensors."""
+        return self[2:]
 
 
-class Geometry(NamedTuple):
-    """The part of a ``Partition`` that is known on the host."""
+class Listed(NamedTuple):
+    """Lists of blocks and the partitions that give them tokens: query blocks list key blocks, or, of a transpose, the other way round."""
 
-    shape: torch.Size | None   # of ``starts``; None when uniform
-    length: int
-    tokens: int
-    number: int
+    counts: Tensor
+    indices: Tensor
+    rows: Partition
+    items: Partition
 
-    def strides(self, heads: int) -> tuple[int, int, int]:
-        return (0, 0, 1) if self.shape is None else _shared_strides(self.shape, heads)
+    @classmethod
+    def of(cls, blocks: BlockLists, rows: Partition, items: Partition) -> Listed:
+        return cls(blocks.counts.contiguous(), blocks.indices.contiguous(), rows, items)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that kernels read, in the order in which they take it."""
+        return self.counts, self.indices, *self.rows.tensors, *self.items.tensors
+
+    @property
+    def fixed(self) -> tuple:
+        """All else."""
+        return self.rows.fixed, self.items.fixed
+
+    @classmethod
+    def planned(cls, tensors: Sequence[Any], fixed: tuple) -> Listed:
+        """Of ``tensors`` and what is ``fixed``."""
+        counts, indices, *bounds = tensors
+        return cls(counts, indices, Partition(*bounds[:2], *fixed[0]), Partition(*bounds[2:], *fixed[1]))
 
 
 def q_partition(blocks: BlockLists, tokens: int) -> Partition:
@@ -193,32 +212,21 @@ def _rank(lists, first_list, row, rows, SEGMENT: tl.constexpr):
     return rank
 
 
-def chunk_lists(blocks: BlockLists, rows: Partition, items: Partition, heads: int, chunk: int, causal_shift: int | None = None,
-                rows_are_queries: bool = True) -> ChunkLists:
+def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None = None, rows_are_queries: bool = True) -> ChunkLists:
     """Cuts every listed block into chunks of ``chunk`` tokens.
 
     Args:
-        blocks: the lists; of a transpose, rows are key blocks and items query blocks.
-        rows, items: the partitions of the rows' and of the listed blocks' tokens.
+        listed: the lists; of a transpose, rows are key blocks and items query blocks.
         heads: of the kernel that reads the chunks.
         chunk: tokens of a chunk, a power of two.
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    plan = _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, rows_are_queries)
-    batch, list_heads, width = plan.extent
-    starts, sizes = torch.empty(2, batch, list_heads, rows.number, width, dtype=torch.int32, device=blocks.device)
-    full, partial = torch.empty(2, batch, list_heads, rows.number, dtype=torch.int32, device=blocks.device)
-    _launch(_launch_chunks, plan, blocks, rows, items, starts, sizes, full, partial)
-    return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), width)
+    starts, sizes, full, partial = _chunks((), listed.tensors, listed.fixed, chunk, causal_shift, rows_are_queries)
+    return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), starts.shape[3])
 
 
-def queue_plan(blocks: BlockLists, rows: Partition, items: Partition, chunk: int, causal_shift: int | None = None) -> ChunkPlan:
-    """How ``work_queue`` is to be called for all lists with these ``facts``; arguments as for ``chunk_lists``."""
-    return _plan(blocks.counts.shape, blocks.capacity, rows.geometry, items.geometry, chunk, causal_shift, None, blocks.counts.is_cuda)
-
-
-def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition) -> Tensor:
+def work_queue(listed: Listed, chunk: int, causal_shift: int | None = None) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
@@ -226,58 +234,49 @@ def work_queue(plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Part
     first token, tokens, full chunks, partial chunks, row; then, as in ``ChunkLists`` and indexed by row, all starts; then all sizes, but
     where no chunk can be partial.
     """
-    data = torch.empty(plan.size, dtype=torch.int32, device=blocks.device)
-    _launch(_launch_queue, plan, blocks, rows, items, data)
-    return data
+    return _queue((), listed.tensors, listed.fixed, chunk, causal_shift)[0]
 
 
-class ChunkPlan(NamedTuple):
-    """A launch's arguments other than tensors."""
+def extent(listed: Listed, chunk: int) -> tuple[int, int, int]:
+    """(Batch, heads, most chunks that a row can have) of the chunks of ``listed``."""
+    batch, heads = listed.counts.shape[:2]
+    for axis in (listed.rows, listed.items):
+        if not axis.uniform:
+            batch, heads = max(batch, axis.starts.shape[0]), max(heads, axis.starts.shape[1])
+    return batch, heads, max(listed.indices.shape[3] * -(-listed.items.length // chunk), 1)
 
-    extent: tuple[int, int, int]   # batch, heads, most chunks that a row can have
-    size: int                      # numbers in a queue's data
-    numbers: tuple[int, ...]
-    constants: dict
-    key: tuple
+
+def _write_chunks(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, chunk: int, causal_shift: int | None,
+                  rows_are_queries: bool) -> None:
+    listed = Listed.planned(tensors, fixed)
+    batch, heads, width = extent(listed, chunk)
+    out = [plan.result(batch, heads, listed.rows.number, *more, dtype=torch.int32) for more in ((width,), (width,), (), ())]
+    _launch(plan, _launch_chunks, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), out)
 
 
-# Kept, because it depends on shapes alone and takes longer to work out than the launch.
-@lru_cache(maxsize=256)
-def _plan(counts: torch.Size, capacity: int, rows: Geometry, items: Geometry, chunk: int, causal_shift: int | None,
-          rows_are_queries: bool | None, early: bool = False) -> ChunkPlan:
-    """``rows_are_queries``: None for a queue. ``early``: what is launched after a queue may begin before it is written."""
-    batch, heads = counts[:2]
-    for axis in (rows, items):
-        if axis.shape is not None:
-            batch, heads = max(batch, axis.shape[0]), max(heads, axis.shape[1])
-    parts = -(-items.length // chunk)
-    width = max(capacity * parts, 1)
-    partial = items.shape is not None or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    size = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
-    numbers = (*_shared_strides(counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number,
-               items.number, rows.length, rows.tokens, items.length, items.tokens, capacity, width, parts, causal_shift or 0)
-    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None)
-    if rows_are_queries is not None:
-        constants["ROWS_ARE_QUERIES"] = rows_are_queries
-    else:
-        constants["EARLY"] = early
-    return ChunkPlan((batch, heads, width), size, numbers, constants,
-                 (fit(numbers), rows.shape is None, items.shape is None, *constants.values()))
+def _write_queue(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, chunk: int, causal_shift: int | None) -> None:
+    listed = Listed.planned(tensors, fixed)
+    (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
+    partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    data = plan.result(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
+    # What is launched after a queue may begin before it is written.
+    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(EARLY=plan.device.type == "cuda"), [data])
+
+
+def _launch(plan: Plan, kernel: QuickLaunch, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]
+            ) -> None:
+    (batch, heads, width), (_, indices, rows, items) = extent(listed, chunk), listed
+    numbers = (*shared_strides(listed.counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number,
+               rows.length, rows.tokens, items.length, items.tokens, indices.shape[3], width, -(-items.length // chunk), causal_shift or 0)
+    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None) | more
+    plan.launch(kernel, (plan.device, fit(numbers), rows.uniform, items.uniform, *constants.values()),
+                (rows.number, heads, batch), (), (*listed.tensors, *out), numbers, constants, {})
 
 
 _launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
-
-
-def _launch(kernel: QuickLaunch, plan: ChunkPlan, blocks: BlockLists, rows: Partition, items: Partition, *out: Tensor) -> None:
-    batch, heads, _ = plan.extent
-    kernel((out[0].get_device(), plan.key), (rows.number, heads, batch), (),
-           (blocks.counts.contiguous(), blocks.indices.contiguous(), *rows.tensors, *items.tensors, *out), plan.numbers, plan.constants, {})
+_chunks, _queue = Plans(_write_chunks), Plans(_write_queue)
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:
     """(batch stride, head stride, heads that share one entry) of a contiguous ``[B|1, H|1, n]`` tensor read by ``heads`` heads."""
-    return _shared_strides(x.shape, heads)
-
-
-def _shared_strides(shape: torch.Size, heads: int) -> tuple[int, int, int]:
-    return (shape[1] * shape[2] if shape[0] > 1 else 0), shape[2], heads // shape[1]
+    return (x.shape[1] * x.shape[2] if x.shape[0] > 1 else 0), x.shape[2], heads // x.shape[1]

@@ -1,9 +1,12 @@
-"""A step of several launches, planned once for each kind of tensors: its code runs on tensors without memory, and what it would launch is
-written down. A call then takes memory for its results and launches by address, without a view or a decision in between.
+"""Steps of one launch or many, planned once for each kind of tensors: their code runs on tensors without memory, and what it would launch
+is written down. A call then takes memory for results and for all that lies between, and launches by address, without a view or a decision.
+
+A step that is called while another one's plan is written becomes a part of that plan: so a layer of many steps is one plan.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -11,19 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..memo import Kept
+from ..memo import Kept, captured
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, _Direct, aligned, current_stream, descriptors_known, hooked
+from .rooms import ALIGNMENT, Room, Span, shared
 
-# Of what a step works in, bytes: where its tensors begin.
-ALIGNMENT = 256
+
+class Unplanned(Exception):
+    """What a plan cannot hold, such as an operator of torch that nobody has put into it."""
 
 
 class Place(NamedTuple):
     """Where a tensor lies.
 
     Attributes:
-        base: which of a call's tensors it is in: its inputs, its results, and last the memory that it works in.
+        base: which of a call's tensors it is in: its inputs, its results, what it keeps, and last the memory that it works in; while a
+            plan is written, which of all that the plan knows.
         offset: bytes behind where that begins.
         shape, strides, dtype: the tensor's.
     """
@@ -38,15 +45,43 @@ class Place(NamedTuple):
         """The tensor, in a call's."""
         base = bases[self.base]
         if base.dtype != self.dtype:
+            if not base.is_contiguous():
+                at = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
+                return torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage(), at, self.shape, self.strides)
             base = base.view(self.dtype)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+    def begin(self) -> tuple[int, int]:
+        """(base, bytes behind where it begins)."""
+        return self.base, self.offset
+
+
+class Constant(NamedTuple):
+    """A tensor that is the same in all calls."""
+
+    x: Tensor
+
+    def of(self, bases: Sequence[Tensor]) -> Tensor:
+        return self.x
+
+    def begin(self) -> tuple[int, int]:
+        return -1, self.x.data_ptr()
+
+
+class _Writing(threading.local):
+    """The plan that this thread writes."""
+
+    plan: Plan | None = None
+
+
+_writing = _Writing()
 
 
 class Plan:
     """What a step does, while its code writes it down on tensors of the device "meta".
 
-    Views of these are followed wherever they begin. What the code makes by itself has no place and is refused, so inputs that the kernels
-    cannot follow are copied before.
+    Views of these are followed wherever they begin. Other tensors are constants, the same in all calls. What the code makes by itself has
+    no place and is refused, so inputs that the kernels cannot follow are copied before.
 
     Args:
         device: where calls have their tensors.
@@ -56,40 +91,38 @@ class Plan:
     def __init__(self, device: torch.device, inputs: Sequence[Tensor]) -> None:
         self.device = device
         self.results: list[Tensor] = []
+        self.kept: list[Tensor | None] = []
         self.steps: list[_Launch | _Call] = []
-        # Bytes of the memory that the step works in.
-        self.needed = self._used = 0
-        # (base, bytes before it, the tensor) of each storage, which is kept so that no other has its number.
-        self._storages: dict[int, tuple[int, int, Tensor]] = {}
-        self._bases = 0
-        self.inputs = [self._base(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
+        # All that is known, by storage; the tensors are held, so that no other storage has the same number.
+        self._numbers: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        self.inputs = [self._known(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
 
     def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that calls return, in the order of these, which all come before what the step works in."""
-        assert not self.needed
-        self.results.append(self._base(torch.empty(shape, dtype=dtype, device="meta")))
-        return self.results[-1]
+        """A tensor that the step returns, in the order of these."""
+        return self.result_as(torch.empty(shape, dtype=dtype, device="meta"))
 
     def result_like(self, x: Tensor) -> Tensor:
         """The same, of x's shape and dtype, in its memory order."""
-        assert not self.needed
-        self.results.append(self._base(torch.empty_like(x)))
-        return self.results[-1]
+        return self.result_as(torch.empty_like(x, device="meta"))
+
+    def result_as(self, x: Tensor) -> Tensor:
+        """The same, of a new tensor on "meta"."""
+        self.results.append(self._known(x))
+        return x
 
     def working(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that the step alone needs, until ``memory_again`` ends around it."""
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        self._storages[x.untyped_storage()._cdata] = self._bases, self._used, x
-        self._used += -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
-        self.needed = max(self.needed, self._used)
-        return x
+        """A tensor that the step alone needs, from the first to the last launch that gets it."""
+        return self._known(torch.empty(shape, dtype=dtype, device="meta"))
 
     @contextmanager
     def memory_again(self) -> Iterator[None]:
-        """What is made ``working`` in here gives its memory to what comes after, which the device does after it too."""
-        used = self._used
+        """Around what is ``working`` for one group of heads."""
         yield
-        self._used = used
+
+    def keep(self, x: Tensor | None) -> None:
+        """x stays after a call, in one memory with all others of these, and is a tensor by itself when somebody asks for it."""
+        self.kept.append(x)
 
     def launch(self, quick: QuickLaunch, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
@@ -97,18 +130,89 @@ class Plan:
         self.steps.append(_Launch(quick, key, grid, [None if x is None else _Spot(self._place(x.x), x.kind, x.make) for x in descriptors],
                                   [None if x is None else self._place(x) for x in tensors], numbers, constants, options))
 
-    def call(self, function: Callable[..., Any], *tensors: Tensor) -> None:
+    def call(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
         """A function of torch that writes to tensors which it is given."""
-        self.steps.append(_Call(function, [self._place(x) for x in tensors]))
+        self.steps.append(_Call(function, [None if x is None else self._place(x) for x in tensors]))
 
-    def _base(self, x: Tensor) -> Tensor:
-        self._storages[x.untyped_storage()._cdata] = self._bases, 0, x
-        self._bases += 1
+    def step(self, write: Callable[..., Any], xs: Sequence[Tensor | None], others: Sequence[Tensor | None], options: tuple) -> list[Tensor]:
+        """The results of another step, which becomes a part of this one."""
+        results, self.results = self.results, []
+        try:
+            write(self, xs, others, *options)
+            return self.results
+        finally:
+            self.results = results
+
+    def has(self, x: Tensor | None) -> bool:
+        """Whether x is one of this plan's."""
+        return x is not None and x.is_meta and x.untyped_storage()._cdata in self._numbers
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """What calls read that is the same in all of them."""
+        return [place.x for step in self.steps for place in step.places() if isinstance(place, Constant)]
+
+    def _known(self, x: Tensor) -> Tensor:
+        self._numbers[x.untyped_storage()._cdata] = len(self._tensors)
+        self._tensors.append(x)
         return x
 
-    def _place(self, x: Tensor) -> Place:
-        base, before, _ = self._storages[x.untyped_storage()._cdata]
-        return Place(base, before + int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
+    def _place(self, x: Tensor) -> Place | Constant:
+        if x.device.type == self.device.type:
+            return Constant(x)
+        number = self._numbers.get(x.untyped_storage()._cdata)
+        if number is None:
+            raise Unplanned(f"a tensor of shape {tuple(x.shape)} is neither given to the step nor made by its plan")
+        return Place(number, int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
+
+    # Memory
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a call works in, beside what it is given and what it returns and keeps."""
+        return sum([room.size for room in self.rooms()[2]])
+
+    def rooms(self) -> tuple[dict[int, tuple[int, int]], list[Room], list[Room]]:
+        """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, one memory for all that is kept if
+        anything is, and rooms to work in; of these results and what is kept; the rooms to work in."""
+        uses: dict[int, tuple[int, int]] = {}
+        of_torch: set[int] = set()
+        for at, step in enumerate(self.steps):
+            for place in step.places():
+                if isinstance(place, Place):
+                    uses[place.base] = uses.get(place.base, (at, at))[0], at
+                    if isinstance(step, _Call):
+                        of_torch.add(place.base)
+        end = len(self.steps)
+        first = len(self.inputs)
+        given = {number: (number, 0) for number in range(first)}
+        rooms: list[Room] = []
+        for x in self.results:
+            number, span = self._span(x, uses, end)
+            given[number] = first + len(rooms), 0
+            rooms.append(Room(span.size))
+            rooms[-1].place(span)
+        kept = Room(None)
+        for x in self.kept:
+            if x is not None and self.has(x):
+                number, span = self._span(x, uses, end)
+                if number not in given:
+                    given[number] = first + len(rooms), kept.place(span) or 0
+        kept.capacity = kept.size
+        rooms += [kept] if kept.size else []
+        stay = len(rooms)
+        inner = [number for number in uses if number not in given]
+        # What torch is given lies in rooms of one dtype, and not in results of any.
+        spans = {number: Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner}
+        for numbers, apart in (([n for n in inner if n not in of_torch], 0), ([n for n in inner if n in of_torch], stay)):
+            places, found = shared([spans[number] for number in numbers], rooms[apart:])
+            rooms[apart:] = found
+            given.update({number: (first + apart + room, place) for number, (room, place) in zip(numbers, places)})
+        return given, rooms[:stay], rooms[stay:]
+
+    def _span(self, x: Tensor, uses: dict[int, tuple[int, int]], end: int) -> tuple[int, Span]:
+        number = self._numbers[x.untyped_storage()._cdata]
+        return number, Span(x.untyped_storage().nbytes(), uses.get(number, (0, 0))[0], end)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -121,30 +225,56 @@ class Planned:
 
     The first call launches with tensors, which compiles; later ones by address, if Triton's launchers are known, no launch hook listens,
     and all tensors begin at multiples of 16 bytes, as torch's own do.
+
+    Attributes:
+        kept: where the tensors that a call gives have what the step keeps.
+        note: what the step's code has returned.
+        constants: what calls read that is the same in all of them.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.device, self.steps, self.needed = plan.device, plan.steps, plan.needed
+    def __init__(self, plan: Plan, note: Any = None) -> None:
+        self.device, self.note, self.constants = plan.device, note, plan.constants
+        given, stay, rooms = plan.rooms()
+
+        def final(place: Place | Constant | None) -> Place | Constant | None:
+            if not isinstance(place, Place):
+                return place
+            base, before = given[place.base]
+            return place._replace(base=base, offset=before + place.offset)
+
+        self.steps = [step.moved(final) for step in plan.steps]
+        self.kept = [None if x is None else final(plan._place(x)) for x in plan.kept]
         # An empty one is the same for all calls, and may be saved for a backward pass.
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
                             for x in plan.results]
+        self._inputs, self._stay = len(plan.inputs), len(plan.inputs) + len(stay)
+        # In numbers of two bytes.
+        self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(plan.results):], *rooms)]
         self.by_address: _ByAddress | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The results, on the current device and stream."""
-        device = self.device
-        results = [torch.empty_strided(shape, strides, dtype=dtype, device=device) if empty is None else empty
-                   for empty, shape, strides, dtype in self.results]
-        bases = [*inputs, *results]
-        if self.needed:
-            bases.append(torch.empty(self.needed // 2, dtype=torch.bfloat16, device=device))
+        return self.run(inputs)[self._inputs:self._inputs + len(self.results)]
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs, results, and the memory of what is kept, in which ``kept`` has its places."""
+        bases = self.memory(inputs)
         begins = [x.data_ptr() for x in bases]
         if self.by_address is None or not aligned(begins) or hooked():
             self._with_tensors(bases, aligned(begins))
         else:
             self.by_address(current_stream(), bases, begins)
-        return results
+        return bases[:self._stay]
+
+    def memory(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All of a call's tensors, of which all but the inputs are new."""
+        device = self.device
+        bases = [*inputs]
+        bases += [torch.empty_strided(shape, strides, dtype=dtype, device=device) if empty is None else empty
+                  for empty, shape, strides, dtype in self.results]
+        bases += [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self._sizes]
+        return bases
 
     def _with_tensors(self, bases: list[Tensor], usual: bool) -> None:
         for step in self.steps:
@@ -160,7 +290,7 @@ class _ByAddress:
         self.steps: list[Callable[[int, list[int], list[Tensor], list[Tensor]], None]] = []
         # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
         self._addresses: dict[tuple[int, int], int] = {}
-        self._tensors: dict[Place, int] = {}
+        self._tensors: dict[Place | Constant | None, int] = {}
 
     @classmethod
     def of(cls, steps: Sequence[_Launch | _Call]) -> _ByAddress | None:
@@ -173,19 +303,19 @@ class _ByAddress:
             found.steps.append(by_address)
         return found
 
-    def addresses_of(self, places: Sequence[Place | None]) -> Callable[[list[int]], tuple]:
+    def addresses_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[int]], tuple]:
         """Picks the places' addresses. None: something that is not read, whose address is 0."""
-        spots = [(-1, 0) if place is None else (place.base, place.offset) for place in places]
+        spots = [(-1, 0) if place is None else place.begin() for place in places]
         return _picker([self._addresses.setdefault(spot, len(self._addresses)) for spot in spots])
 
-    def tensors_of(self, places: Sequence[Place]) -> Callable[[list[Tensor]], tuple]:
+    def tensors_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[Tensor]], tuple]:
         """Picks the places' tensors."""
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
     def __call__(self, stream: int, bases: list[Tensor], begins: list[int]) -> None:
         begins.append(0)
         addresses = [begins[base] + offset for base, offset in self._addresses]
-        tensors = [place.of(bases) for place in self._tensors]
+        tensors: list[Any] = [None if place is None else place.of(bases) for place in self._tensors]
         for step in self.steps:
             step(stream, addresses, tensors, bases)
 
@@ -200,7 +330,7 @@ def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:
 class _Spot(NamedTuple):
     """``Tiles`` of a tensor that is to come."""
 
-    place: Place
+    place: Place | Constant
     kind: Hashable
     make: Callable[[Tensor], Any]
 
@@ -212,23 +342,31 @@ class _Launch(NamedTuple):
     key: tuple
     grid: tuple[int, int, int]
     spots: list[_Spot | None]
-    places: list[Place | None]
+    where: list[Place | Constant | None]
     numbers: Sequence[int | float]
     constants: dict
     options: dict
 
+    def places(self) -> list[Place | Constant | None]:
+        return [*[None if spot is None else spot.place for spot in self.spots], *self.where]
+
+    def moved(self, final: Callable) -> _Launch:
+        """The same with other places."""
+        return self._replace(spots=[None if spot is None else spot._replace(place=final(spot.place)) for spot in self.spots],
+                             where=[final(place) for place in self.where])
+
     def with_tensors(self, bases: list[Tensor]) -> None:
         descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.kind, spot.make) for spot in self.spots]
-        tensors = [None if place is None else place.of(bases) for place in self.places]
+        tensors = [None if place is None else place.of(bases) for place in self.where]
         self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
 
     def by_address(self, call: _ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None] | None:
         """The same for later calls; None where it is not launched directly."""
-        direct = self.quick.direct(self.key, [0 if place is None else place.offset for place in self.places])
+        direct = self.quick.direct(self.key, [0 if place is None else place.begin()[1] for place in self.where])
         if direct is None:
             return None
         launch, grid, settled, flat = direct.launch, self.grid, direct.settled, direct.flat
-        rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.places)
+        rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.where)
         described = self._described(direct, call) if self.spots else None
 
         def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor]) -> None:
@@ -268,39 +406,96 @@ class _Call(NamedTuple):
     """A function of torch and its tensors."""
 
     function: Callable[..., Any]
-    places: list[Place]
+    where: list[Place | Constant | None]
+
+    def places(self) -> list[Place | Constant | None]:
+        return self.where
+
+    def moved(self, final: Callable) -> _Call:
+        return self._replace(where=[final(place) for place in self.where])
 
     def with_tensors(self, bases: list[Tensor]) -> None:
-        self.function(*[place.of(bases) for place in self.places])
+        self.function(*[None if place is None else place.of(bases) for place in self.where])
 
     def by_address(self, call: _ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None]:
-        function, arguments = self.function, call.tensors_of(self.places)
+        function, arguments = self.function, call.tensors_of(self.where)
         return lambda stream, addresses, tensors, bases: function(*arguments(tensors))
 
 
+class _Strict(TorchDispatchMode):
+    """Sees what a step's code does to tensors of its plan beside looking at them: copies become a part of it, all else is refused."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = None
+        if any([isinstance(x, Tensor) and self.plan.has(x) for part in args for x in (part if isinstance(part, (list, tuple)) else (part,))]):
+            looks = [of.alias_info is not None and not of.alias_info.is_write for of in function._schema.returns]
+            if function is torch.ops.aten.clone.default:
+                result = self.plan._known(function(*args, **(kwargs or {})))
+                self.plan.call(Tensor.copy_, result, args[0])
+            elif not any(looks) and "empty" not in function.name():
+                raise Unplanned(f"{function.name()} is computed of a tensor of a plan")
+        return function(*args, **(kwargs or {})) if result is None else result
+
+
 class Plans:
-    """Plans of a step, one for each kind of tensors that comes.
+    """A step: plans of it, one for each kind of tensors that comes.
 
     Args:
         write: ``(plan, xs, others, *options)``, the step's code, which depends on the tensors' kinds and the options, never on values.
     """
 
-    def __init__(self, write: Callable[..., None]) -> None:
+    def __init__(self, write: Callable[..., Any]) -> None:
         self.write = write
-        self.kinds: dict[tuple, Planned] = Kept(KINDS_KEPT)
+        self.kinds: dict[tuple, Planned | Unplanned] = Kept(KINDS_KEPT)
 
-    def __call__(self, xs: Sequence[Tensor], others: Sequence[Tensor], *options: Hashable) -> list[Tensor]:
-        """The step's results, on the current device and stream.
+    def __call__(self, xs: Sequence[Tensor | None], others: Sequence[Tensor | None], *options: Hashable) -> list[Tensor]:
+        """The step's results, on the current device and stream; where a plan is being written of tensors such as these, those that it will
+        have.
 
         Args:
             xs: tensors that the step follows by their strides.
             others: contiguous tensors of one dtype each, of which the sizes alone make a difference.
             options: what else decides.
+
+        Raises:
+            Unplanned: of code that no plan can hold.
         """
-        key = (xs[0].get_device(), *[(x.shape, x.stride(), x.dtype) for x in xs], *[x.shape for x in others], options)
+        within = _writing.plan
+        if within is not None and any([within.has(x) for x in (*xs, *others)]):
+            return within.step(self.write, xs, others, options)
+        planned = self.planned(xs, others, *options)
+        if isinstance(planned, Unplanned):
+            raise planned
+        return planned(*[x for x in (*xs, *others) if x is not None])
+
+    def planned(self, xs: Sequence[Tensor | None], others: Sequence[Tensor | None], *options: Hashable) -> Planned | Unplanned:
+        """The plan for tensors such as these, or why there is none."""
+        first = next(x for x in (*xs, *others) if x is not None)
+        key = (first.get_device(), *[None if x is None else (x.shape, x.stride(), x.dtype) for x in xs],
+               *[None if x is None else x.shape for x in others], options)
         planned = self.kinds.get(key)
         if planned is None:
-            plan = Plan(xs[0].device, (*xs, *others))
-            self.write(plan, plan.inputs[:len(xs)], plan.inputs[len(xs):], *options)
-            planned = self.kinds[key] = Planned(plan)
-        return planned(*xs, *others)
+            planned = self._written(first.device, xs, others, options)
+            # Constants that a CUDA graph's capture has made hold nothing yet.
+            if isinstance(planned, Unplanned) or not (planned.constants and captured()):
+                self.kinds[key] = planned
+        return planned
+
+    def _written(self, device: torch.device, xs: Sequence[Tensor | None], others: Sequence[Tensor | None], options: tuple
+                 ) -> Planned | Unplanned:
+        plan = Plan(device, [x for x in (*xs, *others) if x is not None])
+        inputs = iter(plan.inputs)
+        virtual = [None if x is None else next(inputs) for x in (*xs, *others)]
+        outer, _writing.plan = _writing.plan, plan
+        try:
+            with _Strict(plan):
+                note = self.write(plan, virtual[:len(xs)], virtual[len(xs):], *options)
+            return Planned(plan, note)
+        except Unplanned as why:
+            return why
+        finally:
+            _writing.plan = outer

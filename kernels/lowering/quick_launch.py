@@ -116,10 +116,6 @@ class QuickLaunch:
         """The launcher of what was compiled for a key and pointers such as these; None where there is none that is called directly."""
         return self.compiled.get(_with_alignment(key, pointers), (None, None))[1]
 
-    def settle(self, key: tuple, grid: tuple[int, int, int], numbers: Sequence[int | float], constants: dict, options: dict) -> Launch:
-        """This launch with all settled but the tensors, of a kernel that takes no descriptors."""
-        return Launch(self, (key, grid, numbers, constants, options))
-
     def _first(self, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """A plain launch, after which the key is known."""
@@ -127,86 +123,6 @@ class QuickLaunch:
         # Triton's interpreter gives back nothing, and compiles nothing.
         if self.known and compiled is not None:
             self.compiled[key] = compiled, _Direct.of(compiled, sum([tiles is not None for tiles in descriptors]))
-
-
-class Launch:
-    """A QuickLaunch of which all is settled but the tensors, none of which is None: from the second call on little else than the launch.
-
-    As there, what the key stands for must hold for the tensors, and hooks and other versions of Triton have their way.
-    """
-
-    __slots__ = ("quick", "settled", "found")
-
-    def __init__(self, quick: QuickLaunch, settled: tuple) -> None:
-        self.quick, self.settled = quick, settled
-        # The launcher, the grid, and what follows the tensors.
-        self.found: tuple[_Direct, tuple, tuple] | None = None
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current device and stream."""
-        if self.found is None:
-            return self._whole(tensors)
-        pointers = [x.data_ptr() for x in tensors]
-        if not aligned(pointers) or hooked():
-            return self._whole(tensors)
-        direct, grid, rest = self.found
-        if direct.flat:
-            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, *pointers, *rest)
-        else:
-            direct.launch(*grid, direct.stream(direct.device()), *direct.settled, [*pointers, *rest])
-
-    def _whole(self, tensors: Sequence[Tensor]) -> None:
-        key, grid, numbers, constants, options = self.settled
-        self.quick(key, grid, (), tensors, numbers, constants, options)
-        direct = self.quick.direct(key, ())
-        if direct is not None:
-            self.found = direct, grid, (*numbers, *constants.values())
-
-
-class Settled(NamedTuple):
-    """New tensors of settled sizes, and the launch that fills them from others of settled sizes; without a launch they stay as they are,
-    which is for empty ones."""
-
-    launch: Launch | None
-    sizes: tuple[tuple, ...]   # shape, strides, dtype, device
-
-    @classmethod
-    def of(cls, launch: Launch | None, *outputs: Tensor) -> Settled:
-        """For tensors such as ``outputs``."""
-        return cls(launch, tuple([(x.shape, x.stride(), x.dtype, x.device) for x in outputs]))
-
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        outputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.sizes]
-        if self.launch is not None:
-            self.launch(*inputs, *outputs)
-        return outputs
-
-
-class Launches:
-    """One launch, settled once for each kind of tensors that comes.
-
-    Args:
-        settle: ``(xs, others, *options) -> Settled``, which depends on the tensors' kinds and the options, never on values.
-    """
-
-    def __init__(self, settle: Callable[..., Settled]) -> None:
-        self.settle = settle
-        self.kinds: dict[tuple, Settled] = Kept(KINDS_KEPT)
-
-    def __call__(self, xs: Sequence[Tensor | None], others: Sequence[Tensor], *options: Hashable) -> list[Tensor]:
-        """The new tensors, on the current device and stream.
-
-        Args:
-            xs: what the kernel reads by shape and strides; in the place of None, which it does not read, it gets another pointer.
-            others: contiguous tensors of one dtype each, of which the sizes alone make a difference; at least one where an x is None.
-            options: numbers.
-        """
-        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in xs],
-               *[(x.shape, x.get_device()) for x in others], options)
-        settled = self.kinds.get(key)
-        if settled is None:
-            settled = self.kinds[key] = self.settle(xs, others, *options)
-        return settled(*[others[0] if x is None else x for x in xs], *others)
 
 
 def _made(descriptors: Sequence[Tiles | None]) -> list:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..blocks import BlockLists
 from ..device import device_limits
 from ..lowering.arguments import view
-from ..lowering.chunks import chunk_lists, kv_partition, q_partition
+from ..lowering.chunks import Listed, chunk_lists, kv_partition, q_partition
 from ..lowering.inputs import descriptor, strided
 from ..lowering.primitives import (
     LOG2E,
@@ -213,7 +213,7 @@ def triton_backward(
     if gathered:
         gathered_dq(dq, dout, lse2, delta, q, k, v, blocks, scale, causal)
     else:
-        chunks = chunk_lists(blocks, q_blocks, kv_blocks, heads, for_dq.block_n, shift)
+        chunks = chunk_lists(Listed.of(blocks, q_blocks, kv_blocks), heads, for_dq.block_n, shift)
         parts = triton.cdiv(q_blocks.length, for_dq.block_m)
         k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))
         _dq_kernel[(q_blocks.number * parts, batch * heads)](
@@ -221,7 +221,7 @@ def triton_backward(
             heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
             **shape, **for_dq.options())
 
-    chunks = chunk_lists(flipped, kv_blocks, q_blocks, heads, for_dkv.block_m, shift, rows_are_queries=False)
+    chunks = chunk_lists(Listed.of(flipped, kv_blocks, q_blocks), heads, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](

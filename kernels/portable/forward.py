@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.arguments import view
-from ..lowering.chunks import chunk_lists, kv_partition, q_partition
+from ..lowering.arguments import Bounds, ChunkLists, view
+from ..lowering.chunks import Listed, chunk_lists, kv_partition, q_partition
 from ..lowering.inputs import descriptor, strided
-from ..lowering.outputs import empty_outputs
+from ..lowering.outputs import empty_outputs, nothing_attended
+from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import (
     LOG2E,
     LOWEST,
@@ -138,20 +143,38 @@ def triton_forward(
     ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
     """
     q, k, v = map(strided, (q, k, v))
-    batch, heads, q_len, dim = q.shape
-    kv_len = k.shape[2]
-    limits = device_limits(q.device)
-    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, limits)
-    rows = q_partition(blocks, q_len)
-    out, lse = empty_outputs(q, rows, in_place)
+    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    config = config or forward_config(q.shape[3], blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
+    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, scale, causal, config, in_place)
+    return (out[0] if out else q), lse
+
+
+def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, scale: float, causal: bool,
+                   config: LaunchConfig, in_place: bool) -> None:
+    (q, k, v), listed = xs, Listed.planned(tensors, fixed)
+    out, lse = empty_outputs(q, listed.rows, in_place)
+    plan.results += [lse] if in_place else [lse, out]
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
-    chunks = chunk_lists(blocks, rows, kv_partition(blocks, kv_len), heads, config.block_n, kv_len - q_len if causal else None)
-    parts = triton.cdiv(rows.length, config.block_m)
+        plan.call(nothing_attended, out, lse)
+        return
+    heads, shift = q.shape[1], k.shape[2] - q.shape[2]
+    chunks = chunk_lists(listed, heads, config.block_n, shift if causal else None)
+    bounds = listed.rows.bounds(heads)
+    # Its arguments are tuples, which Triton specialises at every launch.
+    plan.call(partial(_launch, bounds[2:], chunks[4:], listed.rows.number, scale, causal, config), q, k, v, out, lse, *bounds[:2],
+              *chunks[:4])
+
+
+def _launch(of_bounds: tuple, of_chunks: tuple, blocks: int, scale: float, causal: bool, config: LaunchConfig, q: Tensor, k: Tensor,
+            v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
+    (batch, heads, _, dim), bounds, limits = q.shape, Bounds(*rest[:2], *of_bounds), device_limits(q.device)
+    parts = triton.cdiv(bounds.length, config.block_m)
     dim_pad = max(triton.next_power_of_2(dim), 16)
     k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
-    _forward_kernel[(rows.number * parts, batch * heads)](
-        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, rows.bounds(heads), chunks,
-        heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
+    _forward_kernel[(blocks * parts, batch * heads)](
+        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, bounds, ChunkLists(*rest[2:], *of_chunks),
+        heads, heads // k.shape[1], k.shape[2] - q.shape[2], scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(dim, config.block_m, limits), **config.options())
-    return out, lse
+
+
+_forward = Plans(_write_forward)

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import Launches, QuickLaunch, Settled
+from ..lowering.plans import Plan, Plans
+from ..lowering.quick_launch import QuickLaunch
 
 # Tokens that a program looks at at once.
 SEGMENT = 1024
@@ -31,15 +32,14 @@ def valid_lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, 
     return _lengths((valid,), (runs, before, lengths), least)[0]
 
 
-def _settle(xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> Settled:
+def _write(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> None:
     (valid,), lengths = xs, others[2]
-    out = lengths.new_empty(len(valid), 1, len(lengths))
-    if not out.numel():
-        return Settled.of(None, out)
-    batch, _, blocks = out.shape
-    return Settled.of(_launch.settle((valid.get_device(),), (blocks, batch, 1), (*valid.stride(), blocks, least),
-                                     dict(SEGMENT=SEGMENT), {}), out)
+    out = plan.result(len(valid), 1, len(lengths), dtype=lengths.dtype)
+    if out.numel():
+        batch, _, blocks = out.shape
+        plan.launch(_launch, (plan.device,), (blocks, batch, 1), (), (valid, *others, out), (*valid.stride(), blocks, least),
+                    dict(SEGMENT=SEGMENT), {})
 
 
 _launch = QuickLaunch(_lengths_kernel)
-_lengths = Launches(_settle)
+_lengths = Plans(_write)

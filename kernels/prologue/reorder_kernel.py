@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import Launches, QuickLaunch, Settled, power_of_2
+from ..lowering.plans import Plan, Plans
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 from ..moves import Move, new_tokens
 from .deferred import Deferred
 
@@ -122,7 +123,7 @@ def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_m
 
 def gather_into(q: Tensor, k: Tensor, v: Tensor, move: Move, k_out: Tensor, v_out: Tensor) -> tuple[Tensor, ...]:
     """See ``Backend.gather_into``."""
-    q_out, q_means, k_means = _gather_into((_rows(q), _rows(k), _rows(v), k_out, v_out), move[:2], move[2])
+    q_out, q_means, k_means = _gather((_rows(q), _rows(k), _rows(v), k_out, v_out), move[:2], move[2])
     return q_out, q_means, k_means
 
 
@@ -133,32 +134,30 @@ def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
     return out, means
 
 
-def _settle_gather(xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> Settled:
+def _write_gather(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> None:
     (q, k, _, *given), (source, offsets) = xs, others
     # Those that are not given.
-    outs = [new_tokens(x, len(source)) for x in (xs[:1] if given else xs)]
-    means = [x.new_empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
+    outs = [plan.result_as(new_tokens(x, len(source))) for x in (xs[:1] if given else xs)]
+    means = [plan.result(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
     if not batch * (heads + kv_heads) * blocks:
-        return Settled.of(None, *outs, *means)
+        return
     strides = [stride for x in (*xs, *outs) for stride in x.stride()[:3]]
     numbers = (*strides, heads, kv_heads, mean_blocks)
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    quick, grid = _launch_gather_into if given else _launch_gather, (blocks * (heads + 2 * kv_heads), batch, 1)
-    launch = quick.settle((q.get_device(), q.dtype, dim, numbers), grid, numbers, _constants(dim), OPTIONS)
-    return Settled.of(launch, *outs, *means)
+    plan.launch(_launch_gather_into if given else _launch_gather, (plan.device, q.dtype, dim, numbers),
+                (blocks * (heads + 2 * kv_heads), batch, 1), (), (*xs, *others, *outs, *means), numbers, _constants(dim), OPTIONS)
 
 
-def _settle_take(xs: Sequence[Tensor], others: Sequence[Tensor]) -> Settled:
+def _write_take(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     (x,), (index,) = xs, others
-    out = new_tokens(x, len(index))
+    out = plan.result_as(new_tokens(x, len(index)))
     batch, heads, tokens, dim = out.shape
-    if not out.numel():
-        return Settled.of(None, out)
-    numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
-    return Settled.of(_launch_take.settle((x.get_device(), x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), numbers,
-                                          _constants(dim), OPTIONS), out)
+    if out.numel():
+        numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
+        plan.launch(_launch_take, (plan.device, x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), (), (x, index, out),
+                    numbers, _constants(dim), OPTIONS)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -172,4 +171,4 @@ def _constants(dim: int) -> dict[str, int]:
 
 
 _launch_gather, _launch_gather_into, _launch_take = map(QuickLaunch, (_gather_kernel, _gather_into_kernel, _take_kernel))
-_gather, _gather_into, _take = Launches(_settle_gather), Launches(_settle_gather), Launches(_settle_take)
+_gather, _take = Plans(_write_gather), Plans(_write_take)

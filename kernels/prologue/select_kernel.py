@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import ordered
-from ..lowering.quick_launch import Launches, QuickLaunch, Settled, power_of_2
+from ..lowering.quick_launch import QuickLaunch, power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -155,9 +156,7 @@ def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, he
 
 def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
     """See ``Backend.score``."""
-    ready = _prepare((q_means.contiguous(), k_means.contiguous()), (), lambda_)[0]
-    batch, heads, rows, width = q_means.shape
-    return _multiply((ready,), (), batch, heads, k_means.shape[1], rows, k_means.shape[2], width, lambda_)[0]
+    return _score((), (q_means.contiguous(), k_means.contiguous()), lambda_)[0]
 
 
 def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
@@ -168,42 +167,30 @@ def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, activ
     return counts, indices
 
 
-def _settle_prepare(xs: Sequence[Tensor], others: Sequence[Tensor], lambda_: float | None) -> Settled:
-    q, k = xs
-    batch, heads, rows, width = q.shape
-    kv_heads, columns = k.shape[1:3]
-    width_pad = power_of_2(width)
-    ready = q.new_empty(batch * (heads * rows * width + kv_heads * columns * (width + 1)))
-    if not batch * heads * rows * columns:
-        return Settled.of(None, ready)
-    # Triton specialises on whole numbers: so they are in the keys.
-    device, integers = q.get_device(), (batch * heads, rows, columns)
-    constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
-    launch = _launch_prepare.settle((device, lambda_ is not None, width, integers), (batch * (heads + kv_heads), 1, 1),
-                                    (*integers, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
-    return Settled.of(launch, ready)
-
-
-def _settle_multiply(xs: Sequence[Tensor], others: Sequence[Tensor], batch: int, heads: int, kv_heads: int, rows: int, columns: int,
-                     width: int, lambda_: float | None) -> Settled:
-    ready, = xs
-    scores = ready.new_empty(batch, heads, rows, columns)
+def _write_score(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], lambda_: float | None) -> None:
+    q, k = others
+    (batch, heads, rows, width), (kv_heads, columns) = q.shape, k.shape[1:3]
+    scores = plan.result(batch, heads, rows, columns, dtype=torch.float32)
     if not scores.numel():
-        return Settled.of(None, scores)
-    integers = (rows, columns, heads // kv_heads)
-    squares = -(-rows // SIDE) * -(-columns // SIDE)
-    launch = _launch_score.settle((ready.get_device(), width, integers), (squares, batch * heads, 1),
-                                  (*integers, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
-    return Settled.of(launch, scores)
+        return
+    ready = plan.working(batch * (heads * rows * width + kv_heads * columns * (width + 1)), dtype=torch.float32)
+    # Triton specialises on whole numbers: so they are in the keys.
+    integers, width_pad = (batch * heads, rows, columns), power_of_2(width)
+    constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
+    plan.launch(_launch_prepare, (plan.device, lambda_ is not None, width, integers), (batch * (heads + kv_heads), 1, 1), (),
+                (q, k, ready), (*integers, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
+    integers, squares = (rows, columns, heads // kv_heads), -(-rows // SIDE) * -(-columns // SIDE)
+    plan.launch(_launch_score, (plan.device, width, integers), (squares, batch * heads, 1), (), (ready, scores),
+                (*integers, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
 
 
-def _settle_select(xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool) -> Settled:
+def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool) -> None:
     (scores, active, k_per_row), (forced,) = xs, others
     rows, blocks = forced.shape
     batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
-    counts, indices = (forced.new_empty(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (blocks,)))
+    counts, indices = (plan.result(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (blocks,)))
     if not indices.numel():
-        return Settled.of(None, counts, indices)
+        return
     width = power_of_2(blocks)
     scored_rows, scored = (0, 0) if scores is None else scores.shape[-2:]
     given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
@@ -211,10 +198,11 @@ def _settle_select(xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all:
     # Numbers that are shared by all lists are read by each.
     per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
     numbers = (k_all, heads, blocks, scored_rows, scored, per_list)
-    launch = _launch_select.settle((forced.get_device(), kind, width, numbers, *given.values()), (rows, heads, batch), numbers,
-                                   dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
-    return Settled.of(launch, counts, indices)
+    # What is not there is not read, and stands for any pointer.
+    plan.launch(_launch_select, (plan.device, kind, width, numbers, *given.values()), (rows, heads, batch), (),
+                (*[forced if x is None else x for x in xs], forced, counts, indices), numbers, dict(WIDTH=width, **given),
+                dict(num_warps=min(16, max(2, width // 512))))
 
 
 _launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))
-_prepare, _multiply, _select = Launches(_settle_prepare), Launches(_settle_multiply), Launches(_settle_select)
+_score, _select = Plans(_write_score), Plans(_write_select)

@@ -5,7 +5,7 @@ import torch
 from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
-from ssta.kernels.lowering.chunks import ENTRY, HEADER, chunk_lists, kv_partition, q_partition, queue_plan, work_queue
+from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, kv_partition, q_partition, work_queue
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Trit
 def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     blocks = BlockLists.from_mask(torch.rand(2, 3, 5, 6) < 0.5, 16, ragged([40, 7, 0, 33, 16, 20], "cpu"))
     rows, items, shift = q_partition(blocks, 70), kv_partition(blocks, 116), 116 - 70 if causal else None
-    chunks = chunk_lists(blocks, rows, items, 3, 16, shift)
-    plan = queue_plan(blocks, rows, items, 16, shift)
-    batch, heads, width = plan.extent
+    listed = Listed.of(blocks, rows, items)
+    chunks = chunk_lists(listed, 3, 16, shift)
+    batch, heads, width = extent(listed, 16)
     assert (batch, heads, width) == (2, 3, chunks.starts.shape[3])
     sizes = [HEADER.value, 2 * 3 * 5 * ENTRY.value, chunks.starts.numel(), chunks.starts.numel()]
-    header, entries, starts, lengths = work_queue(plan, blocks, rows, items).split(sizes)
+    header, entries, starts, lengths = work_queue(listed, 16, shift).split(sizes)
     entries = entries.view(2, 3, 5, ENTRY.value)
     row = entries[..., 4].long()
     assert header[0] == 0 and torch.equal(row.sort(-1).values, torch.arange(5).expand(2, 3, 5))
@@ -38,7 +38,7 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
 def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, causal, sizes):
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
     rows, items = q_partition(blocks, tokens), kv_partition(blocks, tokens)
-    queue = work_queue(queue_plan(blocks, rows, items, 16, 0 if causal else None), blocks, rows, items)
+    queue = work_queue(Listed.of(blocks, rows, items), 16, 0 if causal else None)
     entries = queue[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)

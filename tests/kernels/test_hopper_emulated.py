@@ -81,9 +81,9 @@ def split_lists(monkeypatch):
     """All tiles but two are split into three parts."""
     forward = module("forward")
     monkeypatch.setattr(forward, "split", lambda tiles, *others: (tiles - 2, 3))
-    forward._settled.clear()
+    forward._forward.kinds.clear()
     yield
-    forward._settled.clear()
+    forward._forward.kinds.clear()
 
 
 @pytest.mark.parametrize("programs, speed", spread((1, 5), SPEEDS))
@@ -109,12 +109,12 @@ def test_parts_that_overflow_are_walked_again(name, walks, split_lists):
 def programs(monkeypatch):
     """How many programs a call launched."""
     forward, found = module("forward"), []
-    forward._settled.clear()
+    forward._forward.kinds.clear()
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
     launch = forward._launch
     monkeypatch.setattr(forward, "_launch", lambda key, grid, *rest: (found.append(grid[0]), launch(key, grid, *rest))[1])
     yield found
-    forward._settled.clear()
+    forward._forward.kinds.clear()
 
 
 @pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))

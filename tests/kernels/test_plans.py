@@ -6,7 +6,7 @@ import pytest
 import torch
 from tail_cases import tail_case
 
-from ssta.kernels.lowering.plans import Plan, Planned, Plans
+from ssta.kernels.lowering.plans import Plan, Planned, Plans, Unplanned
 from ssta.kernels.lowering.quick_launch import Tiles
 from ssta.kernels.portable import tail, tail_combine
 
@@ -34,8 +34,7 @@ class Recorder:
 
 def both_ways(planned, inputs, recorder):
     """What a step launches with tensors, and by address, on the same memory."""
-    results = [torch.empty_strided(shape, strides, dtype=dtype) for _, shape, strides, dtype in planned.results]
-    bases = [*inputs, *results, torch.empty(planned.needed // 2, dtype=torch.bfloat16)]
+    bases = planned.memory(inputs)
     recorder.seen = []
     planned._with_tensors(bases, True)
     with_tensors, recorder.seen = recorder.seen, []
@@ -49,11 +48,10 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
     a, b = plan.inputs
     out = plan.result(3, 8, dtype=torch.float16)
     for head in range(3):
-        with plan.memory_again():
-            work = plan.working(2, 100, dtype=torch.float32)
-            tiles = Tiles(a[:, head:head + 1], ("kind",), lambda x: x.data_ptr())
-            plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
-    assert plan.needed == 1024, "groups work in the same memory, 800 bytes and what fills it up"
+        work = plan.working(2, 100, dtype=torch.float32)
+        tiles = Tiles(a[:, head:head + 1], ("kind",), lambda x: x.data_ptr())
+        plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
+    assert plan.needed == 800, "groups work in the same memory"
     with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)
     assert with_tensors == by_address and len(by_address) == 3
     assert by_address[2][3:6] == (x[0, 2].data_ptr(), x[1, 2].data_ptr(), 0)
@@ -61,8 +59,33 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
 
 def test_what_has_no_place_is_refused():
     plan = Plan(CPU, (torch.zeros(4, 4),))
-    with pytest.raises(KeyError):
+    with pytest.raises(Unplanned, match="neither given to the step nor made"):
         plan.call(torch.Tensor.zero_, plan.inputs[0] + 1)
+
+
+@pytest.mark.parametrize("compute, name", [(lambda x: x.zero_(), "zero_"), (lambda x: x + torch.ones(4), "add"), (lambda x: torch.stack([x]), "stack")])
+def test_what_torch_computes_is_refused(compute, name):
+    with pytest.raises(Unplanned, match=name):
+        Plans(lambda plan, xs, others: compute(plan.result(4, dtype=torch.float32)))((torch.zeros(4),), ())
+
+
+def test_steps_within_a_step_are_a_part_of_it():
+    """Copies too; and what does not come from the plan is a constant of it."""
+    fixed = torch.arange(4.0)
+    double = Plans(lambda plan, xs, others: plan.call(lambda out, a, b: torch.add(a, b, out=out), plan.result_like(xs[0]), xs[0], others[0]))
+
+    def write(plan, xs, others):
+        of = double((double((xs[0].T,), (fixed,))[0],), (fixed,))[0]
+        plan.results.append(of[:, 1:].clone(memory_format=torch.contiguous_format))
+        plan.keep(of)
+
+    step = Plans(write)
+    x = torch.arange(12.0).view(4, 3)
+    for y in (x, x + 1):
+        assert torch.equal(step((y,), ())[0], (y.T + 2 * fixed)[:, 1:])
+        planned = step.planned((y,), ())
+        assert len(planned.steps) == 3 and torch.equal(planned.kept[0].of(planned.run((y,))), y.T + 2 * fixed)
+    assert len(step.kinds) == 1 and not double.kinds
 
 
 @pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (14, 9, 20))])

@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 import ssta.kernels
 from ssta.kernels.lowering import quick_launch
-from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Settled, Tiles, fit, launcher_known
+from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Tiles, fit, launcher_known
 from ssta.kernels.memo import Kept
 from ssta.kernels.portable.config import LaunchConfig
 
@@ -220,69 +220,6 @@ def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(no_descript
     for _ in range(3):
         launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
     assert len(calls) == len(asked) == 2
-
-
-# Launches with all settled but the tensors
-
-
-class Plain(Compiled):
-    """The same without descriptors: the kernel takes two pointers, an int, a float and a constant."""
-
-    signature = dict(p="*fp32", o="*fp32", n="i32", x="fp32", SIZE="constexpr")
-    constants, swizzles = {"SIZE": 64}, ()
-
-
-def settled(compiled):
-    kernel = Recorder(compiled)
-    return kernel, QuickLaunch(kernel).settle(KEY, GRID, (9, 0.5), dict(SIZE=64), dict(num_warps=4))
-
-
-def test_a_settled_launch_gives_the_function_in_c_what_a_quick_one_does():
-    calls = []
-    kernel, launch = settled(Plain(lambda *arguments: calls.append(flat(arguments))))
-    tensors = [torch.zeros(8) for _ in range(4)]
-    for x, y in (tensors[:2], tensors[2:], tensors[1:3]):
-        launch(x, y)
-        calls.append(None)
-        launch.quick(KEY, GRID, (), (x, y), (9, 0.5), dict(SIZE=64), {})
-    # The very first one compiles.
-    assert len(kernel.launches) == 1 and calls.pop(0) is None and len(calls) == 7
-    assert calls[1] == calls[3] and calls[4] == calls[6] and calls[1] != calls[4]
-
-
-def test_a_settled_launch_calls_hooks_and_has_triton_asked_for_unaligned_pointers(monkeypatch):
-    calls = []
-    kernel, launch = settled(Plain(lambda *arguments: calls.append(arguments)))
-    aligned, odd = torch.zeros(8), torch.zeros(9)[1:]
-    launch(aligned, aligned)
-    launch(aligned, odd)
-    assert len(kernel.launches) == 2 and not calls
-    with monkeypatch.context() as patch:
-        patch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        patch.setattr(QuickLaunch, "__call__", lambda *arguments: calls.append("by Triton"))
-        launch(aligned, aligned)
-    assert calls == ["by Triton"]
-
-
-@pytest.mark.parametrize("compiled, plain", [(Recorder(), 1), (None, 3)])
-def test_a_settled_launch_without_a_known_launcher_is_a_quick_one(compiled, plain):
-    """Of another kind of GPU, and in the interpreter."""
-    kernel, launch = settled(compiled)
-    for _ in range(3):
-        launch(torch.zeros(8), torch.zeros(8))
-    assert len(kernel.launches) == plain and (compiled is None or len(compiled.runs) == 2)
-
-
-def test_settled_outputs_are_new_and_as_the_ones_that_they_were_settled_by():
-    by = torch.zeros(2, 4, 3, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(5, dtype=torch.int32)
-    launched = []
-    step = Settled.of(lambda *tensors: launched.append(tensors), *by)
-    x = torch.ones(3)
-    first, second = step(x), step(x)
-    assert launched[0] == (x, *first) and launched[1] == (x, *second)
-    for made in (first, second):
-        assert [(y.shape, y.stride(), y.dtype) for y in made] == [(y.shape, y.stride(), y.dtype) for y in by]
-    assert not {y.data_ptr() for y in first} & {y.data_ptr() for y in second}
 
 
 def test_every_launch_asks_for_products_and_sums_in_one_instruction():

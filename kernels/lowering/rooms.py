@@ -1,0 +1,53 @@
+"""Where the tensors lie that a step works in: those that are not there at the same time share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Bytes of which every place in a room is a multiple.
+ALIGNMENT = 256
+# From so many bytes on a tensor has a room for itself, which others enter before and after it: large rooms in one piece are hard to find.
+LARGE = 1 << 26
+
+
+class Span(NamedTuple):
+    """A tensor of ``size`` bytes, and the first and the last launch that use it."""
+
+    size: int
+    first: int
+    last: int
+
+
+class Room:
+    """Memory of ``capacity`` bytes; None = as much as it takes."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity, self.size = capacity, capacity or 0
+        self._within: list[tuple[int, Span]] = []
+
+    def place(self, span: Span) -> int | None:
+        """Where ``span`` lies from now on; None where nothing is free as long as it is there."""
+        at = 0
+        for begin, other in sorted([of for of in self._within if of[1].first <= span.last and span.first <= of[1].last]):
+            if begin - at >= span.size:
+                break
+            at = max(at, -(-(begin + other.size) // ALIGNMENT) * ALIGNMENT)
+        if self.capacity is not None and at + span.size > self.capacity:
+            return None
+        self._within.append((at, span))
+        self.size = max(self.size, at + span.size)
+        return at
+
+
+def shared(spans: Sequence[Span], rooms: Sequence[Room]) -> tuple[list[tuple[int, int]], list[Room]]:
+    """(room, place) of each span, and all rooms: first those that there are."""
+    rooms, places = list(rooms), [(0, 0)] * len(spans)
+    for number in sorted(range(len(spans)), key=lambda number: -spans[number].size):
+        span = spans[number]
+        found = next(((at, place) for at, room in enumerate(rooms) if (place := room.place(span)) is not None), None)
+        if found is None:
+            rooms.append(Room(span.size if span.size >= LARGE else None))
+            found = len(rooms) - 1, rooms[-1].place(span) or 0
+        places[number] = found
+    return places, rooms
