@@ -26,10 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import BlockLists
 from .eager import moves, ranking
 from .operators import TRITON, watched
-from .routing import PatternFacts, Route, Where, choose_route, require_impl
+from .routing import Where, choose_route, require_impl
 from .tail import why_not_hopper
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
@@ -151,11 +150,6 @@ class Backend:
     estimate: Callable
     combine: Callable
     combine_backward: Callable
-
-    def route(self, q: Tensor, k: Tensor, blocks: BlockLists, deterministic: bool) -> Route:
-        """The step "attend" for these lists."""
-        return choose_route(self.impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1],
-                            deterministic=deterministic)
 
     def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
         """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see

@@ -55,6 +55,10 @@ class PatternFacts(NamedTuple):
 LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 
+class Unplanned(Exception):
+    """What a plan of several steps cannot hold, such as an operator of torch that nobody has put into it."""
+
+
 class Where(NamedTuple):
     """On what kernels would run."""
 
@@ -231,7 +235,7 @@ class Route:
 
     @property
     def in_place(self) -> bool:
-        """Whether the forward can write its result over q."""
+        """Whether the forward is a step of its own over tiles of keys: it can write its result over q, and be a part of a plan."""
         return self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
 
     @property

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from .kernels import BlockLists, Deferred, Route, choose_backend
+from .kernels.backend import STEPS
 from .kernels.memo import Kept, remember
+from .kernels.routing import PatternFacts, Unplanned, choose_route
 from .layout import Input, checked_layout
 from .mass import ExactMass
 from .rows import all_rows, some_rows
 from .scoring import Facts, rule_of, tile_means
-from .selection import Selection, fixed_tiles, text_lengths
+from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
+    from .kernels.lowering.plans import Plan, Planned, Plans
     from .kernels.tail import BlockEstimates, KeyStatistics
 
 
@@ -78,15 +82,46 @@ class Tape(NamedTuple):
     q_all: Tensor | None = None
 
 
-class Ran(NamedTuple):
-    """What one run of a layer gives: ``LayerResult``'s, and the tape if the spec says so."""
+class Found(NamedTuple):
+    """What a run finds beside its result: ``LayerResult``'s, and the tape if the spec says so."""
 
-    out: Tensor
     selection: Selection
-    route: Route
-    mass: ExactMass | None
-    means: tuple[Tensor, ...]
-    tape: Tape | None
+    mass: ExactMass | None = None
+    tape: Tape | None = None
+
+
+# Of what a run holds, that which is no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
+_KNOWN = 5
+
+
+class Ran:
+    """What one run of a layer gives.
+
+    Args:
+        out: the result.
+        route: which kernels attended; None where an operator ran, which chooses by itself.
+        held: the tensors in which all else is.
+        find: ``held -> Found``, called when somebody asks, and by a backward with what autograd has saved of held; holds no tape.
+        means: as of ``LayerResult``.
+    """
+
+    def __init__(self, out: Tensor, route: Route | None, held: Sequence[Tensor | None], find: Callable[[Sequence[Any]], Found],
+                 means: tuple[Tensor, ...] = ()) -> None:
+        self.out, self.route, self.held, self.find, self.means = out, route, held, find, means
+        self._found: Found | None = None
+
+    @classmethod
+    def of(cls, out: Tensor, route: Route | None, found: Found) -> Ran:
+        """One of which all is known."""
+        ran = cls(out, route, (), lambda held: found)
+        ran._found = found
+        return ran
+
+    @property
+    def found(self) -> Found:
+        if self._found is None:
+            self._found = self.find(self.held)
+        return self._found
 
 
 class Layer:
@@ -115,9 +150,19 @@ class Layer:
         self.moves = self.tiles.moves or self.kv_tiles.moves
         self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
         self._routes: dict[tuple, Route] = Kept(64)
+        self._constants: dict[int, Tensor] = {}
+        self._whole: Plans | None = None
+        # Where kernels do everything, all steps are planned as one. Heads that other ranks have, some rows and means are computed by torch;
+        # and padded, what is brought into tiles would find no room where the result is going to lie.
+        torchs = any([self.backend.by_torch(step) for step in STEPS]) or config.holds_functions or spec.peers or spec.rows or spec.means
+        if not torchs and self.tiles.num_slots == spec.layout.length:
+            from .kernels.lowering.plans import Plans
+
+            self._whole = Plans(self._write)
 
     def run(self, q: Input | Tiled, k: Input | None = None, v: Input | None = None, text_mask: TextMask | Tensor | None = None,
-            selection: Selection | None = None, *, keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
+            selection: Selection | None = None, *, keep_scores: bool = False, returned: Tensor | None = None,
+            apart: bool = False) -> Ran:
         """Attention over the layer's sequences.
 
         Args:
@@ -126,18 +171,66 @@ class Layer:
             selection: attend to what an earlier run selected, instead of selecting.
             keep_scores: the selection keeps its scores.
             returned: int64, the slots that the result takes, in its order; None = the sequence's.
+            apart: everything that is given has memory of its own, as an operator must have it.
         """
+        left = self.left(text_mask) if isinstance(text_mask, TextMask) else None
+        special = apart or keep_scores or selection is not None or returned is not None
+        if self._whole is not None and not special and isinstance(q, Tensor):
+            assert isinstance(k, Tensor) and isinstance(v, Tensor)
+            ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left)
+            if ran is not None:
+                return ran
         if isinstance(q, Tiled):
             tiled = q
         else:
             assert k is not None and v is not None, "a Tiled has all three"
             tiled = self.gather(q, k, v)
         del q, k, v
+        return self._steps(tiled, self.left(text_mask) if left is None else left, selection, keep_scores, returned)
+
+    def _planned(self, q: Tensor, k: Tensor, v: Tensor, text_mask: Tensor | None, left: Left | None) -> Ran | None:
+        """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return None
+        assert self._whole is not None
+        inputs = [x for x in (q, k, v, text_mask, *(left or ())) if x is not None]
+        planned = self._whole.planned((q, k, v, text_mask), left or (None, None))
+        if isinstance(planned, Unplanned):
+            return None
+        held: list[Any] = planned.run(inputs)
+        out = held[len(inputs)]
+        if not self.spec.recorded:
+            # Of these nothing is asked for again.
+            held[:3] = None, None, None
+        return Ran(out, planned.note, held, partial(self._found, planned))
+
+    def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
+        """The plan of a run."""
+        q, k, v, text_mask = xs
+        ran = self._steps(self.gather(q, k, v), self.left(text_mask) if text_mask is not None else Left(*left))
+        plan.results.append(ran.out)
+        # A tape goes with the backward, and what is known of a selection may stay.
+        plan.keep(*ran.held[:_KNOWN])
+        plan.keep(*ran.held[_KNOWN:])
+        # They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone.
+        self._constants.update({id(x): x for x in plan.constants})
+        return ran.route
+
+    def _found(self, planned: Planned, held: Sequence[Tensor]) -> Found:
+        """What a planned run has found."""
+        counts, indices, lengths, useful, shares, *tape = [None if x is None else x.of(held) for x in planned.kept]
+        selection = Selection(self.fixed.relisted(counts, indices, lengths), useful=useful)
+        mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
+        return Found(selection, mass, Tape._make(tape) if tape else None)
+
+    def _steps(self, tiled: Tiled, left: Left, selection: Selection | None = None, keep_scores: bool = False, returned: Tensor | None = None
+               ) -> Ran:
+        """All steps after the first."""
         means = self.means(tiled)
         # What the video tiles are worth that will not be computed; None where they are dropped.
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
-            selection = self.select(tiled, estimates, text_mask, keep_scores)
+            selection = self.select(tiled, estimates, left, keep_scores)
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled
@@ -148,7 +241,10 @@ class Layer:
             out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
         tape = Tape(rows, k, v, out, lse, **kept) if self.spec.recorded else None
         del rows, q, k, v
-        return Ran(self.take(out, returned), selection, route, mass, means, tape)
+        blocks = selection.blocks
+        held = (blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful, None if mass is None else mass.shares, *(tape or ()))
+        return Ran(self.take(out, returned), route, held,
+                   lambda held: Found(selection, mass, Tape._make(held[_KNOWN:]) if held[_KNOWN:] else None), means)
 
     # The steps
 
@@ -186,10 +282,14 @@ class Layer:
         assert self.rule is not None, "the layer attends to fixed tiles"
         return self.rule.scores(Facts(tiled, estimates, self))
 
-    def select(self, tiled: Tiled, estimates: BlockEstimates | None, text_mask: TextMask | Tensor | None, keep_scores: bool) -> Selection:
+    def left(self, text_mask: TextMask | Tensor | None) -> Left:
+        """What a mask leaves of the keys' dense runs."""
+        return text_lengths(self.kv_tiles, text_mask, self.backend)
+
+    def select(self, tiled: Tiled, estimates: BlockEstimates | None, left: Left, keep_scores: bool) -> Selection:
         """The tiles that each tile attends to."""
         held = tiled.held
-        active, lengths = text_lengths(self.kv_tiles, text_mask, self.backend) if held is None else (None, held.lengths)
+        active, lengths = left if held is None else (None, held.lengths)
         useful = None if estimates is None else estimates.useful
         if self.rule is None:
             return self.fixed.selection(self.backend, active, lengths, useful)
@@ -204,9 +304,16 @@ class Layer:
         blocks = self.rows.lists(blocks)
         route = self._routes.get(blocks.facts)
         if route is None:
-            route = self._routes[blocks.facts] = self.backend.route(q, k, blocks, self.spec.deterministic)
+            route = self._routes[blocks.facts] = self._route(blocks)
+        if q.is_meta and not route.in_place:
+            raise Unplanned("these kernels are no part of a plan")
         owned = self.moves and not self.estimates and not self.spec.recorded
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
+
+    def _route(self, blocks: BlockLists) -> Route:
+        spec = self.spec
+        return choose_route(spec.impl, spec.device, spec.dtype, spec.head_dim, PatternFacts.of(blocks), heads=spec.heads,
+                            kv_heads=spec.kv_heads, deterministic=spec.deterministic)
 
     def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
                 ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
@@ -240,7 +347,7 @@ class Layer:
         spec, backend, rows = self.spec, self.backend, self.rows
         q, k, v, out, lse, *_ = tape
         lists = rows.lists(blocks)
-        route = backend.route(q, k, lists, spec.deterministic)
+        route = self._route(lists)
         of_tail = None
         if self.estimates:
             dout = rows.of_tokens(backend, dout)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .kernels import BlockLists, Route
 from .kernels.memo import traced
 from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
-from .layer import Layer, Ran, Tape, prepared
+from .layer import Found, Layer, Ran, Tape, prepared
 from .layout import Input, TileLayout
 from .mass import ExactMass
 from .returns import TAPE, everything, own_tensors, results, tensors
@@ -31,18 +31,29 @@ class LayerResult(NamedTuple):
 
     Attributes:
         out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
-        selection: what was attended to, over the layout's tiles in tiled order.
-        route: which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself.
-        mass: of which ``exact_mass`` is made.
+        ran: of which all else is made when somebody asks.
         means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
             wanted; else none.
     """
 
     out: Tensor
-    selection: Selection
-    route: Route | None
-    mass: ExactMass | None = None
+    ran: Ran
     means: tuple[Tensor, ...] = ()
+
+    @property
+    def selection(self) -> Selection:
+        """What was attended to, over the layout's tiles in tiled order."""
+        return self.ran.found.selection
+
+    @property
+    def route(self) -> Route | None:
+        """Which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself."""
+        return self.ran.route
+
+    @property
+    def mass(self) -> ExactMass | None:
+        """Of which ``exact_mass`` is made."""
+        return self.ran.found.mass
 
     @property
     def exact_mass(self) -> Tensor | None:
@@ -109,10 +120,10 @@ def run_layer(
     if not spec.recorded:
         with on_device(query), torch.no_grad():
             ran = layer.run(query, key, value, text_mask, selection, returned=None if returned is None else returned(layer.tiles))
-        return LayerResult(ran.out, ran.selection, ran.route, ran.mass, ran.means)
+        return LayerResult(ran.out, ran, ran.means)
     kept: list[Ran] = []
     out, *means = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
-    return LayerResult(out, kept[0].selection, kept[0].route, kept[0].mass, tuple(means))
+    return LayerResult(out, kept[0], tuple(means))
 
 
 class _Recorded(torch.autograd.Function):
@@ -124,23 +135,25 @@ class _Recorded(torch.autograd.Function):
                 selection: Selection | None, kept: list[Ran]) -> tuple[Tensor, ...]:
         with on_device(query):
             ran = layer.run(query, key, value, text_mask, selection)
-        blocks = ran.selection.blocks
         # The lists are saved too, so that writing to them before the backward is an error.
-        assert ran.tape is not None, "the spec says that a gradient is wanted"
-        ctx.save_for_backward(query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *ran.tape)
-        ctx.layer, ctx.blocks = layer, blocks
-        kept.append(ran._replace(tape=None))
+        ctx.save_for_backward(query, key, value, *ran.held)
+        ctx.layer, ctx.find, ctx.blocks = layer, ran.find, None
+        kept.append(ran)
         return ran.out, *ran.means
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        query, key, value, *held = ctx.saved_tensors
+        selection, _, tape = ctx.find(held)
+        # They know their transpose, for another backward.
+        blocks = ctx.blocks = ctx.blocks or selection.blocks
         if watched(dout, *dmeans):
-            grads = _layer_backward(dout, *saved[:6], *(dmeans or (None,) * 3), *saved[6:], ctx.layer.spec.text)
+            grads = _layer_backward(dout, query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *(dmeans or (None,) * 3),
+                                    *tape, ctx.layer.spec.text)
         else:
             with on_device(dout):
-                grads = ctx.layer.backward(Tape._make(saved[6:]), dout, ctx.blocks, dmeans)
+                grads = ctx.layer.backward(tape, dout, blocks, dmeans)
         return *grads, None, None, None, None
 
 
@@ -155,7 +168,7 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
     fixed = layer.fixed
     selection = None if counts is None or indices is None else Selection(fixed.relisted(counts, indices, lengths), useful=useful)
     with on_device(query), torch.no_grad():
-        ran = layer.run(query, key, value, text_mask, selection)
+        ran = layer.run(query, key, value, text_mask, selection, apart=True)
     expected = {name: like.empty("meta") for name, like in everything(of, query, text_mask, counts).items()}
     return own_tensors(tensors(ran), expected, (
         query, key, value, counts, indices, lengths, useful, fixed.lists.counts, fixed.lists.indices, layer.tiles.offsets,
@@ -243,5 +256,5 @@ def _operate(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, text_ma
         lengths if spec.layout == spec.kv_layout else None, lengths, num_kv_blocks=kv_cut.num_tiles, max_q_length=cut.max_tile_length,
         max_kv_length=kv_cut.max_tile_length)
     means = tuple([named[name] for name in ("q_means", "k_means", "v_means")]) if spec.means else ()
-    return LayerResult(named["out"], Selection(blocks, useful=named.get("useful")), None,
-                       ExactMass(named["exact_mass"]) if "exact_mass" in named else None, means)
+    found = Found(Selection(blocks, useful=named.get("useful")), ExactMass(named["exact_mass"]) if "exact_mass" in named else None)
+    return LayerResult(named["out"], Ran.of(named["out"], None, found), means)

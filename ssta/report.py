@@ -184,7 +184,7 @@ def explain(
     ran, seconds = _run(layer, query, key, given, text)
     output = None if value is None else ran.out
     # A copy says nothing of tensors that its owner may write to.
-    blocks = copy(ran.selection.blocks)
+    blocks = copy(ran.found.selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.selected_by != "block_attn" else None
     mask = blocks.to_mask()
@@ -192,10 +192,11 @@ def explain(
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
     kept, error = _against_dense(query, key, value if value is None else given, output, layout, mask, text, scale)
-    masses = None if output is None or ran.mass is None else ran.mass.tensor()
+    masses = None if output is None or ran.found.mass is None else ran.found.mass.tensor()
     exact_mass = None if masses is None else mass_summary(masses)
     without = None if masses is None else heads_without_estimate(masses)
     route = ran.route
+    assert route is not None, "a run of a layer knows"
     return Report(
         implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
         batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
@@ -210,7 +211,7 @@ def explain(
                                      without=without),
         seconds=None if value is None else seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
         route=route, config=config, layout=layout, blocks=blocks,
-        near=window, budget=ran.selection.kept, backend=layer.backend,
+        near=window, budget=ran.found.selection.kept, backend=layer.backend,
     )
 
 

@@ -69,12 +69,13 @@ def everything(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts:
 
 def tensors(ran: Ran) -> dict[str, Tensor | None]:
     """What a run gave of ``everything``."""
-    blocks, (q_means, k_means, v_means) = ran.selection.blocks, ran.means or (None,) * 3
+    (selection, mass, tape), (q_means, k_means, v_means) = ran.found, ran.means or (None,) * 3
+    blocks = selection.blocks
     q_offsets, kv_offsets = (x if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets))
-    found = dict(out=ran.out, counts=blocks.counts, indices=blocks.indices, lengths=blocks.kv_lengths, useful=ran.selection.useful,
-                 exact_mass=None if ran.mass is None else ran.mass.tensor(), q_offsets=q_offsets, kv_offsets=kv_offsets, q_means=q_means,
+    found = dict(out=ran.out, counts=blocks.counts, indices=blocks.indices, lengths=blocks.kv_lengths, useful=selection.useful,
+                 exact_mass=None if mass is None else mass.tensor(), q_offsets=q_offsets, kv_offsets=kv_offsets, q_means=q_means,
                  k_means=k_means, v_means=v_means)
-    return found if ran.tape is None else found | dict(zip(TAPE, ran.tape))
+    return found if tape is None else found | dict(zip(TAPE, tape))
 
 
 def own_tensors(found: dict[str, Tensor | None], expected: dict[str, Tensor], inputs: Iterable[Tensor | None]) -> list[Tensor]:

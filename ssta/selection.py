@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,15 +128,22 @@ def fixed_tiles(tiles: TileLayout, kv_tiles: TileLayout, kernel_thw: tuple[int, 
     return FixedTiles(tiles, kv_tiles, forced, blocks, window, lists)
 
 
-def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend: Backend) -> tuple[Tensor | None, Tensor | None]:
-    """(active, lengths) of a mask over ``tiles``' dense runs, as ``Backend.select`` and ``BlockLists`` take them: with padding a tile
-    counts whole or not at all, without it the invalid tokens of a tile are neither attended to nor computed.
+class Left(NamedTuple):
+    """What a mask leaves of dense runs, as ``Backend.select`` and ``BlockLists`` take it: with padding a tile counts whole or not at all,
+    without it the invalid tokens of a tile are neither attended to nor computed."""
+
+    active: Tensor | None
+    lengths: Tensor | None
+
+
+def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend: Backend) -> Left:
+    """What a mask over ``tiles``' dense runs leaves of them.
 
     Args:
         text_mask: checked; None = every token is valid.
     """
     if text_mask is None or not tiles.dense:
-        return None, None
+        return Left(None, None)
     whole = tiles.padding != "none"
     if isinstance(text_mask, TextMask):
         left = text_mask.left(tiles, backend)
@@ -144,4 +151,4 @@ def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend
         places = tile_places(tiles)
         valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
         left = backend.valid_lengths(valid, places.ends, places.starts, tiles.lengths, int(whole))
-    return (left, None) if whole else (None, left)
+    return Left(left, None) if whole else Left(None, left)

@@ -17,12 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, captured
+from ..routing import Unplanned
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, _Direct, aligned, current_stream, descriptors_known, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
-
-
-class Unplanned(Exception):
-    """What a plan cannot hold, such as an operator of torch that nobody has put into it."""
 
 
 class Place(NamedTuple):
@@ -91,7 +88,7 @@ class Plan:
     def __init__(self, device: torch.device, inputs: Sequence[Tensor]) -> None:
         self.device = device
         self.results: list[Tensor] = []
-        self.kept: list[Tensor | None] = []
+        self.kept: list[tuple[Tensor | None, ...]] = []
         self.steps: list[_Launch | _Call] = []
         # All that is known, by storage; the tensors are held, so that no other storage has the same number.
         self._numbers: dict[int, int] = {}
@@ -120,9 +117,9 @@ class Plan:
         """Around what is ``working`` for one group of heads."""
         yield
 
-    def keep(self, x: Tensor | None) -> None:
-        """x stays after a call, in one memory with all others of these, and is a tensor by itself when somebody asks for it."""
-        self.kept.append(x)
+    def keep(self, *xs: Tensor | None) -> None:
+        """These stay after a call, in one memory, and are tensors by themselves when somebody asks for them."""
+        self.kept.append(xs)
 
     def launch(self, quick: QuickLaunch, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
@@ -173,41 +170,36 @@ class Plan:
         return sum([room.size for room in self.rooms()[2]])
 
     def rooms(self) -> tuple[dict[int, tuple[int, int]], list[Room], list[Room]]:
-        """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, one memory for all that is kept if
-        anything is, and rooms to work in; of these results and what is kept; the rooms to work in."""
+        """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, memories of what is kept, and rooms to
+        work in; of these results and what is kept; the rooms to work in."""
         uses: dict[int, tuple[int, int]] = {}
-        of_torch: set[int] = set()
         for at, step in enumerate(self.steps):
             for place in step.places():
                 if isinstance(place, Place):
                     uses[place.base] = uses.get(place.base, (at, at))[0], at
-                    if isinstance(step, _Call):
-                        of_torch.add(place.base)
         end = len(self.steps)
         first = len(self.inputs)
         given = {number: (number, 0) for number in range(first)}
         rooms: list[Room] = []
-        for x in self.results:
-            number, span = self._span(x, uses, end)
+        for result in self.results:
+            number, span = self._span(result, uses, end)
             given[number] = first + len(rooms), 0
             rooms.append(Room(span.size))
             rooms[-1].place(span)
-        kept = Room(None)
-        for x in self.kept:
-            if x is not None and self.has(x):
-                number, span = self._span(x, uses, end)
-                if number not in given:
-                    given[number] = first + len(rooms), kept.place(span) or 0
-        kept.capacity = kept.size
-        rooms += [kept] if kept.size else []
+        for xs in self.kept:
+            kept = Room(None)
+            for x in xs:
+                if x is not None and self.has(x):
+                    number, span = self._span(x, uses, end)
+                    if number not in given:
+                        given[number] = first + len(rooms), kept.place(span) or 0
+            kept.capacity = kept.size
+            rooms += [kept] if kept.size else []
         stay = len(rooms)
         inner = [number for number in uses if number not in given]
-        # What torch is given lies in rooms of one dtype, and not in results of any.
-        spans = {number: Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner}
-        for numbers, apart in (([n for n in inner if n not in of_torch], 0), ([n for n in inner if n in of_torch], stay)):
-            places, found = shared([spans[number] for number in numbers], rooms[apart:])
-            rooms[apart:] = found
-            given.update({number: (first + apart + room, place) for number, (room, place) in zip(numbers, places)})
+        spans = [Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner]
+        places, rooms = shared(spans, rooms)
+        given.update({number: (first + room, place) for number, (room, place) in zip(inner, places)})
         return given, rooms[:stay], rooms[stay:]
 
     def _span(self, x: Tensor, uses: dict[int, tuple[int, int]], end: int) -> tuple[int, Span]:
@@ -243,7 +235,7 @@ class Planned:
             return place._replace(base=base, offset=before + place.offset)
 
         self.steps = [step.moved(final) for step in plan.steps]
-        self.kept = [None if x is None else final(plan._place(x)) for x in plan.kept]
+        self.kept = [None if x is None else final(plan._place(x)) for xs in plan.kept for x in xs]
         # An empty one is the same for all calls, and may be saved for a backward pass.
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
@@ -258,7 +250,7 @@ class Planned:
         return self.run(inputs)[self._inputs:self._inputs + len(self.results)]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Inputs, results, and the memory of what is kept, in which ``kept`` has its places."""
+        """Inputs, results, and the memories of what is kept, in which ``kept`` has its places."""
         bases = self.memory(inputs)
         begins = [x.data_ptr() for x in bases]
         if self.by_address is None or not aligned(begins) or hooked():
@@ -431,7 +423,8 @@ class _Strict(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = None
-        if any([isinstance(x, Tensor) and self.plan.has(x) for part in args for x in (part if isinstance(part, (list, tuple)) else (part,))]):
+        given = [x for part in args for x in (part if isinstance(part, (list, tuple)) else (part,))]
+        if any([isinstance(x, Tensor) and self.plan.has(x) for x in given]):
             looks = [of.alias_info is not None and not of.alias_info.is_write for of in function._schema.returns]
             if function is torch.ops.aten.clone.default:
                 result = self.plan._known(function(*args, **(kwargs or {})))

@@ -34,6 +34,7 @@ from ..kernels.checks import (
     resolve_scale,
     without_autocast,
 )
+from ..layer import Found, Ran
 from ..op import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
@@ -118,10 +119,11 @@ def sla_layer(
     route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1],
                          deterministic=deterministic)
     if weight is None:
-        return LayerResult(exact, selection, route)
+        return LayerResult(exact, Ran.of(exact, route, Found(selection)))
     with without_autocast(q.device.type):
         linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    return LayerResult(exact + linear, selection, route)
+    out = exact + linear
+    return LayerResult(out, Ran.of(out, route, Found(selection)))
 
 
 def check_density(density: float) -> float:

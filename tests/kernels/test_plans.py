@@ -63,7 +63,8 @@ def test_what_has_no_place_is_refused():
         plan.call(torch.Tensor.zero_, plan.inputs[0] + 1)
 
 
-@pytest.mark.parametrize("compute, name", [(lambda x: x.zero_(), "zero_"), (lambda x: x + torch.ones(4), "add"), (lambda x: torch.stack([x]), "stack")])
+@pytest.mark.parametrize("compute, name", [
+    (lambda x: x.zero_(), "zero_"), (lambda x: x + torch.ones(4), "add"), (lambda x: torch.stack([x]), "stack")])
 def test_what_torch_computes_is_refused(compute, name):
     with pytest.raises(Unplanned, match=name):
         Plans(lambda plan, xs, others: compute(plan.result(4, dtype=torch.float32)))((torch.zeros(4),), ())
@@ -72,10 +73,10 @@ def test_what_torch_computes_is_refused(compute, name):
 def test_steps_within_a_step_are_a_part_of_it():
     """Copies too; and what does not come from the plan is a constant of it."""
     fixed = torch.arange(4.0)
-    double = Plans(lambda plan, xs, others: plan.call(lambda out, a, b: torch.add(a, b, out=out), plan.result_like(xs[0]), xs[0], others[0]))
+    more = Plans(lambda plan, xs, others: plan.call(lambda out, a, b: torch.add(a, b, out=out), plan.result_like(xs[0]), xs[0], others[0]))
 
     def write(plan, xs, others):
-        of = double((double((xs[0].T,), (fixed,))[0],), (fixed,))[0]
+        of = more((more((xs[0].T,), (fixed,))[0],), (fixed,))[0]
         plan.results.append(of[:, 1:].clone(memory_format=torch.contiguous_format))
         plan.keep(of)
 
@@ -85,7 +86,7 @@ def test_steps_within_a_step_are_a_part_of_it():
         assert torch.equal(step((y,), ())[0], (y.T + 2 * fixed)[:, 1:])
         planned = step.planned((y,), ())
         assert len(planned.steps) == 3 and torch.equal(planned.kept[0].of(planned.run((y,))), y.T + 2 * fixed)
-    assert len(step.kinds) == 1 and not double.kinds
+    assert len(step.kinds) == 1 and not more.kinds
 
 
 @pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (14, 9, 20))])

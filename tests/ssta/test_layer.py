@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, prepare, ssta_attention
 from ssta.attention import attend
 from ssta.kernels import Deferred, Projection
+from ssta.kernels.lowering.plans import Planned
 from ssta.layer import Layer, prepared
 from ssta.spec import LayerSpec, Peers
+from ssta.text import TextMask
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -114,7 +116,7 @@ def test_nothing_leaks_from_call_to_call():
         alone = Layer(layer_of(q, k, LAYOUT, config_of(name)).spec).run(q, k, v, mask)
         for result in found:
             assert torch.equal(result.out, alone.out)
-            assert torch.equal(result.selection.blocks.to_mask(), alone.selection.blocks.to_mask())
+            assert torch.equal(result.selection.blocks.to_mask(), alone.found.selection.blocks.to_mask())
 
 
 def test_the_64_used_last_are_kept_and_another_one_takes_the_place_of_one():
@@ -314,6 +316,33 @@ def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
         error, allowed = ((x.double() - wanted).norm() / wanted.norm() for x in (got, rounded))
         estimated = 2**-7 if config.compensation != "none" else 0  # covariances and mixtures are bfloat16
         assert error <= 2 * allowed + 2**-10 + estimated
+
+
+@pytest.mark.parametrize("name, recorded", [("topk", True), ("estimate", False), ("halves", True), ("window", False), ("threshold", False)])
+def test_by_kernels_all_steps_are_one_plan(name, recorded):
+    """Of several kinds of tensors in turn, twice: the same bits as step by step. A threshold is torch's, and so no part of a plan."""
+    mask = MASK.expand(2, -1).clone().to(DEVICE)
+    q, k, v = inputs(torch.float16, 16)
+    calls = [((q, k, v), None), (inputs(torch.float16, 16, 2, by_token=False), mask)]
+    calls += [((q + 1, k, v), None), (calls[1][0], TextMask.of(mask, 2, LAYOUT, q.device))]
+    of = layer_of(q, k, LAYOUT, config_of(name), impl="triton").spec._replace(recorded=recorded)
+    whole, steps = Layer(of), Layer(of)
+    steps._whole = None
+    for tensors, text in calls:
+        with torch.no_grad():
+            ran, wanted = whole.run(*tensors, text), steps.run(*tensors, text)
+        assert ran.out.stride() == wanted.out.stride() and ran.route == wanted.route
+        (selection, mass, tape), others = ran.found, wanted.found
+        assert torch.equal(selection.blocks.to_mask(), others.selection.blocks.to_mask())
+        found = [(ran.out, wanted.out), (selection.blocks.kv_lengths, others.selection.blocks.kv_lengths),
+                 (selection.useful, others.selection.useful)]
+        found += [(mass.tensor(), others.mass.tensor())] if mass else []
+        if recorded:
+            found += zip(*[layer.backward(known.tape, tensors[0], known.selection.blocks)
+                           for layer, known in ((whole, ran.found), (steps, others))])
+        assert all(x is y is None or torch.equal(x, y) for x, y in found) and (tape is None) == (others.tape is None) == (not recorded)
+    planned = [isinstance(plan, Planned) for plan in whole._whole.kinds.values()]
+    assert planned == [name != "threshold"] * 3
 
 
 @pytest.mark.parametrize("impl, row", [("torch", "torch"), ("reference", "torch"), ("triton", "triton")])

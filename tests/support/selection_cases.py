@@ -23,7 +23,7 @@ def selected(q, k, tokens, config, text_mask=None, *, keep_scores=True, **option
     """The selection of a layer, with its scores."""
     layer = layer_of(q, k, tokens, config, text_mask=text_mask, **options)
     tiled = layer.gather(q, k, k)
-    return layer.select(tiled, layer.estimate(tiled, None) if layer.estimates else None, text_mask, keep_scores)
+    return layer.select(tiled, layer.estimate(tiled, None) if layer.estimates else None, layer.left(text_mask), keep_scores)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ asked on one of the kinds that multiply alike; --all adds what should tell nothi
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -118,9 +119,6 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
 
     # All heads at once: one by one they would be compiled again, with other alignments.
     before.ESTIMATE_ROOM = after.MERGE_ROOM = after.BACKWARD_ROOM = 1e9
-    # Each card has plans of its own.
-    for plans in (before._estimates, before._scores, after._merged, after._gradients):
-        plans.kinds.clear()
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
@@ -276,6 +274,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     compiler = Compiler()
     compiler.install()
+    from ssta.kernels.lowering.plans import Plans
+
     fine = True
     for name, case in cases().items():
         for card in case.cards:
@@ -287,6 +287,9 @@ def main(argv: list[str] | None = None) -> int:
             pretended = pretended._replace(shared_memory=(pretended.shared_memory + 1024) // case.programs - 1024)
             assembled = case.assembled and (options.all or case.asked is None or card in case.asked)
             looped = case.allowed.first is not None or case.allowed.reloads is not None
+            # Each card has plans of its own.
+            for plans in [x for x in gc.get_objects() if isinstance(x, Plans)]:
+                plans.kinds.clear()
             for kernel in compiler.compile(case.call, pretended, case.kernels, assembled, looped):
                 wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
                 print(f"{label}: {kernel}" if isinstance(kernel, str) else line(label, kernel, wrong), flush=True)
