@@ -19,7 +19,7 @@ def tokens_of(mask, q_block, kv_block):
     [(1, 1), (4, 2)]))
 def test_against_float64(device, dtype, form, blocks, heads):
     (q_block, kv_block), (query_heads, kv_heads) = blocks, heads
-    nq, nk = max(384 // q_block, 2), max(384 // kv_block, 2)
+    nq, nk = max(192 // q_block, 2), max(192 // kv_block, 2)
     shape = {"2-D": (), "4-D": (2, query_heads), "4-D shared": (1, 1), "4-D per key head": (2, kv_heads), "3-D": (query_heads,)}[form]
     mask = torch.rand(*shape, nq, nk, device=device) < 0.5
     mask[..., 1, :] = False  # an empty row of blocks gives zeros, whatever the ratio

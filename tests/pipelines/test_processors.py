@@ -265,13 +265,3 @@ def test_repeated_blocks_compile_into_as_many_graphs_as_stock():
         out, ssta_graphs = compiled_run(model)
     torch.testing.assert_close(out, eager, rtol=1e-4, atol=1e-5)
     assert ssta_graphs == stock_graphs
-
-
-@pytest.mark.slow
-def test_the_whole_model_compiles_and_follows_the_canvas():
-    torch._dynamo.reset()
-    model = tiny_transformer(layers=1)
-    with apply_ssta(model, SPARSE):
-        compiled = torch.compile(model, backend="eager")
-        for thw in (CANVAS, (2, 5, 5), CANVAS):
-            torch.testing.assert_close(run(compiled, **inputs(thw)), run(model, **inputs(thw)), rtol=1e-4, atol=1e-5)
