@@ -123,8 +123,8 @@ FAULTS = (
           "    return (mass * half_variance / tokens)", "    return (mass / tokens)", GATE),
     Fault("gate: units are estimated by their means alone", "kernels/eager/tail.py",
           " + scale * rows.join(rows.cut(queries) @ matrix)\n", "\n", GATE),
-    Fault("gate: the mixture without damping", "kernels/eager/tail.py",
-          " * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()", "", GATE),
+    Fault("gate: h is the whole variance", "kernels/eager/tail.py",
+          "    half_variance = 0.5 * scale**2 *", "    half_variance = scale**2 *", GATE),
     Fault("gate: a list loses its first block", "kernels/eager/steps.py", "(indices >= 0)", "(indices > 0)", GATE),
 
     # What the compiler makes of kernels, and who waits for whom
