@@ -265,13 +265,16 @@ def speed_ups_table(rows: list[Row]) -> list[list[str]]:
 def streaming_table(rows: list[Row]) -> list[list[str]]:
     """One line a stream: milliseconds of each kind of call, and the cache's memory over its keys and values."""
     kinds = ("call", "call that keeps", "all tiles", "stateless")
-    lines = [["model", "queries x keys x heads", *kinds, "dense", "dense / call", "cache over keys and values"]]
+    lines = [["model", "queries x keys x heads", "pairs exact", *kinds, "dense", "dense / call", "step, ms", "dense / step",
+              "cache over keys and values"]]
     for stream, found in grouped(rows, lambda row: row["stream"]).items():
         of = {row["what"]: float(row["median_ms"]) for row in found if row["median_ms"]}
-        dense = min((ms for what, ms in of.items() if what.startswith("dense")), default=None)
+        dense = min((of[what] for what in ("dense, cuDNN", "dense, flash", "dense") if what in of), default=None)
+        step, dense_step = of.get("step, graph"), of.get("dense step, graph")
         lines.append([stream, " x ".join(f"{int(found[0][name]):,}" for name in ("queries", "keys", "heads")),
-                      *(figures(of.get(kind)) for kind in kinds), figures(dense),
-                      f"{dense / of['call']:.2f}" if dense and "call" in of else "–", figures(found[0]["of_plain"])])
+                      f"{100 * float(found[0]['exact']):.0f} %", *(figures(of.get(kind)) for kind in kinds), figures(dense),
+                      f"{dense / of['call']:.2f}" if dense and "call" in of else "–", figures(step),
+                      f"{dense_step / step:.2f}" if step and dense_step else "–", figures(found[0]["of_plain"])])
     return lines
 
 

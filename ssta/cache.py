@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attention import attend
+from .cache_checks import Kind, check_text, checked_config
 from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recorded, recount
 from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
 from .checks import require_device, require_function, require_triple
@@ -18,9 +19,13 @@ from .inputs import check_tensors
 from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
+from .ranks.cache import attend_between, own_heads
 from .ring import Counts, Geometry, Ring, ring_of
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 # Of caches that are given none.
 DEFAULT = SSTAConfig(tile_thw=(4, 8, 8), density=0.25, compensation="linear")
@@ -66,23 +71,29 @@ class TileCache:
             as counting the frames that are held from 0 on.
         scale: factor on the scores; default 1 / sqrt(D).
         impl: as of ``ssta_attention``.
+        group: ranks that share out a chunk's tokens, all of them in one run by ``torch.tensor_split``'s rule. Each gives its tokens of all
+            heads, which are exchanged for all tokens of its heads, and holds these alone: at most as many ranks as there are key heads.
+            Text comes with all its tokens and heads to every rank.
 
     Attributes:
-        config, window, sink, text, rotary, scale, impl: as given.
+        config, window, sink, text, rotary, scale, impl, group: as given.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
 
     def __init__(self, config: SSTAConfig | None = None, *, window: int, sink: int = 0, chunk: int | None = None,
-                 text: int = 0, rotary: Callable[[Tensor, Tensor], Tensor] | None = None, scale: float | None = None, impl: str = "auto"
-                 ) -> None:
-        self.config = DEFAULT if config is None else _checked(config)
+                 text: int = 0, rotary: Callable[[Tensor, Tensor], Tensor] | None = None, scale: float | None = None, impl: str = "auto",
+                 group: ProcessGroup | DeviceMesh | None = None) -> None:
+        self.config = DEFAULT if config is None else checked_config(config)
         self.window, self.sink = require_int("window", window, 1), require_int("sink", sink, 0)
         self.text = require_int("text", text, 0)
         self.rotary = None if rotary is None else require_function("rotary", rotary, "key", "first")
         self.scale = None if scale is None else resolve_scale(scale, 1)
         self.impl = require_impl(impl)
+        self.group = group
+        if group is not None and self.config.mask_share_within_head:
+            raise ValueError("mask_share_within_head must be False in a cache with a group, each rank of which holds some heads, got True")
         self._most = None if chunk is None else require_int("chunk", chunk, 1)
         if self.window < self.config.tile_thw[0]:
             raise ValueError(f"window must be at least a tile's {self.config.tile_thw[0]} frames (tile_thw {self.config.tile_thw}), got "
@@ -103,7 +114,8 @@ class TileCache:
         """Attention of a chunk to what is held and to itself.
 
         Args:
-            query: ``[B, H, t * h * w, D]``, positions already applied; any strides. Under autocast all three are cast to its dtype.
+            query: ``[B, H, t * h * w, D]``, or a rank's share of these tokens, positions already applied; any strides. Under autocast all
+                three are cast to its dtype.
             key, value: ``[B, Hkv, t * h * w, D]``, query's dtype and device. H must be a multiple of Hkv.
             thw: (t, h, w) tokens of the chunk; h and w are the same for all of them.
             keep: whether the chunk's keys and values stay, as of its last denoising pass; without, nothing is stored.
@@ -112,7 +124,7 @@ class TileCache:
             text: keys and values ``[B, Hkv, n, D]`` of text, constants, which stay until others are given.
 
         Returns:
-            ``[B, H, t * h * w, D]`` in query's dtype. Differentiable in query, key and value, once; what is held is a constant. A call that
+            As query. Differentiable in query, key and value, once; what is held is a constant. A call that
             records a gradient waits for the device, to gather what is held in the order of the sequence.
 
         Raises:
@@ -124,13 +136,23 @@ class TileCache:
         refuse_forward_mode(query=query, key=key, value=value)
         t, h, w = require_triple("thw", thw)
         layout = TokenLayout.video_text((t, h, w))
+        if self.group is not None:
+            facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense)
+            return attend_between(query, key, value, layout, text, self.text, self.group, facts, lambda q, k, v, text: self._attend(
+                q, k, v, layout, keep, dense, start, text))
         check_tensors(query, key, value, layout, layout)
+        return self._attend(query, key, value, layout, keep, dense, start, text)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, keep: bool, dense: bool, start: int | None,
+                text: tuple[Tensor, Tensor] | None) -> Tensor:
+        """``attend`` on one rank."""
+        t, h, w = layout.video[0].thw
         if start is not None and require_int("start", start, 0) != self._kept:
             raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
                              "layer has a cache of its own")
         if text is not None:
-            self._check_text(text, key)
-        self._fit(query, key, (t, h, w), keep)
+            check_text(text, key, self.text)
+        self._fit(Kind.of(query, key), (t, h, w), keep)
         chunk, storage, geometry = self._chunk(t), self._storage, self._geometry
         assert storage is not None and geometry is not None
         raw = key
@@ -166,8 +188,13 @@ class TileCache:
         query, key = autocast_inputs(query=query, key=key)
         thw = require_triple("thw", thw)
         layout = TokenLayout.video_text(thw)
-        check_tensors(query, key, key, layout, layout)
-        self._fit(query, key, thw, True)
+        kind = Kind.of(query, key)
+        if self.group is None:
+            check_tensors(query, key, key, layout, layout)
+        else:
+            _, heads, kv_heads = own_heads(query, key, layout, self.group)
+            kind = kind._replace(heads=heads, kv_heads=kv_heads)
+        self._fit(kind, thw, True)
         self._chunk(thw[0])
 
     def reset(self) -> None:
@@ -242,7 +269,7 @@ class TileCache:
         if found != wanted or ("raw_sink" in state) != (self.rotary is not None and self.sink > 0):
             raise ValueError(f"state must be of a cache with {wanted} and{' ' if self.rotary else ' without '}a rotary, got {found}")
         device = key.device if device is None else require_device("device", device)
-        self._allocate((key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
+        self._allocate(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
         assert self._storage is not None and self._spec is not None
         with torch.no_grad(), on_device(self._storage.k):
             for own, x in zip(self._storage.tensors, (key, state["value"], *[state[name] for name in Counts._fields])):
@@ -258,21 +285,6 @@ class TileCache:
                 f"{self.nbytes / 2**20:,.1f} MiB")
 
     # The rest is of use inside.
-
-    def _check_text(self, text: tuple[Tensor, Tensor], key: Tensor) -> None:
-        """That text fits.
-
-        Raises:
-            TypeError, ValueError: it does not.
-        """
-        if not isinstance(text, tuple) or len(text) != 2 or not all([isinstance(x, Tensor) for x in text]):
-            raise TypeError(f"text must be a tuple of its keys and values, got {type(text).__name__}")
-        wanted = key.shape[0], key.shape[1], key.shape[3], key.dtype, key.device
-        for x in text:
-            came = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
-            if came != wanted or x.shape[2] > self.text or x.shape != text[0].shape:
-                raise ValueError(f"text must have keys and values of at most the cache's {self.text} tokens, and key's batch, heads, "
-                                 f"head_dim, dtype and device {wanted}, got shape {tuple(x.shape)}, {x.dtype} on {x.device}")
 
     def _put_text(self, storage: Storage, key: Tensor, value: Tensor) -> None:
         ring = self._ring()
@@ -320,14 +332,14 @@ class TileCache:
             config = replace(config, density=None, compensation="none", compensation_parts=1, sampling_type=None)
         return attend(query, key, value, layout, config, kv_layout=kv_layout, scale=self.scale, impl=self.impl).out
 
-    def _fit(self, query: Tensor, key: Tensor, thw: tuple[int, int, int], keep: bool) -> None:
+    def _fit(self, came: Kind, thw: tuple[int, int, int], keep: bool) -> None:
         """That a chunk fits what is held; takes memory where there is none for such a chunk and nothing would be lost.
 
         Raises:
             ValueError: it does not fit.
         """
         t, h, w = thw
-        have, came = self._geometry, (key.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device)
+        have = self._geometry
         if t > self.window:
             raise ValueError(f"thw must have at most the window's {self.window} frames, got {t}")
         if not self._kept or have is None:
@@ -341,7 +353,7 @@ class TileCache:
                              "forgets these")
         if came != self._kind:
             raise ValueError("query and key must be of the batch, heads, key heads, head_dim, dtype and device of what is held, "
-                             f"{self._kind}, got {came}; reset() forgets it")
+                             f"{self._kind and tuple(self._kind)}, got {tuple(came)}; reset() forgets it")
         if t > have.chunk:
             raise ValueError(f"thw must have at most the {have.chunk} frames of the cache's chunks, got {t}; TileCache(chunk={t}) takes "
                              "shorter ones first")
@@ -353,14 +365,14 @@ class TileCache:
         return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
 
     @property
-    def _kind(self) -> tuple | None:
-        """Batch, heads, key heads, head_dim, dtype and device of what is held."""
+    def _kind(self) -> Kind | None:
+        """Of what is held."""
         if self._storage is None or self._spec is None:
             return None
         k = self._storage.k
-        return k.shape[0], self._spec.heads, k.shape[1], k.shape[3], k.dtype, k.device
+        return Kind(k.shape[0], self._spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
 
-    def _allocate(self, kind: tuple, geometry: Geometry) -> None:
+    def _allocate(self, kind: Kind, geometry: Geometry) -> None:
         """Takes memory."""
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
@@ -400,21 +412,3 @@ class TileCache:
             with torch.inference_mode(False), torch.no_grad(), on_device(self._storage.k):
                 found = self._chunks[frames] = Chunk(plan, cached_layer(plan, self._storage.k.device).known(self._storage))
         return found
-
-
-def _checked(config: SSTAConfig) -> SSTAConfig:
-    """A configuration that a cache can follow.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    if not isinstance(config, SSTAConfig):
-        raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
-    for name, value, free in (("pad_type", config.pad_type, "none"), ("adaptive_pool", config.pool_cells, None),
-                              ("budget", config.budget, None)):
-        if value != free:
-            raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
-    if config.selected_by == "sta" or config.scored_by == "importance":
-        raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "
-                         f"{config.selected_by!r} and {config.scored_by!r}")
-    return config

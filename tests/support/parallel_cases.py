@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, rings_refuse
 
-from ssta import DenseRun, TokenLayout, op, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.layer import Layer
@@ -227,6 +227,27 @@ def traced():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def cache():
+    """Chunk after chunk through a cache of a rank's heads is that through a cache of all; more ranks than key heads are refused."""
+    settings = SSTAConfig((2, 3, 3), density=0.4, compensation="linear")
+    layout, thw = TokenLayout.video_text((3, 5, 7)), (3, 5, 7)
+    shards, text = Shards.of(None, layout, "all"), [x[:, 1::2] for x in inputs(TokenLayout.video_text((1, 1, 6)), 8, seed=9)[1:]]
+    own, whole = (TileCache(settings, window=5, sink=2, text=6, group=group) for group in (dist.group.WORLD, None))
+    for number in range(4):
+        qkv = inputs(layout, 8, 4, dtype=torch.float32, seed=number)
+        for keep in (False, True):
+            given = dict(keep=keep, dense=number == 2, start=3 * number, text=tuple(text) if number == 1 and keep else None)
+            out = own.attend(*[local(x, shards) for x in qkv], thw, **given)
+            agrees(out, local(whole.attend(*qkv, thw, **given), shards))
+    first, last = shards.heads(4)
+    assert torch.equal(own.contents().key, whole.contents().key[:, first:last]) and own.frames == whole.frames == 7
+    ranks = dist.get_world_size()
+    q, k, v = [local(x, shards) for x in inputs(layout, 6, ranks - 1)]
+    fresh = TileCache(settings, window=5, group=dist.group.WORLD)
+    refused(ValueError, f"got {ranks} ranks and {k.shape[1]}", lambda: fresh.attend(q, k, v, thw))
+    assert not fresh.nbytes
+
+
 HEADS = {
     "video": partial(same, WAN),
     "text": partial(same, masked=True, batch=2),
@@ -281,7 +302,7 @@ RINGS = {
 CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
          "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "freed": freed,
-         "traced": traced, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
+         "traced": traced, "cache": cache, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 # Tracing takes seconds a rank; a mesh of rings needs four.
 ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
 

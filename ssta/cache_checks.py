@@ -1,0 +1,59 @@
+"""What a cache is given and cannot follow: settings, and text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import SSTAConfig
+
+
+class Kind(NamedTuple):
+    """Of which tensors a cache holds keys and values."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> Kind:
+        return cls(key.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device)
+
+
+def checked_config(config: SSTAConfig) -> SSTAConfig:
+    """A configuration that a cache can follow.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(config, SSTAConfig):
+        raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
+    for name, value, free in (("pad_type", config.pad_type, "none"), ("adaptive_pool", config.pool_cells, None),
+                              ("budget", config.budget, None)):
+        if value != free:
+            raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
+    if config.selected_by == "sta" or config.scored_by == "importance":
+        raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "
+                         f"{config.selected_by!r} and {config.scored_by!r}")
+    return config
+
+
+def check_text(text: tuple[Tensor, Tensor], key: Tensor, most: int) -> None:
+    """That keys and values of text fit keys of a chunk, in a cache with room for ``most`` tokens.
+
+    Raises:
+        TypeError, ValueError: it does not.
+    """
+    if not isinstance(text, tuple) or len(text) != 2 or not all([isinstance(x, Tensor) for x in text]):
+        raise TypeError(f"text must be a tuple of its keys and values, got {type(text).__name__}")
+    wanted = key.shape[0], key.shape[1], key.shape[3], key.dtype, key.device
+    for x in text:
+        came = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+        if came != wanted or x.shape[2] > most or x.shape != text[0].shape:
+            raise ValueError(f"text must have keys and values of at most the cache's {most} tokens, and key's batch, heads, "
+                             f"head_dim, dtype and device {wanted}, got shape {tuple(x.shape)}, {x.dtype} on {x.device}")
