@@ -2,7 +2,7 @@
 
 Here is what its implementations share; ``eager/tail.py`` has the formulas. ``eager/`` and ``portable/`` have the same five functions, to be
 called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``scores``, ``combine`` and ``combine_backward``.
-Hopper's merge takes the place of one launch of the portable ``combine``.
+Hopper's kernels take the place of one launch in three of the portable functions.
 
 The estimate is two parts with a value between: ``key_statistics`` of keys and values gives ``KeyStatistics``, and ``estimate`` of queries
 takes them, or makes them by the way.
@@ -20,7 +20,9 @@ CAP = 1.0
 # Of h's mean weighted by mass: heads above it are not compensated.
 USELESS = 3.0
 # Of the power iteration that finds a block's first principal direction.
-ITERATIONS = 5
+ITERATIONS = 10
+# Covariances that take no more, as a share of q's bytes, are computed with the moments, and wait for the merge.
+WAITING_ROOM = 0.42
 
 
 # Those of an axis' blocks that the tail is about, which come first: (offsets, int32 [T + 1]: block i owns the places from offsets[i] up to
@@ -33,19 +35,19 @@ Blocks = tuple[Tensor, int, int]
 class KeyStatistics:
     """What the estimate reads of K key blocks' tokens, whatever the queries, so that it can be kept as long as the keys are; constants to
     autograd. U = parts * K units, those of a block next to each other: statistics of some blocks and of others, one behind the other, are
-    those of all.
+    those of all, but for ``order``, which counts tokens from the first one's.
 
     Attributes:
         parts: units of a block.
-        log_count, halves, k_mean, v_mean: as of ``BlockEstimates``.
-        moments: ``[B, Hkv, K, ...]``, the keys' covariances about the means of their units: bfloat16 of half of a symmetric matrix from
-            kernels, float32 or float64 ``[B, Hkv, K, D, D]`` from plain torch.
+        log_count, order, k_mean, v_mean: as of ``BlockEstimates``.
+        moments: ``[B, Hkv, U, ...]``, the keys' covariances: bfloat16 of half of a symmetric matrix from kernels, float32 or float64
+            ``[B, Hkv, U, D, D]`` from plain torch.
         covariances: of keys with values, as of ``BlockEstimates``, or None: then ``combine`` computes them of k and v.
     """
 
     parts: int
     log_count: Tensor
-    halves: Tensor | None
+    order: Tensor | None
     k_mean: Tensor
     v_mean: Tensor
     moments: Tensor
@@ -63,21 +65,22 @@ class BlockEstimates:
         parts: units of a block.
         log_count: float32 ``[B, Hkv, U]``, log of a unit's tokens; -inf where it has none, or its block holds NaN or inf: nothing is
             estimated of that.
-        half_variance: h, ``[B, H, N, K]``, half the variance of the scores of a block's units as a query block sees it. bfloat16, because
-            it waits while attention runs.
-        mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it; a block's units together.
-        halves: int8 ``[B, Hkv, P']``, of which of a block's two units a token of the compensated blocks is; None where there is one.
+        half_variance: h, ``[B, H, N, U]``, half the variance of a unit's scores as a query block sees it. bfloat16, because it waits while
+            attention runs.
+        mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it.
+        order: int32 ``[B, Hkv, P]``, which token each place of the compensated blocks takes when units divide them, ascending in each
+            unit; None where that is its own.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; 0 where nothing is estimated.
         useful: bool ``[B, H]``, the heads that are compensated.
-        covariances: ``[B, Hkv, K, D * D]``, of keys with values about the means of their units, bfloat16 from kernels, where they were
-            computed with the rest; else None.
+        covariances: ``[B, Hkv, U, D * D]``, of keys with values, bfloat16 from kernels, where they were computed with the rest; else
+            None.
     """
 
     parts: int
     log_count: Tensor
     half_variance: Tensor
     mass: Tensor
-    halves: Tensor | None
+    order: Tensor | None
     k_mean: Tensor
     v_mean: Tensor
     useful: Tensor
@@ -107,10 +110,27 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
-def why_not_hopper(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why Hopper's merge does not take such queries on such a GPU; None if it does."""
+def covariances_wait(q: Tensor, k: Tensor, num_blocks: int) -> bool:
+    """Whether there is room for the covariances of blocks from the estimate to the merge."""
+    entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
+    return 2 * entries <= WAITING_ROOM * q.numel() * q.element_size()
+
+
+def why_not_hopper_merge(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why Hopper's kernel of the merge does not take such queries on such a GPU; None if it does."""
     if capability != (9, 0):
         return "runs on compute capability 9.0 alone"
     if dtype != torch.bfloat16:
         return f"takes bfloat16, not {dtype}"
     return None if head_dim in (64, 128) else f"takes a head_dim of 64 or 128, not {head_dim}"
+
+
+def why_not_hopper_statistics(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, parts: int) -> str | None:
+    """Why Hopper's kernel of blocks' statistics does not take such keys on such a GPU; None if it does."""
+    if capability != (9, 0):
+        return "runs on compute capability 9.0 alone"
+    if dtype != torch.bfloat16:
+        return f"takes bfloat16, not {dtype}"
+    if head_dim != 128:
+        return f"takes a head_dim of 128, not {head_dim}"
+    return None if parts == 1 else "takes each block as one unit"

@@ -21,7 +21,7 @@ from .spec import LayerSpec
 if TYPE_CHECKING:
     from .kernels.tail import KeyStatistics
 
-# The fields of ``KeyStatistics`` that a cache keeps: only a backward asks which tokens are of which unit.
+# The fields of ``KeyStatistics`` that a cache keeps: which tokens are of which unit, "order", says nothing that these do not.
 _STATISTICS = "log_count", "k_mean", "v_mean", "moments", "covariances"
 
 
@@ -74,6 +74,8 @@ class CachedLayer:
                       every.expand(1, 1, tiles.num_tiles, -1).contiguous())
         self.blocks = tiles.offsets, tiles.num_tiles, tiles.longest_video_tile
         self.parts = spec.config.compensation_parts
+        # Entries of a page, and of the chunk, in what is known of units.
+        self.of_page, self.of_chunk = geometry.layer_tiles * self.parts, tiles.num_tiles * self.parts
         self.rows = torch.arange(tiles.num_tiles + 1, dtype=torch.float64, device=device)
 
         self.one = self._statistics_of_one() if spec.estimates else None
@@ -83,11 +85,7 @@ class CachedLayer:
         tokens = self.ring.tiles.longest_video_tile
         x = torch.zeros(1, self.spec.kv_heads, tokens, self.spec.head_dim, dtype=self.spec.dtype, device=self.ring.device)
         bounds = torch.arange(2, dtype=torch.int32, device=self.ring.device) * tokens
-        return replace(self.backend.key_statistics(x, x, (bounds, 1, tokens), self.parts, True), halves=None)
-
-    def _of_tile(self, name: str) -> int:
-        """How many entries a field of ``KeyStatistics`` has for a tile: those of units as many as these."""
-        return getattr(self.one, name).shape[2]
+        return replace(self.backend.key_statistics(x, x, (bounds, 1, tokens), self.parts, True), order=None)
 
     # Memory
 
@@ -107,7 +105,7 @@ class CachedLayer:
         known = [torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device)] if _by_means(spec) else []
         if self.one is not None:
             like = [getattr(self.one, name) for name in _STATISTICS]
-            known += [x.new_zeros(*shape, tiles.num_video_tiles * x.shape[2], *x.shape[3:]) for x in like]
+            known += [x.new_zeros(*shape, tiles.num_video_tiles * self.parts, *x.shape[3:]) for x in like]
         storage = self.storage([k, v, *ring.new_counts(), *known])
         self.clear(storage)
         return storage
@@ -164,7 +162,7 @@ class CachedLayer:
         if storage.statistics is not None:
             found = self.backend.key_statistics(k, v, self.blocks, self.parts, True)
             for name in _STATISTICS:
-                put(getattr(found, name), self.ring.units(getattr(storage.statistics, name), self._of_tile(name))[1], None)
+                put(getattr(found, name), self.ring.units(getattr(storage.statistics, name), self.parts)[1], None)
         if storage.k_means is not None:
             put(descriptors(k, self.layer.tiles) if k_means is None else k_means, self.ring.units(storage.k_means, 1)[1], None)
 
@@ -185,10 +183,10 @@ class CachedLayer:
             pages, chunk, *_ = ring.tokens(x)
             pages.index_copy_(2, at, chunk if places.in_chunk is None else chunk.index_select(2, places.in_chunk))
         if storage.statistics is not None:
+            units = spread(written, self.of_page)
             for name in _STATISTICS:
-                each = self._of_tile(name)
-                pages, chunk = ring.units(getattr(storage.statistics, name), each)
-                pages.index_copy_(2, spread(written, geometry.layer_tiles * each), chunk.narrow(2, 0, self.layer.tiles.num_tiles * each))
+                pages, chunk = ring.units(getattr(storage.statistics, name), self.parts)
+                pages.index_copy_(2, units, chunk.narrow(2, 0, self.of_chunk))
         if storage.k_means is not None:
             pages, chunk = ring.units(storage.k_means, 1)
             pages.index_copy_(2, spread(written, geometry.layer_tiles), chunk.narrow(2, 0, self.layer.tiles.num_tiles))
@@ -224,9 +222,8 @@ class CachedLayer:
             offsets = torch.cat([bounds, bounds.new_full((1,), k.shape[2])]).int()
             found = self.backend.key_statistics(k, v, (offsets, 2 * starts.numel(), self.ring.tiles.longest_video_tile), self.parts, True)
             for name in _STATISTICS:
-                each = self._of_tile(name)
-                x = getattr(found, name).unflatten(2, (starts.numel(), 2, each))[:, :, :, 0].flatten(2, 3)
-                ring.units(getattr(storage.statistics, name), each)[0].index_copy_(2, spread(pages, self.geometry.layer_tiles * each), x)
+                x = getattr(found, name).unflatten(2, (starts.numel(), 2, self.parts))[:, :, :, 0].flatten(2, 3)
+                ring.units(getattr(storage.statistics, name), self.parts)[0].index_copy_(2, spread(pages, self.of_page), x)
         if storage.k_means is not None:
             token = torch.arange(ring.tiles.longest_video_tile, device=ring.device)
             inside = (token < lengths[..., None]).flatten(0, 1)[..., None]

@@ -61,9 +61,9 @@ class Tape(NamedTuple):
 
     Attributes:
         q, k, v: as of ``Tiled``; q of the computed rows.
-        out, lse: attention of the computed rows; with an estimate of all rows, of which the others attend to nothing exactly.
-        tail_lse, bias, mixture, log_count, halves, k_mean, v_mean: of the estimate, see ``kernels.eager.tail``; None where nothing is
-            estimated, or blocks have one unit.
+        out, lse: attention to the listed tiles alone.
+        merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
+        tail_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.tail``.
         q_all: q of all rows; None where all are computed.
     """
 
@@ -72,11 +72,13 @@ class Tape(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+    merged: Tensor | None = None
+    merged_lse: Tensor | None = None
     tail_lse: Tensor | None = None
     bias: Tensor | None = None
     mixture: Tensor | None = None
     log_count: Tensor | None = None
-    halves: Tensor | None = None
+    order: Tensor | None = None
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
     q_all: Tensor | None = None
@@ -139,7 +141,7 @@ class Layer:
         self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
-        self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim)
+        self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim, config.compensation_parts)
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
         self.rule = rule_of(config, self) if spec.chooses else None
@@ -236,10 +238,12 @@ class Layer:
         del tiled
         rows = self.rows.take(self.backend, q)
         out, lse, route = self.attend(rows, k, v, selection.blocks)
-        mass, kept = None, dict[str, Any]()
+        tape = Tape(rows, k, v, out, lse) if self.spec.recorded else None
+        mass = None
         if estimates is not None:
             out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
-        tape = Tape(rows, k, v, out, lse, **kept) if self.spec.recorded else None
+            if tape is not None:
+                tape = tape._replace(merged=out, merged_lse=lse, **kept)
         del rows, q, k, v
         blocks = selection.blocks
         held = (blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful, None if mass is None else mass.shares, *(tape or ()))
@@ -320,11 +324,13 @@ class Layer:
         """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
         out, lse = self.rows.spread(self.backend, out, lse)
+        if spec.recorded:
+            out, lse = out.clone(), lse.clone()
         shares, tail_lse, bias, mixture = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
                                                                blocks.indices, estimates, spec.scale, spec.recorded)
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, mass, dict(
-            tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, halves=estimates.halves, k_mean=estimates.k_mean,
+            tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
             v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
 
     def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
@@ -348,17 +354,13 @@ class Layer:
         q, k, v, out, lse, *_ = tape
         lists = rows.lists(blocks)
         route = self._route(lists)
-        of_tail = None
-        if self.estimates:
-            dout = rows.of_tokens(backend, dout)
-            of_tail = backend.combine_backward(
-                dout, out, lse, tape.tail_lse, q if tape.q_all is None else tape.q_all, k, v, self.q_blocks, self.kv_blocks, tape.bias,
-                tape.mixture, tape.log_count, tape.halves, tape.k_mean, tape.v_mean, spec.scale)
-            dout, (out, lse) = rows.take(backend, dout), rows.gathered(backend, out, lse)
-        elif self.moves or spec.rows is not None:
-            dout = backend.take(dout, rows.held)
+        dlse = of_tail = None
+        if tape.merged is None:
+            dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
+        else:
+            dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
         flipped = lists.transpose() if route.needs_transpose else None
-        dq, dk, dv = route.run_backward(dout, None, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:
             dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))
@@ -368,6 +370,16 @@ class Layer:
         if not self.moves:
             return dq, dk, dv
         return self.tiles.collect(dq, backend.take), self.kv_tiles.collect(dk, backend.take), self.kv_tiles.collect(dv, backend.take)
+
+    def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
+        exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
+        q = tape.q if tape.q_all is None else tape.q_all
+        dexact, dexact_lse, *rest = self.backend.combine_backward(
+            dout, None, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
+            tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
+        dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
+        return dexact, dexact_lse, *rest
 
 
 @remember(64)

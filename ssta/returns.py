@@ -96,22 +96,23 @@ def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
     """The fields of the ``Tape`` of a layer that records a gradient; what is not there is None, or one of the layer's inputs."""
     batch, heads, kv_heads, dim, wide, (cut, kv_cut) = query.shape[0], spec.heads, spec.kv_heads, spec.head_dim, _wide(spec), spec.cuts
     slots, rows, parts = cut.num_slots, _rows(spec, cut.num_slots), spec.config.compensation_parts
-    known = slots if spec.estimates else rows
-    found = {"out": _tokens(spec, query, known), "lse": Like((batch, heads, known), wide)}
+    found = {"out": _tokens(spec, query, rows), "lse": Like((batch, heads, rows), wide)}
     moves = cut.moves or kv_cut.moves
     if moves or spec.rows is not None:
         found["q"] = _tokens(spec, query, rows)
     if moves:
         found["k"] = found["v"] = _tokens(spec, query, kv_cut.num_slots, kv_heads)
     if spec.estimates:
-        plain = choose_backend(spec.impl, spec.device, spec.dtype, dim).by_torch("estimate")
+        plain = choose_backend(spec.impl, spec.device, spec.dtype, dim, parts).by_torch("estimate")
         units = batch, kv_heads, kv_cut.num_video_tiles * parts
-        pairs = batch, heads, cut.num_video_tiles, kv_cut.num_video_tiles
+        pairs = batch, heads, cut.num_video_tiles, units[2]
         means = Like((*units, dim), wide if plain else spec.dtype)
-        found |= {"tail_lse": found["lse"], "bias": Like(pairs, wide), "mixture": Like(pairs, wide if plain else torch.bfloat16),
-                  "log_count": Like(units, wide), "k_mean": means, "v_mean": means}
+        lse = Like((batch, heads, slots), wide)
+        found |= {"merged": _tokens(spec, query, slots), "merged_lse": lse, "tail_lse": lse, "bias": Like(pairs, wide),
+                  "mixture": Like(pairs, wide if plain else torch.bfloat16), "log_count": Like(units, wide), "k_mean": means,
+                  "v_mean": means}
         if parts > 1:
-            found["halves"] = Like((batch, kv_heads, kv_cut.num_slots), torch.int8)
+            found["order"] = Like((batch, kv_heads, kv_cut.num_slots))
         if spec.rows is not None:
             found["q_all"] = _tokens(spec, query, slots)
     return found

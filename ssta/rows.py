@@ -46,7 +46,7 @@ class AllRows:
         return out, lse
 
     def gathered(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Of what is in the places of all, the rows'."""
+        """The adjoint of ``spread``."""
         return out, lse
 
     def to_slots(self, backend: Backend, x: Tensor) -> Tensor:

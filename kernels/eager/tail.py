@@ -1,20 +1,20 @@
 """The tail in plain torch, which specifies it: blocks' statistics, the merge of their estimate with the exact part, and its gradients.
 
-The formulas, for one head with scale s. A key block j is estimated as units u: itself, or with ``parts`` = 2 two of them, the tokens on
-either side of its mean along its keys' first principal direction. Unit u has n_u tokens, mean key and value kb_u and vb_u. C_j is the
-covariance of a block's keys with its values, each about its own unit's mean, and S_j that of its keys; G_I is the second moment of some of
-query block I's queries, which speak for it. Then, for a unit u of block j,
+The formulas, for one head with scale s. Key blocks are estimated as units u: whole blocks, or with ``parts`` = 2 the halves of a block
+whose tokens are ordered by their projection on the block's first principal key direction. Unit u has n_u tokens, mean key and value kb_u
+and vb_u, covariances C_u of keys with values and S_u of keys; G_I is the second moment of some of query block I's queries, which speak for
+it. Then
 
-    h_Ij = s^2 / 2 <G_I, S_j>                                   half the variance of a unit's scores, as a query block sees it
-    l_qu = s q . kb_u + log n_u + min(h_Ij, 1)                  the log of a unit's estimated mass
-    m_Ij = mean over the same queries of the softmax over all units of l_qu, summed over j's, of which "error" selects by m_Ij h_Ij
+    h_Iu = s^2 / 2 <G_I, S_u>                                   half the variance of a unit's scores, as a query block sees it
+    l_qu = s q . kb_u + log n_u + min(h_Iu, 1)                  the log of a unit's estimated mass
+    m_Iu = mean over the same queries of the softmax over all units of l_qu, of which "error" selects by m_Iu h_Iu
     w_qu = softmax over the units of unselected blocks,  z_T = logsumexp
-    P_Ij = (m_Ij / their sum over the unselected blocks) sqrt(min(1, 1 / h_Ij)),  M_I = sum over j of P_Ij C_j
+    P_Iu = (m_Iu / their sum over the units of unselected blocks) sqrt(min(1, 1 / h_Iu)),  M_I = sum over u of P_Iu C_u
     T_q  = sum over u of w_qu vb_u + s q^T M_I
 
 and with the exact part's output E_q and log-sum-exp z_E, the result O_q = a E_q + b T_q with a = e^z_E / (e^z_E + e^z_T), b = 1 - a.
 
-For units drawn from a Gaussian, s q^T C_j is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
+For blocks drawn from a Gaussian, s q^T C_u is how far a softmax inside the unit moves its mean value, and h how much its mass exceeds that
 of its mean key. Real blocks have bounded tails, so both are damped where h > 1. The queries that speak for their block in h and m are
 spread over it: 32 or, of blocks of more than 128 tokens, 64. Errors are the same within 1 % as where all do. A head whose blocks' tokens
 differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
@@ -49,17 +49,16 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
     """
     blocks = _Cut(kv_blocks, k.shape[2])
     k, v = (x.to(compute_dtype(k)) for x in (k, v))
-    keys, values = blocks.cut(k), blocks.cut(v)
-    sound = (keys.isfinite() & values.isfinite()).flatten(3).all(-1)
-    halves = blocks.halves(keys.masked_fill(~sound[..., None, None], 0)) if parts > 1 else None
-    members = blocks.members(halves) & sound[..., None, None]
-    counts = members.sum(-1).to(k.dtype)
-    log_count = counts.log().flatten(2)
-    k_mean, v_mean = (_means(x, members) for x in (keys, values))
-    k_spread = _deviations(keys, k_mean, members)
-    moments = k_spread.mT @ k_spread / counts.sum(-1).clamp(min=1)[..., None, None]
-    mixed = _covariances(k, v, k_mean, v_mean, log_count, halves, blocks) if covariances else None
-    return KeyStatistics(parts, log_count, halves, k_mean, v_mean, moments, mixed)
+    finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
+    order = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else None
+    members, counts = blocks.members(parts)
+    log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
+    k_spread = blocks.deviations(k, k_mean, order, sound)
+    moments = (k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
+    mixed = _covariances(k, v, k_mean, v_mean, log_count, order, blocks) if covariances else None
+    return KeyStatistics(parts, log_count, order, k_mean, v_mean, moments, mixed)
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
@@ -88,17 +87,19 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     queries, number = queries.masked_fill(~trusted, 0), counted.sum(1).clamp(min=1)[:, None]
     half_variance = 0.5 * scale**2 * ((queries.mT @ queries / number[..., None]).flatten(3) @ variance.flatten(3).mT)
     logits = (scale * queries.flatten(2, 3) @ per_query_head(k_mean, heads).mT).unflatten(2, sampled.shape)
-    seen = (logits + unit_bias(half_variance.clamp(max=CAP), log_count)[..., None, :]).softmax(-1).nan_to_num(0)
-    mass = ((seen * trusted).sum(3) / number).unflatten(-1, (-1, parts)).sum(-1)
+    mass = (logits + _bias(log_count, half_variance)[..., None, :]).softmax(-1).nan_to_num(0)
+    mass = (mass * trusted).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
-    return BlockEstimates(parts, log_count, half_variance, mass, keys.halves, k_mean, keys.v_mean, useful, keys.covariances)
+    return BlockEstimates(parts, log_count, half_variance, mass, keys.order, k_mean, keys.v_mean, useful, keys.covariances)
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
     """``[B, H, N, K]``: mass x h of each key block over its tokens, of the fields of ``BlockEstimates`` of these names; -inf where nothing
     is estimated of a block."""
-    tokens = per_query_head(log_count.exp().unflatten(-1, (-1, parts)).sum(-1), mass.shape[1])[:, :, None]
-    return (mass * half_variance / tokens).masked_fill(tokens == 0, -torch.inf)
+    found = (mass * half_variance).unflatten(-1, (-1, parts)).sum(-1)
+    # Of a block of one token one half is empty, which is nothing bad.
+    tokens = per_query_head(log_count.exp().unflatten(-1, (-1, parts)).sum(-1), found.shape[1])[:, :, None]
+    return (found / tokens).masked_fill(tokens == 0, -torch.inf)
 
 
 def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
@@ -117,22 +118,20 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
             exactly, mean of the block's rows; to 1 where nothing is left out, or what is left out is not estimated.
         tail_lse: ``[B, H, P]`` in lse's dtype, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other
             blocks. Their out and lse keep their bits. Of no heads unless ``keep``, and so are bias and mixture.
-        bias: ``[B, H, N, K]`` in lse's dtype: what the logits of a block's units have beside scale q . k_mean and log_count, in base 2;
-            -inf where it is not estimated.
-        mixture: ``[B, H, N, K]``, P of the formulas; float32 or float64.
+        bias: ``[B, H, N, U]`` in lse's dtype: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated.
+        mixture: ``[B, H, N, U]``, P of the formulas; float32 or float64.
     """
     rows, blocks, heads = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2]), q.shape[1]
     queries, half_variance = q.to(compute_dtype(q)), estimates.half_variance
-    nothing = estimates.log_count.unflatten(-1, (-1, estimates.parts)).isneginf().all(-1)
-    known = _listed(counts, indices, rows.number, blocks.number, heads) | per_query_head(nothing, heads)[:, :, None]
+    known = _listed(counts, indices, rows.number, blocks.number, heads).repeat_interleave(estimates.parts, -1)
     known = known | ~estimates.useful[..., None, None]
-    bias = half_variance.clamp(max=CAP).masked_fill(known, -torch.inf)
+    bias = _bias(estimates.log_count, half_variance).masked_fill(known, -torch.inf)
     left = estimates.mass.masked_fill(known, 0)
     mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
-    weights, tail_lse = _weights(queries, estimates.k_mean, unit_bias(bias, estimates.log_count), rows, scale)
+    weights, tail_lse = _weights(queries, estimates.k_mean, bias, rows, scale)
     covariances = estimates.covariances
     if covariances is None:
-        covariances = _covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.halves, blocks)
+        covariances = _covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, blocks)
     matrix = _matrices(covariances, mixture, q.shape[3])
     tail = weights @ per_query_head(estimates.v_mean, heads) + scale * rows.join(rows.cut(queries) @ matrix)
     exact, of_tail, total = _shares(lse, tail_lse)
@@ -146,37 +145,45 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
 
 
 def combine_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
-    bias: Tensor, mixture: Tensor, log_count: Tensor, halves: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What reaches q, k and v through the estimate, shaped and typed like these.
+    dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients for the exact part's out and lse, and for q, k and v, shaped and typed like these.
 
-    The rest is what the backward of attention to the listed blocks makes of dout and the merged out and lse: one softmax is over both
-    parts.
-    With delta = dO . O, z the merged lse and W_qu = e^(l_qu - z) = b w_qu, for rows of which something is estimated:
+    With delta = dO . O - dz and W_qu = b w_qu, for rows of which something is estimated:
 
-        c_q = dO . (s q^T M_I) - delta,  dl_qu = W_qu (dO . vb_u + c_q),  dq = s sum_u dl_qu kb_u + s b M_I dO
-        dkb_u = s sum_q dl_qu q,  dvb_u = sum_q W_qu dO,  dM_I = s sum_q q (b dO)^T,  dC_j = sum_I P_Ij dM_I
-        dk_t = dkb_u / n_u + dC_j (v_t - vb_u) / n_j,  dv_t = dvb_u / n_u + dC_j^T (k_t - kb_u) / n_j  for a token t of unit u of block j
+        dE = a dO,  dz_E = a (dO . E - delta),  c_q = dO . (s q^T M_I) - delta
+        dl_qu = W_qu (dO . vb_u + c_q),  dq = s sum_u dl_qu kb_u + s b M_I dO
+        dkb_u = s sum_q dl_qu q,  dvb_u = sum_q W_qu dO,  dM_I = s sum_q q (b dO)^T,  dC_u = sum_I P_Iu dM_I
+        dk_t = (dkb_u + dC_u (v_t - vb_u)) / n_u,  dv_t = (dvb_u + dC_u^T (k_t - kb_u)) / n_u  for a token t of unit u
+
+    Other rows pass on what arrives.
 
     Args:
-        dout: ``[B, H, P, D]``. What arrives for the merged out.
-        out, lse: merged, ``[B, H, P, D]`` and ``[B, H, P]``.
+        dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
+        exact, exact_lse: out and lse of the exact part; out, lse: merged.
         tail_lse, bias, mixture: what ``combine`` returned with ``keep``.
         q, k, v, q_blocks, kv_blocks, scale: the arguments of ``combine``.
-        log_count, halves, k_mean, v_mean: those of the estimates.
+        log_count, order, k_mean, v_mean: those of the estimates.
     """
     heads, kv_heads, wide = q.shape[1], k.shape[1], compute_dtype(q)
     rows, blocks = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2])
+    members, counts = blocks.members(bias.shape[3] // blocks.number)
     queries, do = q.to(wide), dout.to(wide)
     estimated = ~tail_lse.isneginf()
-    of_tail = (tail_lse - lse).exp().masked_fill(~estimated, 0)
-    # What a row attends to exactly may hold NaN, and 0 times that is NaN.
-    delta = (do * out.to(wide)).sum(-1)
-    matrix = _matrices(_covariances(k, v, k_mean, v_mean, log_count, halves, blocks), mixture, q.shape[3])
-    weights, _ = _weights(queries, k_mean, unit_bias(bias * LN2, log_count), rows, scale)
+    of_exact, of_tail, _ = _shares(exact_lse, tail_lse)
+    dz = torch.zeros_like(lse) if dlse is None else dlse
+    delta = (do * out.to(wide)).sum(-1) - dz
+    dexact = torch.where(estimated[..., None], (of_exact[..., None] * do).to(dout.dtype), dout)
+    own = (do * _where_some(of_exact, exact.to(wide))).sum(-1)
+    dexact_lse = torch.where(estimated, of_exact * (own - delta), dz)
+
+    matrix = _matrices(_covariances(k, v, k_mean, v_mean, log_count, order, blocks), mixture, q.shape[3])
+    weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)
     weights = weights * of_tail[..., None]
     through_matrix = rows.join(rows.cut(do) @ matrix.mT)
+    # What a row attends to exactly may hold NaN, and 0 times that is NaN.
     c = (scale * (through_matrix * queries).sum(-1) - delta).masked_fill(~estimated, 0)
     dlogits = weights * (do @ per_query_head(v_mean, heads).mT + c[..., None])
     dq = scale * (dlogits @ per_query_head(k_mean, heads) + of_tail[..., None] * through_matrix)
@@ -186,18 +193,16 @@ def combine_backward(
 
     dk_mean, dv_mean = of_kv_heads(scale * dlogits.mT @ queries), of_kv_heads(weights.mT @ do)
     dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_tail[..., None] * do)
-    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:])
-    counts = log_count.unflatten(2, (blocks.number, -1)).exp()
-    members = blocks.members(halves) & (counts > 0)[..., None]
+    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, counts.shape)
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
 
     def of_tokens(x: Tensor, dmean: Tensor, spread: Tensor, dmatrix: Tensor) -> Tensor:
-        each = dmean.unflatten(2, (blocks.number, -1)) / counts.clamp(min=1)[..., None]
-        found = members.mT.to(wide) @ each + spread @ dmatrix / counts.sum(-1).clamp(min=1)[..., None, None]
-        return blocks.join(found).to(x.dtype)
+        found = dmean.unflatten(2, counts.shape)[..., None, :] + spread @ dmatrix
+        return blocks.scattered((found / counts.clamp(min=1)[..., None, None]).masked_fill(~sound[..., None], 0).sum(3), order).to(x.dtype)
 
-    dk = of_tokens(k, dk_mean, _deviations(blocks.cut(v.to(wide)), v_mean, members), dcovariance.mT)
-    dv = of_tokens(v, dv_mean, _deviations(blocks.cut(k.to(wide)), k_mean, members), dcovariance)
-    return dq.to(q.dtype), dk, dv
+    dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)
+    dv = of_tokens(v, dv_mean, blocks.deviations(k.to(wide), k_mean, order, sound), dcovariance)
+    return dexact, dexact_lse, dq.to(q.dtype), dk, dv
 
 
 class _Cut:
@@ -223,12 +228,29 @@ class _Cut:
         """``[B, H, N, L, C]`` -> ``[B, H, P, C]``, zeros for tokens of other blocks."""
         return x.flatten(2, 3).index_select(2, self._back).masked_fill(~self.inside[:, None], 0)
 
-    def members(self, halves: Tensor | None) -> Tensor:
-        """bool ``[B or 1, Hkv or 1, N, parts, L]``: which of a block's tokens are of a unit."""
-        if halves is None:
-            return self.valid[None, None, :, None]
-        upper = self.cut(halves[..., None])[..., 0] != 0
-        return torch.stack([~upper & self.valid, upper & self.valid], 3)
+    def scattered(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """``join`` of what stands at the places of ``BlockEstimates.order``."""
+        x = self.join(x)
+        return x if order is None else torch.zeros_like(x).scatter(2, self._tokens(order).expand_as(x), x)
+
+    def _tokens(self, order: Tensor) -> Tensor:
+        """int64 ``[B, H, P, 1]``: ``order``, which of other blocks' places holds anything, with their own tokens there."""
+        return order.long().where(self.inside, self._token)[..., None]
+
+    def members(self, parts: int) -> tuple[Tensor, Tensor]:
+        """(bool ``[N, parts, L]``: the places of a block that a unit takes; int64 ``[N, parts]``: how many)."""
+        bounds = self.lengths[:, None] * torch.arange(parts + 1, device=self.lengths.device) // parts
+        return (self.place >= bounds[:, :-1, None]) & (self.place < bounds[:, 1:, None]), bounds.diff()
+
+    def units(self, x: Tensor, order: Tensor | None, members: Tensor) -> Tensor:
+        """``[B, H, P, D]`` -> ``[B, H, N, parts, L, D]``, each unit's tokens at the places of ``order``, 0 elsewhere."""
+        x = x if order is None else x.gather(2, self._tokens(order).expand_as(x))
+        return self.cut(x)[:, :, :, None].masked_fill(~members[..., None], 0)
+
+    def deviations(self, x: Tensor, means: Tensor, order: Tensor | None, members: Tensor) -> Tensor:
+        """``units`` less their ``means``, ``[B, H, U, D]``."""
+        means = means.to(x.dtype).unflatten(2, (self.number, -1))
+        return (self.units(x, order, members) - means[..., None, :]).masked_fill(~members[..., None], 0)
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """(int64 ``[N, n]``: places of the queries that speak for a block, bool ``[N, n]``: those that are there).
@@ -242,8 +264,9 @@ class _Cut:
         # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
         return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 
-    def halves(self, k: Tensor) -> Tensor:
-        """``BlockEstimates.halves`` of finite keys ``[B, Hkv, N, L, D]``; 0 for tokens of other blocks."""
+    def principal_order(self, k: Tensor) -> Tensor:
+        """``BlockEstimates.order`` of two halves, of finite keys ``[B, Hkv, N, L, D]``: tokens whose keys lie lower on the block's first
+        principal direction, then the others; of other blocks' places 0."""
         size = self.lengths.clamp(min=1)[:, None, None]
         spread = (k - k.sum(3, keepdim=True) / size).masked_fill(~self.valid[..., None], 0)
         variance = spread.mT @ spread
@@ -252,19 +275,11 @@ class _Cut:
         for _ in range(ITERATIONS):
             direction = variance @ direction
             direction = direction / torch.linalg.vector_norm(direction, dim=-2, keepdim=True).clamp(min=1e-20)
-        return self.join((spread @ direction > 0).to(torch.int8))[..., 0]
-
-
-def _means(x: Tensor, members: Tensor) -> Tensor:
-    """``[B, Hkv, U, D]`` of tokens ``[B, Hkv, N, L, D]``; 0 of units without a token."""
-    some = x.masked_fill(~members.any(3)[..., None], 0)
-    return (members.to(x.dtype) @ some / members.sum(-1).clamp(min=1)[..., None]).flatten(2, 3)
-
-
-def _deviations(x: Tensor, means: Tensor, members: Tensor) -> Tensor:
-    """``[B, Hkv, N, L, D]``, tokens less their units' ``means``, ``[B, Hkv, U, D]``; 0 for those of no unit."""
-    of_token = members.mT.to(x.dtype) @ means.to(x.dtype).unflatten(2, members.shape[2:4])
-    return (x - of_token).masked_fill(~members.any(3)[..., None], 0)
+        # Of equal ones the first are the lower half.
+        rank = (spread @ direction)[..., 0].masked_fill(~self.valid, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
+        upper = (rank >= self.lengths[:, None] // 2) & self.valid
+        places = (upper + 2 * (~self.valid).long()).argsort(dim=-1, stable=True)
+        return self.join((places + self.starts[:, None])[..., None])[..., 0].int()
 
 
 def _listed(counts: Tensor, indices: Tensor, rows: int, number: int, heads: int) -> Tensor:
@@ -277,10 +292,9 @@ def _listed(counts: Tensor, indices: Tensor, rows: int, number: int, heads: int)
     return mask if mask.shape[1] == 1 else per_query_head(mask, heads)
 
 
-def unit_bias(bias: Tensor, log_count: Tensor) -> Tensor:
-    """``[B, H, N, U]``: what a unit's logit has beside its mean key's, of that of blocks ``[B, H, N, K]``."""
-    parts = log_count.shape[2] // bias.shape[3]
-    return bias.repeat_interleave(parts, -1) + per_query_head(log_count, bias.shape[1])[:, :, None]
+def _bias(log_count: Tensor, half_variance: Tensor) -> Tensor:
+    """``[B, H, N, U]``: what a unit's logit has beside its mean key's."""
+    return per_query_head(log_count, half_variance.shape[1])[:, :, None] + half_variance.clamp(max=CAP)
 
 
 def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float) -> tuple[Tensor, Tensor]:
@@ -291,12 +305,12 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float
     return logits.softmax(-1).masked_fill(nothing, 0), logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
 
 
-def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, halves: Tensor | None, blocks: _Cut) -> Tensor:
-    """C, ``[B, Hkv, K, D * D]``."""
-    counts = log_count.unflatten(2, (blocks.number, -1)).exp()
-    members = blocks.members(halves) & (counts > 0)[..., None]
-    k_spread, v_spread = (_deviations(blocks.cut(x.to(compute_dtype(k))), mean, members) for x, mean in ((k, k_mean), (v, v_mean)))
-    return (k_spread.mT @ v_spread / counts.sum(-1).clamp(min=1)[..., None, None]).flatten(3)
+def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, blocks: _Cut) -> Tensor:
+    """C, ``[B, Hkv, U, D * D]``."""
+    members, counts = blocks.members(log_count.shape[2] // blocks.number)
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
+    return (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3).flatten(3)
 
 
 def _matrices(covariances: Tensor, mixture: Tensor, dim: int) -> Tensor:

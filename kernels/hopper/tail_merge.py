@@ -67,7 +67,7 @@ class Work:
     k_done: gl.shared_memory_descriptor      # the warpgroup has multiplied by it
     v_done: gl.shared_memory_descriptor
     walked: gl.shared_memory_descriptor      # [1]: it knows whether weights overflowed
-    left: gl.tensor                          # how many blocks are estimated
+    left: gl.tensor                          # how many units are estimated
     steps: gl.tensor
     batch: gl.tensor
     head: gl.tensor
@@ -103,19 +103,12 @@ def _load_k(work, i, desc, head, row):
 
 
 @gluon.jit
-def _load_biases(bias, log_count, unit, units, PARTS: gl.constexpr):
-    """In base 2; -inf from ``units`` on."""
-    of_blocks = gl.load(bias + unit // PARTS, mask=unit < units, other=float("-inf"))
-    return of_blocks + gl.load(log_count + unit, mask=unit < units, other=float("-inf")) * (1 / LN2)
-
-
-@gluon.jit
-def _load_units(work, first_k, first_v, k_desc, v_desc, bias, log_count, units, inverse, PARTS: gl.constexpr):
+def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
     """All units, which use the rings from ``first_k`` and ``first_v`` on."""
     UNITS: gl.constexpr = work.k.shape[3]
     layout: gl.constexpr = _biases_layout()
     lines = gl.arange(0, UNITS, layout=gl.SliceLayout(1, layout))
-    values = _load_biases(bias, log_count, lines, units, PARTS)
+    values = gl.load(bias + lines, mask=lines < units, other=float("-inf"))
     for step in range(work.steps):
         k, v, unit = first_k + step, first_v + step, step * UNITS
         ring_free(work.k_done, k, True)
@@ -126,7 +119,7 @@ def _load_units(work, first_k, first_v, k_desc, v_desc, bias, log_count, units, 
         barrier()
         _load_k(work, k, k_desc, work.kv_head, unit)
         # A step ahead.
-        values = _load_biases(bias, log_count, unit + UNITS + lines, units, PARTS)
+        values = gl.load(bias + unit + UNITS + lines, mask=unit + UNITS + lines < units, other=float("-inf"))
         ring_free(work.v_done, v, True)
         mbarrier.expect(ring_at(work.v_full, v, True), v_desc.block_type.nbytes)
         copy_in(v_desc, [work.batch, work.kv_head, unit, 0], ring_at(work.v_full, v, True), ring_at(work.v, v, True))
@@ -143,18 +136,17 @@ def _load_rest(work, i, matrix_desc, out_desc):
 
 
 @gluon.jit
-def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, log_count, units, inverse, PARTS: gl.constexpr,
-          REST: gl.constexpr):
+def _load(work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, units, inverse, REST: gl.constexpr):
     """The loading partition; nothing where nothing is estimated. ``inverse``: 1 over the factor on scores in base 2. REST: how many uses of
     their ring the matrix and the exact part are."""
     if work.left > 0:
         mbarrier.expect(work.q_full.index(0), q_desc.block_type.nbytes)
         copy_in(q_desc, [work.batch, work.head, work.row, 0], work.q_full.index(0), work.q.index(0))
-        _load_units(work, 0, 0, k_desc, v_desc, bias, log_count, units, inverse, PARTS)
+        _load_units(work, 0, 0, k_desc, v_desc, bias, units, inverse)
         _load_rest(work, work.steps, matrix_desc, out_desc)
         mbarrier.wait(work.walked.index(0), 0)
         if read_word(work.again, 1) != 0:
-            _load_units(work, work.steps + REST, work.steps, k_desc, v_desc, bias, log_count, units, inverse, PARTS)
+            _load_units(work, work.steps + REST, work.steps, k_desc, v_desc, bias, units, inverse)
             _load_rest(work, 2 * work.steps + REST, matrix_desc, out_desc)
 
 
@@ -295,10 +287,9 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "gro
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, log_count, left, offsets,
+def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, left, offsets,
                        out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, scale, scale_log2, inverse,
-                       PARTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, K_STAGES: gl.constexpr,
-                       V_STAGES: gl.constexpr):
+                       ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     at_block, part = gl.program_id(0) // parts, gl.program_id(0) % parts
     at_head, block = at_block // blocks, at_block % blocks
     batch, head = at_head // heads, at_head % heads
@@ -312,9 +303,6 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
     lse += at_head.to(gl.int64) * tokens + row
     tail_lse += at_head.to(gl.int64) * tokens + row
-    kv_head = head // group
-    bias += at_block.to(gl.int64) * (units // PARTS)
-    log_count += (batch * (heads // group) + kv_head) * units
 
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], q_desc.layout)
@@ -336,28 +324,27 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     # TMA must see the barriers before it signals them, and the matrix unit the selector.
     fence_async_shared()
     work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
-                (units + UNITS - 1) // UNITS, batch, head, kv_head, block, row, rows)
+                (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
     REST: gl.constexpr = 1 + D // UNITS
     gl.warp_specialize([
         (_merge, (work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
-        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias, log_count, units, inverse, PARTS, REST)),
+        (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units, inverse, REST)),
     ], [1], [40])
 
 
-def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, log_count: Tensor,
-                      left: Tensor, matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
+                      matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """``merge`` of the portable kernels, of bfloat16, head_dim 64 or 128, for ROWS rows a program. TMA must be able to follow q and out,
     see ``loaded``."""
     batch, heads, tokens, dim = q.shape
-    (blocks, kv_blocks), units = bias.shape[2:], log_count.shape[2]
+    blocks, units = bias.shape[2:]
     parts = shares.shape[3]
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    fixed = dict(PARTS=units // kv_blocks) | constants(dim)
+    fixed = constants(dim)
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *fixed.values()), (batch * heads * blocks * parts, 1, 1),
                 (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
                  tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
-                (out, lse, tail_lse, shares, bias, log_count, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed,
-                OPTIONS)
+                (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
 
 
 def constants(dim: int) -> dict[str, int]:

@@ -12,84 +12,94 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..lowering.inputs import strided
+from ..lowering.inputs import loaded, strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampled_queries
-from . import tail_halves, tail_rows, tail_statistics
+from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
+from . import tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes
 
 # What the estimate may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group
-# after another. Attention's result, which is to come, takes as much.
-ESTIMATE_ROOM = 1.2
+# after another. Attention's result and its lists, which are to come, take more.
+ESTIMATE_ROOM = 1.4
 
 
-def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> KeyStatistics:
-    """``key_statistics`` of ``eager/tail.py``."""
-    log_count, k_mean, v_mean, moments, *rest = _keys((strided(k), strided(v)), (kv_blocks[0],), kv_blocks[1:], parts, covariances)
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool, *,
+                   kernel: Callable[..., None] | None = None) -> KeyStatistics:
+    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, where ``why_not_hopper_statistics`` is None; it
+    computes covariances with the rest."""
+    kernel = kernel if covariances else None
+    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
+    log_count, k_mean, v_mean, moments, *rest = _keys((k, v), (kv_blocks[0],), kv_blocks[1:], parts, covariances, kernel)
     return KeyStatistics(parts, log_count, rest.pop(0) if parts > 1 else None, k_mean, v_mean, moments, *rest)
 
 
-def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int], parts: int,
-                          wanted: bool) -> None:
+def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int], parts: int, wanted: bool,
+                          kernel: Callable[..., None] | None) -> None:
     """The plan of ``key_statistics``. wanted: whether covariances are."""
     (k, v), (offsets,) = xs, others
     log_count, k_mean, v_mean = _new_means(plan, k, sizes[0] * parts)
-    moments = plan.result(*k.shape[:2], sizes[0], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
-    halves = plan.result(*k.shape[:3], dtype=torch.int8) if parts > 1 else None
-    covariances = plan.result(*k.shape[:2], sizes[0], k.shape[3]**2, dtype=torch.bfloat16) if wanted else None
+    moments = plan.result(*k_mean.shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
+    order = plan.result(*k.shape[:3], dtype=torch.int32) if parts > 1 else None
+    covariances = plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16) if wanted else None
     if not k.numel():
         for x in plan.results:
             plan.call(Tensor.zero_, x)
         return
-    _write_keys(plan, k, v, offsets, halves, k_mean, v_mean, log_count, moments)
-    if covariances is not None:
-        tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, None, covariances)
+    _write_order(plan, k, offsets, sizes[0], order)
+    _write_keys(plan, k, v, offsets, order, parts, log_count, k_mean, v_mean, moments, covariances, kernel)
+    if covariances is not None and kernel is None:
+        tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, None, parts, covariances)
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: KeyStatistics | None = None) -> BlockEstimates:
-    """``estimate`` of ``eager/tail.py``."""
+             known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None) -> BlockEstimates:
+    """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait."""
     q, judge = strided(q), useful is None
     if known is not None:
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
-        halves, covariances = (None if x is None else x.contiguous() for x in (known.halves, known.covariances))
+        order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
             (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, ESTIMATE_ROOM)
-        return BlockEstimates(parts, log_count, half_variance, mass, halves, k_mean, v_mean, judged[0] if useful is None else useful,
+        return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances)
+    kernel = kernel if covariances_wait(q, k, kv_blocks[1]) else None
+    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, ESTIMATE_ROOM)
+        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, ESTIMATE_ROOM)
     useful = rest.pop(0) if useful is None else useful
-    return BlockEstimates(parts, log_count, half_variance, mass, rest[0] if parts > 1 else None, k_mean, v_mean, useful)
+    order = rest.pop(0) if parts > 1 else None
+    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful, *rest)
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, room: float) -> None:
+                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, room: float) -> None:
     """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
     useful is asked."""
     (q, k, v), (q_offsets, kv_offsets) = xs, offsets
     log_count, k_mean, v_mean = _new_means(plan, k, kv_sizes[0] * parts)
-    seen = _new_estimates(plan, q, q_sizes[0], kv_sizes[0], judge)
-    halves = plan.result(*k.shape[:3], dtype=torch.int8) if parts > 1 else None
+    seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
+    order = plan.result(*k.shape[:3], dtype=torch.int32) if parts > 1 else None
+    covariances = None if kernel is None else plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
     if not q.numel() or not k.numel():
         for x in plan.results:
             plan.call(_fill_with_ones if x is seen.useful else Tensor.zero_, x)
         return
+    _write_order(plan, k, kv_offsets, kv_sizes[0], order)
 
     def keys_of(shared: tuple) -> Tensor:
-        moments = plan.working(*k[shared].shape[:2], kv_sizes[0], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
-        _write_keys(plan, k[shared], v[shared], kv_offsets, None if halves is None else halves[shared], k_mean[shared], v_mean[shared],
-                    log_count[shared], moments)
+        moments = plan.working(*k_mean[shared].shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
+        _write_keys(plan, k[shared], v[shared], kv_offsets, None if order is None else order[shared], parts, log_count[shared],
+                    k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
         return moments
 
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, kv_sizes[0], seen, room * mean_bytes(q, k))
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, room * mean_bytes(q, k))
 
 
 def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
                        room: float) -> None:
     """The plan of ``estimate`` where keys' statistics are known."""
     (q,), (q_offsets, log_count, k_mean, moments) = xs, others
-    seen = _new_estimates(plan, q, q_sizes[0], moments.shape[2], judge)
+    seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
     if not q.numel():
         for x in plan.results:
             plan.call(_fill_with_ones, x)
@@ -112,31 +122,37 @@ def _new_means(plan: Plan, k: Tensor, units: int) -> tuple[Tensor, Tensor, Tenso
     return log_count, k_mean, v_mean
 
 
-def _new_estimates(plan: Plan, q: Tensor, blocks: int, kv_blocks: int, judge: bool) -> _Seen:
-    half_variance, mass = (plan.result(*q.shape[:2], blocks, kv_blocks, dtype=torch.bfloat16) for _ in range(2))
+def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) -> _Seen:
+    half_variance, mass = (plan.result(*q.shape[:2], blocks, units, dtype=torch.bfloat16) for _ in range(2))
     return _Seen(half_variance, mass, plan.result(*q.shape[:2], dtype=torch.bool) if judge else None)
 
 
-def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, halves: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-                log_count: Tensor, moments: Tensor) -> None:
-    """Keys' statistics but for covariances."""
-    if halves is not None:
-        tail_halves.principal_halves(plan, k, offsets, moments.shape[2], ITERATIONS, halves)
-    tail_statistics.key_statistics(plan, k, v, offsets, halves, k_mean, v_mean, log_count, moments)
+def _write_order(plan: Plan, k: Tensor, offsets: Tensor, blocks: int, order: Tensor | None) -> None:
+    if order is not None:
+        with plan.memory_again():
+            tail_order.principal_order(plan, k, offsets, blocks, ITERATIONS, order)
+
+
+def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor | None, parts: int, log_count: Tensor, k_mean: Tensor,
+                v_mean: Tensor, moments: Tensor, covariances: Tensor | None, kernel: Callable[..., None] | None) -> None:
+    """Keys' statistics; covariances only by ``kernel``."""
+    if kernel is None:
+        tail_statistics.key_statistics(plan, k, v, offsets, k_mean, v_mean, log_count, order, parts, moments)
+    else:
+        kernel(plan, k, v, offsets, k_mean, v_mean, log_count, moments, covariances, tail_statistics.SLAB)
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
                 keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, room: float) -> None:
-    """What query blocks see. keys_of: gives the moments of some key heads, and makes ``made`` matrices a head for them. room:
+    """What query blocks see. keys_of: gives the moments of the units of some key heads, and makes ``made`` matrices a head for them. room:
     in bytes."""
     (blocks, longest), (batch, heads, _, dim), kv_heads = sizes, q.shape, k_mean.shape[1]
     sample, group = sampled_queries(longest), heads // kv_heads
     # Of symmetric matrices half is kept.
     entries = tail_statistics.packed_size(dim)
     most = int(room / (2 * entries * (made + blocks * group)))
-    # The kernel that compares queries with units reads numbers of four bytes faster. Rows of 16 bytes: what torch multiplies fast.
-    units = seen.half_variance.shape[3]
-    wide = plan.working(*seen.half_variance.shape[:3], -(-units // 8) * 8, dtype=torch.float32)[..., :units]
+    # The kernel that compares queries with units reads numbers of four bytes faster.
+    wide = plan.working(*seen.half_variance.shape, dtype=torch.float32)
     error = plan.working(*wide.shape[:3], dtype=torch.float32)
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
         with plan.memory_again():
@@ -155,7 +171,7 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -
 
 
 def _write_scores(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], parts: int) -> None:
-    found = plan.result(*xs[0].shape, dtype=torch.float32)
+    found = plan.result(*xs[0].shape[:3], xs[0].shape[3] // parts, dtype=torch.float32)
     if found.numel():
         mass, half_variance, log_count = xs
         tail_rows.scores(plan, mass, half_variance, log_count, parts, found)

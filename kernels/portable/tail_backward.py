@@ -5,7 +5,6 @@ The formulas are those of ``combine_backward`` in eager/tail.py, with W_qu = e^(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,7 @@ from ..lowering.quick_launch import power_of_2
 from ..tail import Blocks
 from .config import LaunchConfig
 from .tail_config import launcher, strides
-from .tail_rows import unit_bias2
+from .tail_rows import part_shares
 from .tail_statistics import head_at
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
@@ -54,13 +53,13 @@ def _with_moments(x, moments, acc):
 
 
 @triton.jit
-def _tail_rows_kernel(q, dout, out, dq, k_mean, v_mean, lse, tail_lse, lse2, shift, bias2, log_count, matrix, offsets, q_batch, q_head,
-                      q_row, dout_batch, dout_head, dout_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
+def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2,
+                      matrix, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row, exact_batch, exact_head, exact_row,
+                      out_batch, out_head, out_row, dexact_batch, dexact_head, dexact_row, dq_batch, dq_head, dq_row,
                       heads, group, tokens, blocks, units, scale_log2, scale,
-                      TILES: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr,
-                      DIM_PAD: tl.constexpr):
-    """dq of some rows of a query block; and what the units' pass wants to know of them: c, and z in base 2."""
-    block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
+                      PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """dO_E, dz_E and dq of some rows of a query block; and what the units' pass wants to know of them: c, and z in base 2."""
+    block, before = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     start, length = _block_rows(offsets, block)
     row, rows = start + before, length - before
@@ -70,13 +69,27 @@ def _tail_rows_kernel(q, dout, out, dq, k_mean, v_mean, lse, tail_lse, lse2, shi
     inside = place < rows
     at = (batch * heads + head) * tokens + row + place
     row_lse = tl.load(lse + at, mask=inside, other=0.0)
+    row_exact = tl.load(exact_lse + at, mask=inside, other=0.0)
     row_tail = tl.load(tail_lse + at, mask=inside, other=float("-inf"))
     estimated = row_tail != float("-inf")
-    b = tl.where(estimated, tl.exp(row_tail - row_lse), 0.0)
+    a, b, _ = part_shares(row_exact, row_tail)
+    # Rows of which nothing is estimated pass on what arrives.
+    a, b = tl.where(estimated, a, 1.0), tl.where(estimated, b, 0.0)
     do_of = head_at(dout, batch, head, dout_batch, dout_head)
     do = load_rows(do_of, row, dout_row, rows, M, DIM, DIM_PAD, True)
+    wide = do.to(tl.float32)
     merged = load_rows(head_at(out, batch, head, out_batch, out_head), row, out_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
-    delta = tl.sum(merged * do.to(tl.float32), 1)
+    delta = tl.sum(merged * wide, 1)
+    row_dlse = tl.zeros([M], tl.float32)
+    if dlse is not None:
+        row_dlse = tl.load(dlse + at, mask=inside, other=0.0)
+        delta -= row_dlse
+    own = load_rows(head_at(exact, batch, head, exact_batch, exact_head), row, exact_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
+    # Where the exact part has nothing, whatever its out holds.
+    own_dot = tl.sum(tl.where((a == 0.0)[:, None], 0.0, own) * wide, 1)
+    store_rows(head_at(dexact, batch, head, dexact_batch, dexact_head), row, dexact_row, rows, a[:, None] * wide, M, DIM, DIM_PAD)
+    tl.store(dexact_lse + at, tl.where(estimated, a * (own_dot - delta), row_dlse), mask=inside)
+
     queries = load_rows(head_at(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
     c = -delta
     acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -94,11 +107,11 @@ def _tail_rows_kernel(q, dout, out, dq, k_mean, v_mean, lse, tail_lse, lse2, shi
     tl.store(lse2 + at, row_lse2, mask=inside)
     tl.store(shift + at, c, mask=inside)
 
-    of_head = (batch * (heads // group) + head // group) * units
-    means = of_head * DIM
-    bias_of = bias2 + ((batch * heads + head) * blocks + block) * (units // PARTS)
+    means = (batch * (heads // group) + head // group) * units * DIM
+    bias_of = bias2 + ((batch * heads + head) * blocks + block) * units
     for first in range(0, units, N):
-        unit_bias = unit_bias2(bias_of, log_count + of_head, first + tl.arange(0, N), units, PARTS)
+        unit = first + tl.arange(0, N)
+        unit_bias = tl.load(bias_of + unit, mask=unit < units, other=float("-inf"))
         keys = load_rows(k_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
         values = load_rows(v_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
         logits2 = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + unit_bias[None, :]
@@ -109,14 +122,13 @@ def _tail_rows_kernel(q, dout, out, dq, k_mean, v_mean, lse, tail_lse, lse2, shi
 
 
 @triton.jit
-def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, log_count, offsets, q_batch, q_head, q_row,
+def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, q_batch, q_head, q_row,
                        dout_batch, dout_head, dout_row, kv_heads, group, tokens, blocks, units, share, scale_log2, scale,
-                       PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+                       M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """dkb and dvb of N units, from the ``share`` query blocks of a split; logits stand transposed, [N units, M queries]."""
     first, split = tl.program_id(0) * N, tl.program_id(2)
     kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
     unit = first + tl.arange(0, N)
-    log_count += (batch * kv_heads + kv_head) * units
     means = (batch * kv_heads + kv_head) * units * DIM
     keys = load_rows(k_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
     values = load_rows(v_mean + means, first, DIM, units - first, N, DIM, DIM_PAD, True)
@@ -126,9 +138,9 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
     for head in range(kv_head * group, kv_head * group + group):
         queries_of, do_of = head_at(q, batch, head, q_batch, q_head), head_at(dout, batch, head, dout_batch, dout_head)
         before = (batch * kv_heads * group + head) * tokens
-        bias_of = bias2 + (batch * kv_heads * group + head) * blocks * (units // PARTS)
+        bias_of = bias2 + (batch * kv_heads * group + head) * blocks * units
         for block in range(split * share, tl.minimum(split * share + share, blocks)):
-            unit_bias = unit_bias2(bias_of + block * (units // PARTS), log_count, unit, units, PARTS)
+            unit_bias = tl.load(bias_of + block * units + unit, mask=unit < units, other=float("-inf"))
             start, length = _block_rows(offsets, block)
             for row in range(start, start + length, M):
                 rows = start + length - row
@@ -147,7 +159,7 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
 
 
 @triton.jit
-def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row,
+def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row,
                         heads, tokens, blocks, scale,
                         M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of a query block's dM."""
@@ -162,9 +174,10 @@ def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, q_batch, q_hea
         rows = start + length - row
         queries = load_rows(queries_of, row, q_row, rows, M, DIM, DIM_PAD, True)
         do = _patch(do_of + tl.cast(row, tl.int64) * dout_row, dout_row, rows, DIM - column, M, C)
-        row_lse = tl.load(lse + before + row + place, mask=place < rows, other=0.0)
+        row_exact = tl.load(exact_lse + before + row + place, mask=place < rows, other=0.0)
         row_tail = tl.load(tail_lse + before + row + place, mask=place < rows, other=float("-inf"))
-        b = tl.where(row_tail == float("-inf"), 0.0, tl.exp(row_tail - row_lse))
+        _, b, _ = part_shares(row_exact, row_tail)
+        b = tl.where(row_tail == float("-inf"), 0.0, b)
         acc = tl.dot(tl.trans(queries), (do.to(tl.float32) * b[:, None]).to(queries.dtype), acc, input_precision="ieee")
     at = dmatrix + ((batch * heads + head) * blocks + block) * DIM * DIM + column
     mask = (tl.arange(0, DIM_PAD) < DIM)[:, None] & (tl.arange(0, C) < DIM - column)[None, :]
@@ -172,63 +185,52 @@ def _tail_matrix_kernel(q, dout, dmatrix, lse, tail_lse, offsets, q_batch, q_hea
 
 
 @triton.jit
-def _of_unit(log_count, k_mean, v_mean, dk_mean, dv_mean, unit, column, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(tokens; mean key and value; C columns of their gradients, of one token)"""
-    dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, C)
-    tokens = tl.exp(tl.load(log_count + unit))
-    share = 1.0 / tl.maximum(tokens, 1.0)
-    key = tl.load(k_mean + unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
-    value = tl.load(v_mean + unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
-    dkey = tl.load(dk_mean + unit * DIM + columns, mask=columns < DIM, other=0.0)[None, :] * share
-    dvalue = tl.load(dv_mean + unit * DIM + columns, mask=columns < DIM, other=0.0)[None, :] * share
-    return tokens, key, value, dkey, dvalue
-
-
-@triton.jit
-def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, halves, offsets, k_batch, k_head, k_row,
-                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, blocks,
+def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, k_batch, k_head, k_row,
+                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units,
                         PARTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """C columns of dk and dv of a block's tokens; 0 where nothing is estimated of the block."""
-    block, column = tl.program_id(0), tl.program_id(2) * C
+    """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
+    unit, column = tl.program_id(0), tl.program_id(2) * C
     kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
-    start, length = _block_rows(offsets, block)
-    of_block = tl.program_id(1).to(tl.int64) * blocks + block
-    estimated, key, value, dkey, dvalue = _of_unit(log_count, k_mean, v_mean, dk_mean, dv_mean, of_block * PARTS, column, C, DIM, DIM_PAD)
-    if halves is not None:
-        halves += tl.program_id(1).to(tl.int64) * tokens
-        upper_estimated, upper_key, upper_value, upper_dkey, upper_dvalue = _of_unit(
-            log_count, k_mean, v_mean, dk_mean, dv_mean, of_block * PARTS + 1, column, C, DIM, DIM_PAD)
-        estimated += upper_estimated
-    factor = 1.0 / tl.maximum(estimated, 1.0)
-    place, columns = tl.arange(0, M), column + tl.arange(0, C)
+    start, length = _block_rows(offsets, unit // PARTS)
+    first, last = unit % PARTS * length // PARTS, (unit % PARTS + 1) * length // PARTS
+    of_unit = tl.program_id(1).to(tl.int64) * units + unit
+    sound = tl.load(log_count + of_unit) != float("-inf")
+    factor = 1.0 / tl.maximum(last - first, 1).to(tl.float32)
+    place, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), column + tl.arange(0, C)
+    dkey = tl.load(dk_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
+    dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
     k, v = head_at(k, batch, kv_head, k_batch, k_head), head_at(v, batch, kv_head, v_batch, v_head)
     dk, dv = head_at(dk, batch, kv_head, dk_batch, dk_head), head_at(dv, batch, kv_head, dv_batch, dv_head)
-    dc = dcovariance + of_block * DIM * DIM
+    dc = dcovariance + of_unit * DIM * DIM
     to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
     to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
-    for row in range(start, start + length, M):
-        rows = start + length - row
-        keys = load_rows(k, row, k_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
-        values = load_rows(v, row, v_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
-        own_key, own_value, own_dkey, own_dvalue = key, value, dkey, dvalue
-        if halves is not None:
-            upper = (tl.load(halves + row + place, mask=place < rows, other=0) != 0)[:, None]
-            own_key, own_value = tl.where(upper, upper_key, key), tl.where(upper, upper_value, value)
-            own_dkey, own_dvalue = tl.where(upper, upper_dkey, dkey), tl.where(upper, upper_dvalue, dvalue)
-        new_dv = _with_moments((keys - own_key).to(k.dtype.element_ty), to_values, tl.zeros([M, C], tl.float32)) * factor + own_dvalue
-        new_dk = _with_moments((values - own_value).to(v.dtype.element_ty), to_keys, tl.zeros([M, C], tl.float32)) * factor + own_dkey
-        mask = (place < rows)[:, None] & (columns < DIM)[None, :]
-        new_dk, new_dv = tl.where(estimated > 0.0, new_dk, 0.0), tl.where(estimated > 0.0, new_dv, 0.0)
-        at = tl.cast(row, tl.int64) + place[:, None]
-        tl.store(dk + at * dk_row + columns[None, :], new_dk.to(dk.dtype.element_ty), mask=mask)
-        tl.store(dv + at * dv_row + columns[None, :], new_dv.to(dv.dtype.element_ty), mask=mask)
+    key = tl.load(k_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    value = tl.load(v_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    for at in range(first, last, M):
+        rows = at + place < last
+        token = start + at + place
+        if order is not None:
+            token = tl.load(order + tl.program_id(1).to(tl.int64) * tokens + token, mask=rows, other=0)
+        token = token[:, None].to(tl.int64)
+        new_dk = tl.zeros([M, C], tl.float32) + dkey[None, :]
+        new_dv = tl.zeros([M, C], tl.float32) + dvalue[None, :]
+        mask = rows[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(k + token * k_row + dims[None, :], mask=mask, other=0.0)
+        values = tl.load(v + token * v_row + dims[None, :], mask=mask, other=0.0)
+        keys, values = keys.to(tl.float32) - key[None, :], values.to(tl.float32) - value[None, :]
+        new_dv = _with_moments(keys.to(k.dtype.element_ty), to_values, new_dv)
+        new_dk = _with_moments(values.to(v.dtype.element_ty), to_keys, new_dk)
+        mask = rows[:, None] & (columns < DIM)[None, :]
+        new_dk, new_dv = tl.where(sound, new_dk * factor, 0.0), tl.where(sound, new_dv * factor, 0.0)
+        tl.store(dk + token * dk_row + columns[None, :], new_dk.to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + token * dv_row + columns[None, :], new_dv.to(dv.dtype.element_ty), mask=mask)
 
 
 _launch_rows, _launch_units, _launch_matrix, _launch_tokens = map(
     launcher, (_tail_rows_kernel, _tail_units_kernel, _tail_matrix_kernel, _tail_tokens_kernel))
 
 
-def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits, parts: int) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
+def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
     dim_pad = max(power_of_2(dim), 16)
     wide = dim_pad > 128 or dtype == torch.float32
@@ -240,47 +242,46 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits, parts: int
     return dict(rows=(dict(M=rows.block_m, N=rows.block_n, C=min(columns, 64)) | shape, rows),
                 units=(dict(M=units.block_m, N=units.block_n) | shape, units),
                 matrix=(dict(M=matrix.block_m, C=columns) | shape, matrix),
-                # Two units' means and their gradients take registers.
-                tokens=(dict(M=matrix.block_m, C=columns if parts == 1 else min(columns, 64)) | shape, replace(matrix, num_stages=1)))
+                tokens=(dict(M=matrix.block_m, C=columns) | shape, replace(matrix, num_stages=1)))
 
 
 def gradients(
-    plan: Plan, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias2: Tensor, halves: Tensor | None, of_units: Sequence[Tensor], matrix: Tensor,
-    mixture: Tensor, dcovariance: Tensor, scale: float,
+    plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
+    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
+    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
+    dcovariance: Tensor, scale: float,
 ) -> None:
-    """Writes what reaches q, k and v through the estimate, where compensated blocks are; nothing of other rows.
+    """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
 
     Args:
-        dq, dk, dv: take the gradients, shaped as q, k and v.
-        dout: ``[B, H, P, D]``. What arrives for the merged out.
-        out, lse: merged. lse and tail_lse are float32 ``[B, H, P]``, contiguous.
+        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v; dexact_lse like exact_lse.
+        dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
+        exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
         tail_lse: the tail's; -inf where nothing is estimated.
         q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``; as of all that are shaped so the last strides are 1.
         q_blocks, kv_blocks: those that are compensated.
-        bias2: float32 ``[B, H, N, K]``, contiguous: in base 2 what the logits of a block's units have beside their mean keys' and
-            log_count; -inf where a query block estimates nothing of it.
-        halves: int8 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
-        of_units: k_mean and v_mean, ``[B, Hkv, U, D]`` in q's dtype, finite, and log_count, float32 ``[B, Hkv, U]``, -inf where nothing is
-            estimated of a unit; contiguous.
-        matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, K]``, of one dtype:
+        bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
+            estimates nothing of it.
+        log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
+        order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
+        k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
+        matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
             the query heads of a key/value head are rows of one product.
-        dcovariance: ``[B, Hkv, K, D * D]`` of that dtype, contiguous, to work in.
+        dcovariance: ``[B, Hkv, U, D * D]`` of that dtype, contiguous, to work in.
         scale: factor on the scores.
     """
-    k_mean, v_mean, log_count = of_units
-    (batch, heads, tokens, dim), kv_heads, blocks, units = q.shape, k.shape[1], bias2.shape[2], log_count.shape[2]
+    (batch, heads, tokens, dim), kv_heads, (blocks, units) = q.shape, k.shape[1], bias2.shape[2:]
     (offsets, _, longest), (kv_offsets, kv_number, _), group = q_blocks, kv_blocks, heads // kv_heads
-    parts = dict(PARTS=units // kv_number)
-    launches = tail_launches(dim, q.dtype, device_limits(plan.device), parts["PARTS"])
+    launches = tail_launches(dim, q.dtype, device_limits(plan.device))
     lse2, shift = (plan.working(*lse.shape, dtype=lse.dtype) for _ in range(2))
 
     sizes, config = launches["rows"]
-    tiles = -(-longest // config.block_m)
-    _launch_rows(plan, (blocks * tiles, batch * heads, 1),
-                 (q, dout, out, dq, k_mean, v_mean, lse, tail_lse, lse2, shift, bias2, log_count, matrix, offsets),
-                 (*strides(q, dout, out, dq), heads, group, tokens, blocks, units), (scale * LOG2E, scale),
-                 dict(TILES=tiles) | parts | sizes, config)
+    parts = -(-longest // config.block_m)
+    _launch_rows(plan, (blocks * parts, batch * heads, 1),
+                 (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2, matrix,
+                  offsets),
+                 (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units), (scale * LOG2E, scale),
+                 dict(PARTS=parts) | sizes, config)
 
     sizes, config = launches["units"]
     chunks = -(-units // config.block_n)
@@ -288,8 +289,8 @@ def gradients(
     share = -(-blocks // splits)
     splits = -(-blocks // share)
     some = [plan.working(splits, *k_mean.shape, dtype=torch.float32) for _ in range(2)]
-    _launch_units(plan, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, log_count, offsets),
-                  (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), parts | sizes, config)
+    _launch_units(plan, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
+                  (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), sizes, config)
     dmeans = [plan.working(*k_mean.shape, dtype=torch.float32) for _ in range(2)]
     for x, total in zip(some, dmeans):
         plan.call(_sum, x, total)
@@ -297,14 +298,14 @@ def gradients(
     sizes, config = launches["matrix"]
     patches = -(-dim // sizes["C"])
     dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
-    _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, lse, tail_lse, offsets),
+    _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
                    (*strides(q, dout), heads, tokens, blocks), (scale,), sizes, config)
     plan.call(product, mixture.mT, dmatrix, dcovariance.flatten(0, 1))
 
     sizes, config = launches["tokens"]
-    _launch_tokens(plan, (kv_number, batch * kv_heads, patches),
-                   (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, halves, kv_offsets),
-                   (*strides(k, v, dk, dv), kv_heads, k.shape[2], kv_number), (), parts | sizes, config)
+    _launch_tokens(plan, (units, batch * kv_heads, patches),
+                   (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
+                   (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), (), dict(PARTS=units // kv_number) | sizes, config)
 
 
 def _sum(x: Tensor, out: Tensor) -> None:

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..lowering.inputs import loadable, loaded, strided
 from ..lowering.plans import Plan, Plans, product
-from ..tail import CAP, BlockEstimates, Blocks, by_kv_head
+from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
 from . import tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
-# What a step may take for matrices [D, D] of blocks, as a share of ``mean_bytes``; more heads than that are done one group after
-# another. q, k, v and attention's result are there: MERGE_ROOM is of all that the tail holds beside them, numbers of pairs of blocks
-# too, so that a layer is within 1.15 times these four.
-MERGE_ROOM, BACKWARD_ROOM = 0.52, 0.4
-# Bytes of a pair of a query block and a key block: mass and h, which wait; bias and the mixture.
+# What a step may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group after
+# another. q, k, v and attention's result are there: MERGE_ROOM is of all that the tail holds beside them, numbers of pairs of a block and a
+# unit too, so that a layer is within 1.25 times these four.
+MERGE_ROOM, BACKWARD_ROOM = 0.84, 0.4
+# Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 
 
@@ -29,7 +29,7 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
             estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
             merge_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
-    rows at once: ``hopper_tail_merge``, where ``why_not_hopper`` is None, or the portable kernel."""
+    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_merge`` is None, or the portable kernel."""
     portable = merge_rows is None
     if not portable and not loadable(out):
         copy = loaded(out)
@@ -38,29 +38,29 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
         out.copy_(copy)
         return results
     q, k, v = (strided if portable else loaded)(q), strided(k), strided(v)
-    waiting = [] if estimates.covariances is None else [estimates.covariances]
+    waiting = [x for x in (estimates.order, estimates.covariances) if x is not None]
     others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
               estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, *waiting)
     shares, tail_lse, bias, mixture = _merged(
-        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, keep, estimates.covariances is not None, merge,
+        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, estimates.covariances is not None, merge,
         merge_rows, MERGE_ROOM)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
 
 
 def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                   scale: float, keep: bool, known: bool, merge: Callable[..., None], rows: int | None, room: float) -> None:
+                   scale: float, parts: int, keep: bool, known: bool, merge: Callable[..., None], rows: int | None, room: float) -> None:
     """The plan of ``combine``. known: whether covariances were computed with the estimates."""
     out, q, k, v = xs
     lse, q_offsets, kv_offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *rest = others
-    covariances = rest[0] if known else None
+    order, covariances = rest[0] if parts > 1 else None, rest[-1] if known else None
     (blocks, longest), (kv_blocks, _) = q_sizes, kv_sizes
-    (batch, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
+    (batch, heads, tokens, dim), kv_heads, units = q.shape, k.shape[1], kv_blocks * parts
     kept, group = heads if keep else 0, heads // kv_heads
     shares = plan.result(batch, heads, blocks, -(-longest // (rows or tail_rows.merged_rows(plan, q))), dtype=torch.float32)
     tail_lse = plan.result(batch, kept, tokens, dtype=torch.float32)
     # Rows of 16 bytes: what torch multiplies fast.
-    row = -(-kv_blocks // 8) * 8
-    bias = plan.result(batch, kept, blocks, kv_blocks, dtype=torch.float32)
+    row = -(-units // 8) * 8
+    bias = plan.result(batch, kept, blocks, units, dtype=torch.float32)
     mixture = plan.result(batch, kept, blocks, row, dtype=torch.bfloat16)
     if not q.numel():
         plan.call(Tensor.zero_, shares)
@@ -72,35 +72,38 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
         tail_lse = plan.working(batch, heads, tokens, dtype=torch.float32)
     left = plan.working(batch, heads, blocks, dtype=torch.int32)
     held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel()
-    matrices = 2 * dim * dim * (blocks * group + (kv_blocks if covariances is None else 0))
-    many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, matrices, MADE_OF_A_PAIR * group * blocks * kv_blocks)
+    if covariances is not None:
+        # Those that were found long before are no part of the layer's memory.
+        held += min(2 * covariances.numel(), int(WAITING_ROOM * mean_bytes(q, k)))
+    matrices = 2 * dim * dim * (blocks * group + (units if covariances is None else 0))
+    many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, matrices, MADE_OF_A_PAIR * group * blocks * units)
     # Biases and mixtures of many heads, and for some of these after others matrices and the merge.
     for own, shared in head_groups(batch, kv_heads, group, batch * kv_heads if keep else many):
         with plan.memory_again():
             of_rows = of_group(own, out, lse, q, tail_lse, shares, left, useful)
-            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, covariances)
+            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
             some = q[own].shape[:2]
-            made = (bias, mixture) if keep else (plan.working(*some, blocks, kv_blocks, dtype=torch.float32),
+            made = (bias, mixture) if keep else (plan.working(*some, blocks, units, dtype=torch.float32),
                                                  plan.working(*some, blocks, row, dtype=torch.bfloat16))
-            made = made[0], made[1][..., :kv_blocks]
+            made = made[0], made[1][..., :units]
             lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
-            tail_rows.block_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, made[0], left[own],
-                                 made[1])
+            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[0], left[own],
+                                made[1])
             for mine, its in head_groups(some[0], some[1] // group, group, few):
                 with plan.memory_again():
-                    _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, merge)
+                    _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge)
 
 
 def _write_merge(plan: Plan, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, scale: float,
-                 merge: Callable[..., None]) -> None:
+                 parts: int, merge: Callable[..., None]) -> None:
     """Matrices of some heads, and what is made of them."""
     out, lse, q, tail_lse, shares, left, useful, bias, mixture = of_rows
-    k, v, k_mean, v_mean, log_count, covariances = of_keys
+    k, v, k_mean, v_mean, log_count, order, covariances = of_keys
     if covariances is None:
-        covariances = plan.working(*k.shape[:2], bias.shape[3], k.shape[3]**2, dtype=torch.bfloat16)
-        tail_statistics.covariances(plan, k, v, kv_offsets, k_mean, v_mean, log_count, useful, covariances)
+        covariances = plan.working(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
+        tail_statistics.covariances(plan, k, v, kv_offsets, k_mean, v_mean, log_count, order, useful, parts, covariances)
     matrix = _write_matrices(plan, mixture, covariances)
-    merge(plan, out, lse, q, k_mean, v_mean, bias, log_count, left, matrix, tail_lse, q_offsets, scale, shares)
+    merge(plan, out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, q_offsets, scale, shares)
 
 
 def _write_matrices(plan: Plan, mixture: Tensor, covariances: Tensor) -> Tensor:
@@ -122,41 +125,52 @@ def _at_once(kv_heads: int, room: float, matrices: int, pairs: int) -> tuple[int
 
 
 def combine_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
-    bias: Tensor, mixture: Tensor, log_count: Tensor, halves: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``combine_backward`` of ``eager/tail.py``."""
-    others = (lse, tail_lse, q_blocks[0], kv_blocks[0], bias, log_count, k_mean, v_mean, *[x for x in (halves,) if x is not None])
-    dq, dk, dv = _gradients((*map(strided, (dout, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, BACKWARD_ROOM)
-    return dq, dk, dv
+    given = [None if x is None else x.contiguous() for x in (dlse, order)]
+    others = (exact_lse.contiguous(), lse, tail_lse, q_blocks[0], kv_blocks[0], bias, log_count, k_mean, v_mean,
+              *[x for x in given if x is not None])
+    dexact, dexact_lse, dq, dk, dv = _gradients(
+        (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, dlse is not None,
+        BACKWARD_ROOM)
+    return dexact, dexact_lse, dq, dk, dv
 
 
 def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                            scale: float, room: float) -> None:
+                            scale: float, with_dlse: bool, room: float) -> None:
     """The plan of ``combine_backward``."""
-    dout, out, q, k, v, mixture = xs
-    lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, *rest = others
-    halves = rest[0] if rest else None
-    dq, dk, dv = (plan.result_like(x) for x in (q, k, v))
-    # Nothing reaches rows and tokens of other blocks.
-    for x in (dq, dk, dv):
+    dout, exact, out, q, k, v, mixture = xs
+    exact_lse, lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, *rest = others
+    dlse = rest.pop(0) if with_dlse else None
+    order = rest[0] if rest else None
+    dexact, dexact_lse, dq, dk, dv = (plan.result_like(x) for x in (dout, lse, q, k, v))
+    # What rows get that no estimate has touched: what arrives passes on, and nothing is added.
+    plan.call(Tensor.copy_, dexact, dout)
+    if dlse is not None:
+        plan.call(Tensor.copy_, dexact_lse, dlse)
+    for x in (dq, dk, dv, *([dexact_lse] if dlse is None else [])):
         plan.call(Tensor.zero_, x)
     if not q.numel() or not k.numel():
         return
-    (batch, heads, _, dim), kv_heads, (blocks, kv_blocks) = q.shape, k.shape[1], bias.shape[2:]
-    group = heads // kv_heads
-    # Those of keys, and of queries with their gradients.
-    most = int(room * mean_bytes(q, k) / (2 * dim * dim * (kv_blocks + 2 * blocks * group)))
+    (batch, heads, _, dim), kv_heads, (blocks, units) = q.shape, k.shape[1], bias.shape[2:]
+    group, parts = heads // kv_heads, units // kv_sizes[0]
+    # Those of units, and of blocks' queries with their gradients.
+    most = int(room * mean_bytes(q, k) / (2 * dim * dim * (units + 2 * blocks * group)))
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
         with plan.memory_again():
-            keys, values, own_halves, *of_units = of_group(shared, k, v, halves, k_mean, v_mean, log_count)
-            covariances = plan.working(*keys.shape[:2], kv_blocks, dim * dim, dtype=torch.bfloat16)
-            tail_statistics.covariances(plan, keys, values, kv_offsets, of_units[0], of_units[1], of_units[2], None, covariances)
+            keys, values, counts, halves = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
+            of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
+            covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
+            tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, halves, None, parts, covariances)
             mixed, matrix = by_kv_head(mixture[own], keys.shape[1]), _write_matrices(plan, mixture[own], covariances)
             # Their memory is that of their gradients.
             tail_backward.gradients(
-                plan, dq[own], dk[shared], dv[shared], dout[own], out[own], lse[own], tail_lse[own], q[own], keys, values,
-                (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], own_halves, of_units, matrix, mixed, covariances, scale)
+                plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
+                out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
+                halves, *of_units, matrix, mixed, covariances, scale)
 
 
 def _fill_with_nothing(lse: Tensor) -> None:

@@ -29,13 +29,13 @@ class TailConfig(LaunchConfig):
 # The products of masses and merge have block_m queries and block_n units.
 _TABLE = {
     # At head_dim 128 measured on an H200 at 360 blocks of up to 384 tokens; few warps with much to do each, and room for several programs.
-    # One stage in "keys" and "halves": with loads in flight Triton 3.6 overwrites what a wgmma still reads, of keys that are summed in
+    # One stage in "keys" and "order": with loads in flight Triton 3.6 overwrites what a wgmma still reads, of keys that are summed in
     # registers too; sums then differ from run to run. "keys": 0.35 ms, 32 tokens 0.38, 8 warps 0.50, of 128 registers 0.38.
     "keys": (LaunchConfig(64, 64, 4, 1), LaunchConfig(128, 64, 4, 1)),
     "moments": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 64, 4, 2)),
     "covariances": (LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 4)),
     # As many tokens as registers hold beside the matrix: each time the program waits for them.
-    "halves": (LaunchConfig(64, 128, 4, 1), LaunchConfig(128, 128, 4, 1)),
+    "order": (LaunchConfig(64, 128, 4, 1), LaunchConfig(128, 128, 4, 1)),
     # 16 heads of 960 blocks of 116 tokens: 0.77 ms, with more registers 1.20, with 4 warps 0.79; of 360 of 310 0.27, 0.41 and 0.26.
     "mass": (TailConfig(128, 64, 8, 2, 128), TailConfig(128, 64, 8, 2, 128)),
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.
@@ -52,7 +52,7 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
         return _WIDE
     config = _TABLE[kernel][head_dim > 64]
     # Before Hopper what is multiplied goes through registers, of which four warps have too few.
-    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel in ("keys", "halves"):
+    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel in ("keys", "order"):
         config = replace(config, num_warps=8)
     # And of fewer registers they spill.
     if limits.shared_memory < 200 << 10 and isinstance(config, TailConfig):

@@ -28,79 +28,70 @@ def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_gr
 
 
 @triton.jit
-def tokens_of(log_count, block, inside, PARTS: tl.constexpr):
-    """float32, how many tokens of blocks are estimated."""
-    tokens = tl.exp(tl.load(log_count + block * PARTS, mask=inside, other=float("-inf")))
-    for part in tl.static_range(1, PARTS):
-        tokens += tl.exp(tl.load(log_count + block * PARTS + part, mask=inside, other=float("-inf")))
-    return tokens
-
-
-@triton.jit
 def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, left, mixture, lists_batch, lists_head, lists_group,
-                 capacity, heads, group, blocks, kv_blocks, mixture_row,
+                 capacity, heads, group, blocks, units, mixture_row,
                  CAP: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """A block's biases, how many key blocks are estimated, and the mixture: what these have of their mass together, damped."""
+    """A block's biases, how many units are estimated, and the mixture: what these have of their mass together, damped."""
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
-    log_count += (batch * (heads // group) + head // group) * kv_blocks * PARTS
-    bias += row * kv_blocks
-    for start in range(0, kv_blocks, WIDTH):
-        item = start + tl.arange(0, WIDTH)
-        h = tl.load(half_variance + row * kv_blocks + item, mask=item < kv_blocks, other=0.0).to(tl.float32)
-        estimated = tokens_of(log_count, item, item < kv_blocks, PARTS) > 0.0
+    log_count += (batch * (heads // group) + head // group) * units
+    bias += row * units
+    for start in range(0, units, WIDTH):
+        unit = start + tl.arange(0, WIDTH)
+        value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
+        h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+        value += tl.minimum(h, CAP)
         if useful is not None:
-            estimated = estimated & (tl.load(useful + batch * heads + head) != 0)
-        tl.store(bias + item, tl.where(estimated, tl.minimum(h, CAP) * (1 / LN2), float("-inf")), mask=item < kv_blocks)
+            value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
+        tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
     # Other threads wrote what is written over.
     tl.debug_barrier()
     listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
         item = tl.load(listed + place, mask=place < count, other=-1)
-        tl.store(bias + item, tl.full([WIDTH], float("-inf"), tl.float32), mask=(item >= 0) & (item < kv_blocks))
+        for part in tl.static_range(PARTS):
+            known = (item >= 0) & (item < units // PARTS)
+            tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
     tl.debug_barrier()
     number = tl.zeros([WIDTH], tl.int32)
     total = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, kv_blocks, WIDTH):
-        item = start + tl.arange(0, WIDTH)
-        estimated = tl.load(bias + item, mask=item < kv_blocks, other=float("-inf")) > float("-inf")
+    for start in range(0, units, WIDTH):
+        unit = start + tl.arange(0, WIDTH)
+        estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
         number += estimated.to(tl.int32)
-        total += tl.load(mass + row * kv_blocks + item, mask=estimated, other=0.0).to(tl.float32)
+        total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
     tl.store(left + row, tl.sum(number, 0))
     factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
-    for start in range(0, kv_blocks, WIDTH):
-        item = start + tl.arange(0, WIDTH)
-        estimated = tl.load(bias + item, mask=item < kv_blocks, other=float("-inf")) > float("-inf")
-        h = tl.load(half_variance + row * kv_blocks + item, mask=item < kv_blocks, other=0.0).to(tl.float32)
-        share = tl.load(mass + row * kv_blocks + item, mask=estimated, other=0.0).to(tl.float32) * factor
+    for start in range(0, units, WIDTH):
+        unit = start + tl.arange(0, WIDTH)
+        estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
+        h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
+        share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
         share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-        tl.store(mixture + row * mixture_row + item, share.to(mixture.dtype.element_ty), mask=item < kv_blocks)
+        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
 
 
 @triton.jit
-def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, kv_blocks, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of key blocks for each of their tokens, -inf where nothing is estimated of any."""
+def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """mass x h of key blocks' units for each of their tokens, -inf where nothing is estimated of any."""
+    kv_blocks = units // PARTS
     block = tl.program_id(0)
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = (batch * heads + head) * blocks + block
-    log_count += (batch * (heads // group) + head // group) * kv_blocks * PARTS
+    log_count += (batch * (heads // group) + head // group) * units
     for start in range(0, kv_blocks, WIDTH):
         item = start + tl.arange(0, WIDTH)
         inside = item < kv_blocks
-        weight = tl.load(mass + row * kv_blocks + item, mask=inside, other=0.0).to(tl.float32)
-        score = weight * tl.load(half_variance + row * kv_blocks + item, mask=inside, other=0.0).to(tl.float32)
-        tokens = tokens_of(log_count, item, inside, PARTS)
+        score = tl.zeros([WIDTH], tl.float32)
+        tokens = tl.zeros([WIDTH], tl.float32)
+        for part in tl.static_range(PARTS):
+            unit = item * PARTS + part
+            weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
+            score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
+            tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
         tl.store(scores + row * kv_blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
-
-
-@triton.jit
-def unit_bias2(bias2, log_count, unit, units, PARTS: tl.constexpr):
-    """float32, in base 2: what units' logits have beside their mean keys', of the biases of their blocks; -inf from ``units`` on."""
-    inside = unit < units
-    of_block = tl.load(bias2 + unit // PARTS, mask=inside, other=float("-inf"))
-    return of_block + tl.load(log_count + unit, mask=inside, other=float("-inf")) * (1 / LN2)
 
 
 @triton.jit
@@ -118,10 +109,10 @@ def _logits(a, b, bias, scale_log2):
 
 @triton.jit
 def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 wide_row, scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, PARTS: tl.constexpr,
+                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The softmax over units, summed over those of a key block, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of
-    SAMPLE equal runs, all rows of a block that has no more; h rounded, and the sum of mass x h."""
+    """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
+    that has no more; h rounded, and the sum of mass x h."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -137,7 +128,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     k_mean += kv_head * units * DIM
     log_count += kv_head * units
     block = first + tl.arange(0, BLOCKS)
-    half_variance += (at * blocks + block) * wide_row
+    half_variance += (at * blocks + block) * units
     # Each of four lanes that share a row of a product follows what it sees itself.
     row_max = tl.full([BLOCKS, SAMPLE, 4], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCKS, SAMPLE, 4], tl.float32)
@@ -145,7 +136,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
         mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-        bias += tl.minimum(tl.load(half_variance[:, None] + ((unit + columns) // PARTS)[None, :], mask=mask, other=0.0), CAP)
+        bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
         scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
         higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
@@ -161,25 +152,20 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     row_lse = tl.where(counts.reshape(BLOCKS, SAMPLE), row_lse, float("inf"))
     sizes = tl.load(offsets + block + 1, mask=block < blocks, other=0) - tl.load(offsets + block, mask=block < blocks, other=0)
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
-    mass += (at * blocks + block) * (units // PARTS)
-    rounded += (at * blocks + block) * (units // PARTS)
-    errors = tl.zeros([N // PARTS, BLOCKS], tl.float32)
-    items = tl.arange(0, N // PARTS)
+    mass += (at * blocks + block) * units
+    rounded += (at * blocks + block) * units
+    errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
-        bias += tl.minimum(tl.load(half_variance[None, :] + ((unit + columns) // PARTS)[:, None], mask=mask, other=0.0), CAP)
+        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
+        bias += tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
-        if PARTS > 1:
-            total = tl.sum(total.reshape(N // PARTS, PARTS, BLOCKS), 1)
-        item = unit // PARTS + items
-        mask = (item < units // PARTS)[:, None] & (block < blocks)[None, :]
-        h = tl.load(half_variance[None, :] + item[:, None], mask=mask, other=0.0)
         errors += total * h
-        tl.store(mass[None, :] + item[:, None], total.to(mass.dtype.element_ty), mask=mask)
-        tl.store(rounded[None, :] + item[:, None], h.to(rounded.dtype.element_ty), mask=mask)
+        tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
+        tl.store(rounded[None, :] + (unit + columns)[:, None], h.to(rounded.dtype.element_ty), mask=mask)
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
@@ -194,9 +180,9 @@ def part_shares(exact_lse, tail_lse):
 
 
 @triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, log_count, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row,
-                    out_batch, out_head, out_row, heads, group, blocks, units, tokens, scale, scale_log2, PARTS: tl.constexpr,
-                    TILES: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
+                    out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
+                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row, rows, size = _block_rows(offsets, block, before)
@@ -208,8 +194,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, log_count, left, matrix, tail_lse, 
     lines = tl.arange(0, M)
     inside = lines < rows
     tail_lse += at * tokens + row + lines
-    bias += (at * blocks + block) * (units // PARTS)
-    log_count += (batch * (heads // group) + head // group) * units
+    bias += (at * blocks + block) * units
     # Rows that leave nothing out keep their bits.
     if tl.load(left + at * blocks + block) == 0:
         tl.store(tail_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
@@ -224,7 +209,8 @@ def _combine_kernel(q, k_mean, v_mean, bias, log_count, left, matrix, tail_lse, 
     columns, dims = tl.arange(0, N), tl.arange(0, DIM_PAD)
     for start in range(0, units, N):
         keys = load_rows(k_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
-        scores = _logits(queries, keys, unit_bias2(bias, log_count, start + columns, units, PARTS)[None, :], scale_log2)
+        more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
+        scores = _logits(queries, keys, more[None, :], scale_log2)
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
@@ -279,28 +265,28 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lis
     return Lists(counts, indices, *shared_strides(counts, heads), indices.shape[-1], blocks)
 
 
-def block_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float,
-               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
-    """Writes ``bias``, float32 ``[B, H, N, K]``, in base 2: what the logits of a block's units have beside their mean keys' and log_count;
-    ``left``, int32 ``[B, H, N]``, how many blocks a block estimates; and ``mixture``, bfloat16 with dense rows: what share a block has of
-    the mass of these, damped.
+def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float,
+              parts: int, bias: Tensor, left: Tensor, mixture: Tensor) -> None:
+    """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
+    how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
 
-    The bias is -inf where nothing is estimated: in blocks that hold nothing or what is not finite, in those that ``lists`` name, and in
+    The bias is -inf where nothing is estimated: in units that hold nothing or what is not finite, in blocks that ``lists`` name, and in
     heads not ``useful``, bool ``[B, H]``.
     """
-    batch, heads, blocks, kv_blocks = bias.shape
+    batch, heads, blocks, units = bias.shape
     _launch_bias(plan, (blocks, batch * heads, 1),
                  (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
-                 (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, kv_blocks,
+                 (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
                   mixture.stride(2)), (),
-                 dict(CAP=cap, PARTS=log_count.shape[2] // kv_blocks, WIDTH=WIDTH), None)
+                 dict(CAP=cap, PARTS=parts, WIDTH=WIDTH), None)
 
 
 def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int, out: Tensor) -> None:
-    """Writes ``out``, float32 ``[B, H, N, K]``: mass x h of each key block over its tokens, -inf where nothing is estimated of any."""
-    batch, heads, blocks, kv_blocks = mass.shape
+    """Writes ``out``, float32 ``[B, H, N, K]``: mass x h of each key block's units over its tokens, -inf where nothing is estimated of
+    any."""
+    batch, heads, blocks, units = mass.shape
     _launch_score(plan, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-                  (heads, heads // log_count.shape[1], blocks, kv_blocks), (), dict(PARTS=parts, WIDTH=WIDTH), None)
+                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=parts, WIDTH=WIDTH), None)
 
 
 def useful_heads(plan: Plan, error: Tensor, most: float, useful: Tensor) -> None:
@@ -310,30 +296,29 @@ def useful_heads(plan: Plan, error: Tensor, most: float, useful: Tensor) -> None
 
 def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
                  sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, bfloat16 ``[B, H, N, K]``: the softmax over units of scale q . k_mean + log_count + min(h, ``cap``), summed over
-    those of a key block, mean of ``sample`` of a block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``,
-    the sum of mass x h; and in ``rounded``, like mass, h, which comes in float32 in dense rows."""
-    (batch, heads, blocks, kv_blocks), units = mass.shape, log_count.shape[2]
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
+    block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
+    mass, h, which comes in float32."""
+    batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", plan, q)
     sizes["M"] = max(sizes["M"], sample)
     _launch_mass(plan, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                  (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
-                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units, half_variance.stride(2)), (scale * LOG2E,),
-                 dict(SAMPLE=sample, CAP=cap, PARTS=units // kv_blocks, **sizes), config)
+                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
+                 dict(SAMPLE=sample, CAP=cap, **sizes), config)
 
 
-def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, log_count: Tensor, left: Tensor,
-          matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
+          tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``shares``, float32 ``[B, H, N, T]``, of which a block's T sum to the exact part's share: T times ``merged_rows`` are no fewer than the
     longest block's."""
-    (batch, heads, blocks, kv_blocks), units = bias.shape, log_count.shape[2]
+    batch, heads, blocks, units = bias.shape
     config, sizes = _config("combine", plan, q)
     tiles = shares.shape[3]
-    _launch_combine(plan, (blocks * tiles, batch * heads, 1),
-                    (q, k_mean, v_mean, bias, log_count, left, matrix, tail_lse, out, lse, shares, offsets),
+    _launch_combine(plan, (blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
                     (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
-                    dict(PARTS=units // kv_blocks, TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
+                    dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
 
 
 def merged_rows(plan: Plan, q: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Portable kernels of what is known of blocks: their units' mean keys and values, and the moments and covariances about these."""
+"""Portable kernels of what is known of units: their mean keys and values, second moments and covariances."""
 
 from __future__ import annotations
 
@@ -31,25 +31,35 @@ def own_block(heads):
 
 
 @triton.jit
-def block_rows(offsets, block):
-    """(first place, places) of a block."""
+def unit_rows(offsets, unit, PARTS: tl.constexpr):
+    """(first place, places) of a unit."""
+    block, part = unit // PARTS, unit % PARTS
     start = tl.load(offsets + block)
-    return start, tl.load(offsets + block + 1) - start
+    length = tl.load(offsets + block + 1) - start
+    low = length * part // PARTS
+    return start + low, length * (part + 1) // PARTS - low
 
 
 @triton.jit
-def load_tokens(x, first, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, COLS] from ``column`` on of the tokens at ``first`` and behind; zeros from the ``size``-th on."""
-    rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
-    pointers = x + first.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _upper(halves, first, size, ROWS: tl.constexpr):
-    """bool [ROWS, 1]: which of the tokens at ``first`` and behind are of their block's second unit; not those from the ``size``-th on."""
+def _tokens_at(order, place, size, ROWS: tl.constexpr):
+    """int32 [ROWS], which tokens are at ``place`` and behind; any from the ``size``-th on. Of ``order`` they are loaded an iteration before
+    they are needed, so that nothing waits for two loads in a row."""
     rows = tl.arange(0, ROWS)
-    return (tl.load(halves + first + rows, mask=rows < size, other=0) != 0)[:, None]
+    if order is None:
+        return place + rows
+    else:
+        return tl.load(order + place + rows, mask=rows < size, other=0)
+
+
+@triton.jit
+def load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, COLS] from ``column`` on of ``tokens``, which are at ``place`` and behind; zeros from the ``size``-th on."""
+    rows, dims = tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    if order is None:
+        pointers = x + place.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    else:
+        pointers = x + (tokens.to(tl.int64)[:, None] * stride + dims[None, :])
+    return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -75,8 +85,10 @@ def _store_symmetric(out, x, column, TWICE: tl.constexpr, COLS: tl.constexpr, DI
 
 
 @triton.jit
-def _first_token(x, first, size, stride, column, COLS: tl.constexpr, DIM: tl.constexpr):
+def _first_token(x, order, first, size, stride, column, COLS: tl.constexpr, DIM: tl.constexpr):
     """float32 [COLS] of the token at ``first``, zeros where there is none."""
+    if order is not None:
+        first = tl.load(order + first, mask=size > 0, other=0)
     dims = column + tl.arange(0, COLS)
     return tl.load(x + first.to(tl.int64) * stride + dims, mask=dims < tl.where(size > 0, DIM, 0), other=0.0).to(tl.float32)
 
@@ -94,37 +106,30 @@ def _folded(x, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _mean(total, count):
-    # A division of every entry would take four instructions.
-    return total * (1.0 / tl.maximum(count, 1))
-
-
-@triton.jit
-def centred_moments(k, v, halves, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.constexpr, SAME: tl.constexpr,
                     ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """(COLS columns of the sum of (k - its unit's mean) (k - its unit's mean)^T, mean key of the first unit, of the second, mean value of
-    the first, of the second, tokens of the second) of a block, all but the last in float32, each token read once: that of k k^T less, for
-    each unit, the sum of k times its mean, with SHIFTED of keys less the first. Without v its means are 0, without halves those of the
-    second unit."""
+    """(mean key, COLS columns of the sum of (k - mean) (k - mean)^T, mean value) of some tokens in float32, each read once: that of k k^T
+    less the sum of k times its mean, with SHIFTED of keys less the first. Without v its mean is 0."""
     key = tl.zeros([FOLD, DIM_PAD], tl.float32)
     value = tl.zeros([FOLD, DIM_PAD], tl.float32)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
     another = tl.zeros([FOLD, COLS], tl.float32)
-    upper_key, upper_value, upper_another, upper_count = key, value, another, tl.zeros([ROWS, 1], tl.int32)
     if SHIFTED:
-        origin = _first_token(k, first, size, k_row, 0, DIM_PAD, DIM)
-        other_origin = _first_token(k, first, size, k_row, column, COLS, DIM)
+        origin = _first_token(k, order, first, size, k_row, 0, DIM_PAD, DIM)
+        other_origin = _first_token(k, order, first, size, k_row, column, COLS, DIM)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        place, rest = first + row, size - row
-        left = load_tokens(k, place, k_row, rest, 0, ROWS, DIM_PAD, DIM)
+        place, rest, tokens = first + row, size - row, next_tokens
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = load_tokens(k, order, place, tokens, k_row, rest, 0, ROWS, DIM_PAD, DIM)
         if v is not None:
-            values = load_tokens(v, place, v_row, rest, 0, ROWS, DIM_PAD, DIM)
+            values = load_tokens(v, order, place, tokens, v_row, rest, 0, ROWS, DIM_PAD, DIM)
         if SHIFTED:
             left = _less(left, origin, rest, ROWS)
         if SAME:
             acc = tl.dot(tl.trans(left), left, acc, input_precision="ieee")
         else:
-            right = load_tokens(k, place, k_row, rest, column, ROWS, COLS, DIM)
+            right = load_tokens(k, order, place, tokens, k_row, rest, column, ROWS, COLS, DIM)
             if SHIFTED:
                 right = _less(right, other_origin, rest, ROWS)
             another += _folded(right, FOLD)
@@ -132,66 +137,58 @@ def centred_moments(k, v, halves, first, size, k_row, v_row, column, SHIFTED: tl
         key += _folded(left, FOLD)
         if v is not None:
             value += _folded(values, FOLD)
-        if halves is not None:
-            upper = _upper(halves, place, rest, ROWS)
-            upper_count += upper.to(tl.int32)
-            upper_key += _folded(tl.where(upper, left, 0.0), FOLD)
-            upper_value += _folded(tl.where(upper, values, 0.0), FOLD)
-            if not SAME:
-                upper_another += _folded(tl.where(upper, right, 0.0), FOLD)
-    second = tl.sum(tl.sum(upper_count, 0), 0)
-    upper_total, upper_values = tl.sum(upper_key, 0), tl.sum(upper_value, 0)
-    total = tl.sum(key, 0) - upper_total
-    mean, upper_mean = _mean(total, size - second), _mean(upper_total, second)
+    # A division of every entry would take four instructions.
+    inverse = 1.0 / tl.maximum(size, 1)
+    total = tl.sum(key, 0)
+    mean = total * inverse
     if SAME:
-        of_columns, upper_of_columns = mean, upper_mean
+        of_columns = mean
     else:
-        others = tl.sum(upper_another, 0)
-        of_columns, upper_of_columns = _mean(tl.sum(another, 0) - others, size - second), _mean(others, second)
+        of_columns = tl.sum(another, 0) * inverse
     acc -= total[:, None] * of_columns[None, :]
-    if halves is not None:
-        acc -= upper_total[:, None] * upper_of_columns[None, :]
     if SHIFTED:
-        mean += tl.where(size > second, origin, 0.0)
-        upper_mean += tl.where(second > 0, origin, 0.0)
-    value_mean = _mean(tl.sum(value, 0) - upper_values, size - second)
-    return acc, mean, upper_mean, value_mean, _mean(upper_values, second), second
+        mean += origin
+    return mean, acc, tl.sum(value, 0) * inverse
 
 
 @triton.jit
-def _store_unit(log_count, k_mean, v_mean, at, key, value, count, sound, column, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
+                 tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+                 SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Of a block's units: means, log of the tokens and the keys' covariance."""
+    block, head, batch = own_block(heads)
+    column = tl.program_id(2) * COLS
+    at = (batch * heads + head) * units + block * PARTS
+    k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
+    if order is not None:
+        order += (batch * heads + head) * tokens
     dims = tl.arange(0, DIM_PAD)
     # No scalar mask is spread over a vector: Triton 3.9's interpreter makes integers of it.
     mine = dims < tl.where(column == 0, DIM, 0)
-    tl.store(k_mean + at * DIM + dims, tl.where(sound, key, 0.0).to(k_mean.dtype.element_ty), mask=mine)
-    tl.store(v_mean + at * DIM + dims, tl.where(sound, value, 0.0).to(v_mean.dtype.element_ty), mask=mine)
-    known = tl.where(sound & (count > 0), tl.log(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
-    tl.store(log_count + at, known, mask=column == 0)
-
-
-@triton.jit
-def _keys_kernel(k, v, halves, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, blocks,
-                 tokens, size_of_moments, SHIFTED: tl.constexpr, SAME: tl.constexpr,
-                 SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Of a block: its units' means and log of the tokens, and the keys' covariance."""
-    block, head, batch = own_block(heads)
-    column = tl.program_id(2) * COLS
-    at = (batch * heads + head) * blocks + block
-    k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
-    if halves is not None:
-        halves += (batch * heads + head) * tokens
-    first, size = block_rows(offsets, block)
-    acc, key, upper_key, value, upper_value, upper = centred_moments(k, v, halves, first, size, k_row, v_row, column, SHIFTED, SAME,
-                                                                     ROWS, FOLD, COLS, DIM, DIM_PAD)
     # A NaN stays one, and infinity times zero is one.
-    sound = tl.sum(key * 0.0 + value * 0.0 + upper_key * 0.0 + upper_value * 0.0, 0) == 0.0
-    acc *= 1.0 / tl.maximum(size, 1)
-    _store_symmetric(moments + at * size_of_moments, tl.where(sound, acc, 0.0), column, False, COLS, DIM, DIM_PAD, SLAB)
-    if halves is None:
-        _store_unit(log_count, k_mean, v_mean, at, key, value, size, sound, column, DIM, DIM_PAD)
-    else:
-        _store_unit(log_count, k_mean, v_mean, 2 * at, key, value, size - upper, sound, column, DIM, DIM_PAD)
-        _store_unit(log_count, k_mean, v_mean, 2 * at + 1, upper_key, upper_value, upper, sound, column, DIM, DIM_PAD)
+    unsound = tl.full([], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
+        key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
+                                                 ROWS, FOLD, COLS, DIM, DIM_PAD)
+        covariance *= 1.0 / tl.maximum(size, 1)
+        _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
+        tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
+        tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
+        unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
+    if unsound != 0.0:
+        # Other threads wrote what is written over.
+        tl.debug_barrier()
+        for part in tl.static_range(PARTS):
+            zeros = tl.zeros([DIM_PAD], k_mean.dtype.element_ty)
+            tl.store(k_mean + (at + part) * DIM + dims, zeros, mask=mine)
+            tl.store(v_mean + (at + part) * DIM + dims, zeros, mask=mine)
+            zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
+            _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
+    for part in tl.static_range(PARTS):
+        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
+        known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+        tl.store(log_count + at + part, known, mask=column == 0)
 
 
 @triton.jit
@@ -229,62 +226,52 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
 
 
 @triton.jit
-def _unit_mean(x, at, column, COLS: tl.constexpr, DIM: tl.constexpr):
-    dims = column + tl.arange(0, COLS)
-    return tl.load(x + at * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _covariances_kernel(k, v, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
-                        heads, group, blocks, PARTS: tl.constexpr,
+def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
+                        heads, group, units, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's mean of (k - its unit's mean) (v - its unit's mean)^T; 0 where nothing is estimated. Of two units it is that about the
-    first one's means, less what the other's differ from these."""
-    block, head, batch = own_block(heads)
+    """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
+    unit, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
-    at = ((batch * heads + head) * blocks + block) * PARTS
-    first, size = block_rows(offsets, block)
+    at = (batch * heads + head) * units + unit
+    first, size = unit_rows(offsets, unit, PARTS)
     sound = tl.load(log_count + at) > float("-inf")
-    if PARTS > 1:
-        upper = tl.exp(tl.load(log_count + at + 1))
-        sound = sound | (upper > 0.0)
     if useful is not None:
         some = tl.full([], 0, tl.int32)
         for of_group in range(0, group):
             some += (tl.load(useful + (batch * heads + head) * group + of_group) != 0).to(tl.int32)
         sound = sound & (some > 0)
     size = tl.where(sound, size, 0)
-    key, value = _unit_mean(k_mean, at, 0, DIM_PAD, DIM), _unit_mean(v_mean, at, column, COLS, DIM)
+    if order is not None:
+        order += (batch * heads + head) * tokens
+    dims, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
+    key = tl.load(k_mean + at * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    value = tl.load(v_mean + at * DIM + columns, mask=columns < DIM, other=0.0).to(tl.float32)
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
+    next_tokens = _tokens_at(order, first, size, ROWS)
     for row in range(0, size, ROWS):
-        place, rest = first + row, size - row
-        left = _less(load_tokens(k, place, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
-        right = load_tokens(v, place, v_row, rest, column, ROWS, COLS, DIM)
+        place, rest, own = first + row, size - row, next_tokens
+        next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
+        left = _less(load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
+        right = load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
         # Where there is no token, left is 0.
         right = (right.to(tl.float32) - value[None, :]).to(right.dtype)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
-    acc *= 1.0 / tl.maximum(size, 1)
-    if PARTS > 1:
-        share = tl.where(sound, upper / tl.maximum(size, 1).to(tl.float32), 0.0)
-        key, value = _unit_mean(k_mean, at + 1, 0, DIM_PAD, DIM) - key, _unit_mean(v_mean, at + 1, column, COLS, DIM) - value
-        acc -= (share * key)[:, None] * value[None, :]
-    _store_columns(out + (at // PARTS) * DIM * DIM, acc, column, COLS, DIM, DIM_PAD)
+    _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
 
 
 _launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))
 
 
-def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, halves: Tensor | None, k_mean: Tensor, v_mean: Tensor,
-                   log_count: Tensor, moments: Tensor) -> None:
-    """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, K, packed_size(D)]``, the keys' covariances about their units'
-    means. Blocks have one unit, or with ``halves`` two."""
-    batch, heads, blocks, _ = moments.shape
-    dim = k.shape[3]
+def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+                   order: Tensor | None, parts: int, moments: Tensor) -> None:
+    """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
+    batch, heads, units, dim = k_mean.shape
     config = _config("keys", plan, k)
-    constants = dict(SHIFTED=shifted(k), SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim))
-    _launch_keys(plan, (blocks * heads, batch, _columns(config, dim)), (k, v, halves, offsets, k_mean, v_mean, log_count, moments),
-                 (*strides(k, v), heads, blocks, k.shape[2], packed_size(dim)), (), constants, config)
+    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim))
+    _launch_keys(plan, (units // parts * heads, batch, _columns(config, dim)),
+                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
+                 (), constants, config)
 
 
 def shifted(k: Tensor) -> bool:
@@ -309,18 +296,17 @@ def query_moments(plan: Plan, q: Tensor, offsets: Tensor, num_blocks: int, sampl
 
 
 def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
-                useful: Tensor | None, out: Tensor) -> None:
-    """Writes ``out``, bfloat16 ``[B, Hkv, K, D * D]``, covariances of keys with values about their units' means; 0 in blocks of which
-    nothing is estimated, and where no query head is ``useful``, bool ``[B, H]``."""
-    batch, heads, blocks, _ = out.shape
-    dim = k.shape[3]
+                order: Tensor | None, useful: Tensor | None, parts: int, out: Tensor) -> None:
+    """Writes ``out``, bfloat16 ``[B, Hkv, U, D * D]``, covariances of keys with values; 0 in units of which nothing is estimated, and where
+    no query head is ``useful``, bool ``[B, H]``."""
+    batch, heads, units, dim = k_mean.shape
     config = _config("covariances", plan, k)
     tile = _tile(config, dim)
     del tile["FOLD"]
     group = 0 if useful is None else useful.shape[1] // heads
-    _launch_covariances(plan, (blocks * heads, batch, _columns(config, dim)),
-                        (k, v, offsets, k_mean, v_mean, log_count, useful, out), (*strides(k, v), heads, group, blocks), (),
-                        dict(PARTS=k_mean.shape[2] // blocks, **tile), config)
+    _launch_covariances(plan, (units * heads, batch, _columns(config, dim)),
+                        (k, v, order, offsets, k_mean, v_mean, log_count, useful, out), (*strides(k, v), heads, group, units, k.shape[2]),
+                        (), dict(PARTS=parts, **tile), config)
 
 
 def packed_size(dim: int) -> int:

@@ -13,13 +13,13 @@ HOPPER = Where("cuda", (9, 0), False, torch.bfloat16, 128)
 BUT_ATTEND = [step for step in STEPS if step != "attend"]
 
 
-def names(impl, where):
-    return {of.step: of.name for of in choose(impl, where).chosen}
+def names(impl, where, parts=1):
+    return {of.step: of.name for of in choose(impl, where, parts).chosen}
 
 
 @pytest.mark.parametrize("impl, where, other, exceptions", [
-    ("auto", HOPPER, "triton", dict(combine="hopper")),
-    ("hopper", HOPPER, "triton", dict(combine="hopper")),
+    ("auto", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
+    ("hopper", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
     ("auto", HOPPER._replace(head_dim=64), "triton", dict(combine="hopper")),
     ("auto", HOPPER._replace(head_dim=80), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float16), "triton", {}),
@@ -40,6 +40,8 @@ def names(impl, where):
 ])
 def test_every_step_is_of_the_first_row_from_impl_on_that_can(impl, where, other, exceptions):
     assert names(impl, where) == {**dict.fromkeys(BUT_ATTEND, other), **exceptions}
+    if "estimate" in exceptions:
+        assert names(impl, where, parts=2) == {**names(impl, where), "estimate": other}
 
 
 def test_a_backend_says_why_no_faster_row_runs_a_step():
@@ -47,8 +49,8 @@ def test_a_backend_says_why_no_faster_row_runs_a_step():
     assert len(said) == len(BUT_ATTEND) and [line.split(":")[0] for line in said] == BUT_ATTEND
     for line in said:
         assert "torch" in line and "not triton, which requires an Ampere GPU (sm_80) or a later one, got sm_75" in line
-    combine, = (line for line in said if line.startswith("combine"))
-    assert "not hopper, which runs on compute capability 9.0 alone;" in combine
+    estimate, = (line for line in said if line.startswith("estimate"))
+    assert "not hopper, which runs on compute capability 9.0 alone;" in estimate
     assert choose("torch", HOPPER).explain() == tuple(f"{step}: torch" for step in BUT_ATTEND), "what was asked for rejects nothing"
 
 

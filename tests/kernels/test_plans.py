@@ -89,7 +89,7 @@ def test_steps_within_a_step_are_a_part_of_it():
     assert len(step.kinds) == 1 and not more.kinds
 
 
-@pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (14, 9, 20))])
+@pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (11, 9, 20))])
 def test_the_tails_launches_by_address(room, numbers, monkeypatch):
     """All of both steps and of the gradients, with groups of heads, most of which begin at no multiple of 16 bytes, and without."""
     of = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2)
@@ -105,12 +105,12 @@ def test_the_tails_launches_by_address(room, numbers, monkeypatch):
         plans_of.kinds.clear()
     tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
     _, *kept = tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
-    tail_combine.combine_backward(out, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
-                                  found.halves, found.k_mean, found.v_mean, of.scale)
+    tail_combine.combine_backward(out, lse, out, lse, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
+                                  found.order, found.k_mean, found.v_mean, of.scale)
     monkeypatch.undo()
     for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
-    # By group halves, keys and queries, and mass and which heads are useful for all heads; biases for all, and by group covariances and
+    # Order, mass and which heads are useful for all heads, and by group keys and queries; biases for all, and by group covariances and
     # merge; by group covariances, rows, units, matrices and tokens.
     for (planned, inputs), launches in zip(launched, numbers):
         recorder = Recorder()

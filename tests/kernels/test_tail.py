@@ -2,9 +2,7 @@
 table."""
 
 import dataclasses
-from itertools import pairwise, product
 
-import numpy as np
 import pytest
 import torch
 from backend_rows import DEVICE, rows
@@ -21,7 +19,7 @@ both_parts = pytest.mark.parametrize("parts", [1, 2])
 def check(case, blocks=None, change=lambda estimates: estimates, row="triton"):
     """Both steps against the specification, each of the same arguments; returns (results, what they were made of, estimates)."""
     estimates = case.estimate(row)
-    same_estimates(case, estimates, case.specified_estimates(estimates.halves))
+    same_estimates(case, estimates, case.specified_estimates(estimates.order))
     estimates = change(estimates)
     blocks = case.some_blocks() if blocks is None else blocks
     (out, lse), _ = case.exact(blocks)
@@ -54,8 +52,7 @@ def test_ragged_blocks(dtype, parts):
 
 
 @both_parts
-@pytest.mark.parametrize("kv_lengths, kv_number", [([20, 33, 14, 9, 41], 4), ([12, 5, 40, 0, 9, 33, 17, 21, 8, 30], 9)],
-                         ids=["few", "many"])
+@pytest.mark.parametrize("kv_lengths, kv_number", [([20, 33, 9, 41], 3), ([12, 5, 40, 0, 9, 33, 17, 21, 8, 30], 9)], ids=["few", "many"])
 def test_keys_with_blocks_of_their_own(kv_lengths, kv_number, parts):
     check(tail_case([40, 17, 0, 33, 2, 70, 21], 5, heads=4, kv_heads=2, parts=parts, kv_lengths=kv_lengths, kv_number=kv_number,
                     device=DEVICE))
@@ -137,7 +134,9 @@ def test_statistics_of_keys_that_were_found_before(row, parts, room, monkeypatch
     first = backend.key_statistics(case.k[:, :, :53], case.v[:, :, :53], (offsets[:3], 2, longest), parts, True)
     others = backend.key_statistics(case.k[:, :, 53:], case.v[:, :, 53:], (offsets[2:] - offsets[2], 2, longest), parts, True)
     joined = {name: torch.cat([getattr(first, name), getattr(others, name)], 2)
-              for name in ("log_count", "k_mean", "v_mean", "moments", "covariances", *["halves"] * (parts - 1))}
+              for name in ("log_count", "k_mean", "v_mean", "moments", "covariances")}
+    if parts > 1:
+        joined["order"] = torch.cat([first.order, others.order + 53], 2)
     wanted = case.estimate(row)
     (out, lse), _ = case.exact(blocks)
     added = case.add(out, lse, blocks, wanted, row)
@@ -150,15 +149,16 @@ def test_statistics_of_keys_that_were_found_before(row, parts, room, monkeypatch
 
 
 @both_parts
-def test_scores_and_useful_heads_are_of_mass_times_h(parts):
+def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
     scores, mass, half_variance = case.scores(estimates), estimates.mass.float(), estimates.half_variance.float()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
     torch.testing.assert_close(scores, case.backend("torch").error_scores(mass, half_variance, estimates.log_count, parts))
+    errors = (mass * half_variance).unflatten(-1, (4, parts)).sum(-1)
     tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
-    torch.testing.assert_close((scores * tokens)[0], (mass * half_variance)[0])
+    torch.testing.assert_close((scores * tokens)[0], errors[0])
     assert torch.equal(estimates.useful, useful_heads((mass * half_variance).sum(-1)))
 
 
@@ -249,35 +249,57 @@ def test_nothing_overflows_at_the_extremes_of_float16(row):
     torch.testing.assert_close(out, torch.full_like(out, 6e4), rtol=2**-10, atol=0)
 
 
-@by_both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_halves_are_cut_at_the_mean_along_the_first_principal_direction(dtype, row):
+def test_halves_are_cut_across_the_first_principal_direction(dtype):
+    """Each block's order names its tokens once, in either half by ascending place; of equal keys the first half comes first."""
     lengths = [40, 17, 0, 70, 1, 2]
     case = tail_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=dtype, device=DEVICE)
-    # A direction that stands out, so that few iterations find it; far more tokens on one side of the mean than on the other.
+    # A direction that stands out, so that ten iterations find it.
     along = torch.randn(2, 2, 1, 16, device=DEVICE)
     along /= along.norm(dim=-1, keepdim=True)
-    case.k += (8 * along * (torch.arange(sum(lengths), device=DEVICE) % 5 == 0)[:, None]).to(dtype)
+    case.k += 5 * along * torch.randn(2, 2, sum(lengths), 1, device=DEVICE)
+    case.k[0, 1, :40] = 0.5
+    # Far more equal ones than the lower half takes, about the middle.
+    case.k[1, 0, 57:127] = along[1, 0] * torch.tensor([-1.0] * 20 + [0.0] * 30 + [1.0] * 20, device=DEVICE)[torch.randperm(70), None]
     case.k[1, 1, 3, 2] = torch.nan
-    estimates = case.estimate(row)
-    for (b, head), (block, (first, last)) in product(np.ndindex(2, 2), enumerate(pairwise(case.offsets.tolist()))):
-        halves, keys = estimates.halves[b, head, first:last], case.k[b, head, first:last].double()
-        assert not (halves & ~1).any() and halves.dtype == torch.int8
-        if (b, head, block) == (1, 1, 0):
-            assert not halves.any(), "one that is not finite"
-        elif last > first + 1:
-            centred = keys - keys.mean(0)
-            projected = centred @ torch.linalg.eigh(centred.mT @ centred).eigenvectors[:, -1]
-            assert torch.equal(halves == 1, projected > 0) or torch.equal(halves == 1, projected < 0)
-            torch.testing.assert_close(float(estimates.log_count[b, head, 2 * block + 1].exp()), float(halves.sum()), rtol=1e-6, atol=0)
+    order = case.estimate().order
+    for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
+        if last > first:
+            found, middle = order[..., first:last], (last - first) // 2
+            assert torch.equal(found.sort().values, torch.arange(first, last, device=DEVICE).int().expand(2, 2, -1))
+            assert (found[..., :middle].diff() > 0).all() and (found[..., middle:].diff() > 0).all()
+    for sample in (0, 1):
+        assert torch.equal(order[sample, 1, :40], torch.arange(40, device=DEVICE).int()), "equal keys, or one that is not finite"
+    for head in (0, 1):
+        keys = case.k.double()[1, head, 57:127]
+        axis = torch.linalg.eigh((keys - keys.mean(0)).mT @ (keys - keys.mean(0))).eigenvectors[:, -1]
+        projected = (keys @ axis)[(order[1, head, 57:127] - 57).long()]
+        low, high = sorted((projected[:35], projected[35:]), key=torch.mean)
+        assert low.max() <= high.min() + 1e-3
+    places, equal = (order[1, 0, 57:127] - 57).long(), (case.k[1, 0, 57:127].norm(dim=-1) == 0).cpu()
+    assert places[:35].cpu()[equal[places[:35].cpu()]].tolist() == equal.nonzero()[:15, 0].tolist()
 
 
 def test_kernels_and_plain_torch_cut_blocks_alike():
-    """Of keys without a direction that stands out: few iterations find none, so that what they start from decides."""
+    """Of keys without a direction that stands out: ten iterations find none, so that what they start from decides."""
     lengths = [2 + 7 * i % 23 for i in range(23)]
     case = tail_case(lengths, 23, dim=32, kv_heads=2, parts=2, dtype=torch.float32, device=DEVICE)
     case.k = torch.randn_like(case.k)
-    assert torch.equal(case.estimate().halves, case.specified_estimates().halves)
+    assert torch.equal(case.estimate().order, case.specified_estimates().order)
+
+
+def test_halves_of_more_tokens_than_are_looked_at_at_once(monkeypatch):
+    from ssta.kernels.portable import tail_order
+
+    monkeypatch.setattr(tail_order, "WIDTH", 16)
+    case = tail_case([50, 16, 33], 3, parts=2, dtype=torch.float32, device=DEVICE)
+    # To a whole number, so that many are equal.
+    case.k[..., 1:] = 0
+    case.k.round_()
+    order, wanted = case.estimate().order[0, 0], case.k[0, 0, :, 0]
+    for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
+        middle, choices = (last - first) // 2, [first + (sign * wanted[first:last]).sort(stable=True).indices for sign in (1, -1)]
+        assert any(torch.equal(order[first:first + middle].long(), choice[:middle].sort().values) for choice in choices)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -290,7 +312,7 @@ def test_moments_where_means_are_large(dtype, parts):
     case.k = (0.7 * torch.randn_like(case.k.float()) + 0.7 * common).to(dtype)
     case.q = torch.randn_like(case.q.float()).to(dtype)
     got = case.estimate()
-    expected = case.specified_estimates(got.halves)
+    expected = case.specified_estimates(got.order)
     torch.testing.assert_close(got.half_variance.double(), expected.half_variance, rtol=2**-6 if DEVICE == "cuda" else 2**-5, atol=0)
 
 

@@ -15,7 +15,7 @@ from ssta.kernels.tail import BlockEstimates, by_kv_head
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 gpu = pytest.mark.gpu
-NAMES = "dq", "dk", "dv"
+NAMES = "dout", "dlse", "dq", "dk", "dv"
 # As a canvas of 3 x 4 x 5 tokens cut into tiles of 2 x 3 x 3 has them, and text; one block more is empty, and one has one token.
 LENGTHS = [18, 12, 0, 6, 4, 9, 1, 6, 3, 2, 3]
 # Keys of other sequences.
@@ -24,12 +24,12 @@ FEW, MANY = [7, 10, 2, 0, 9, 11, 4], [5, 12, 0, 8, 9, 3, 1, 6, 10, 7, 2, 14, 6, 
 
 @dataclasses.dataclass
 class Case:
-    """``inputs``: the exact part's out and lse, which may be anything, q, k and v. ``dout``: what arrives for the merged out."""
+    """``inputs``: the exact part's out and lse, which may be anything, q, k and v. ``grads``: what arrives for the merged out and lse."""
 
     of: TailCase
     blocks: BlockLists
     inputs: list
-    dout: torch.Tensor
+    grads: list
     estimates: BlockEstimates
 
     def combined(self, row):
@@ -40,23 +40,23 @@ class Case:
                                             self.of.scale, True)
         return out, lse, *kept
 
-    def gradients(self, row="triton"):
-        """By a row's steps."""
-        _, _, q, k, v = self.inputs
+    def gradients(self, row="triton", grads=None):
+        """By a row's steps; of ``grads`` the second may be None."""
+        exact, exact_lse, q, k, v = self.inputs
         out, lse, _, tail_lse, bias, mixture = self.combined(row)
         of, found = self.of, self.estimates
         return of.backend(row).combine_backward(
-            self.dout, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.halves, found.k_mean, found.v_mean,
-            of.scale)
+            *(grads or self.grads), exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
+            found.k_mean, found.v_mean, of.scale)
 
     def formulas(self, *inputs):
         return self.of.formulas(*inputs, self.blocks, self.estimates)
 
-    def expected(self):
-        """By autograd in float64, the exact part held still."""
-        out, lse, *qkv = [x.detach().double() for x in self.inputs]
-        qkv = [x.requires_grad_() for x in qkv]
-        return torch.autograd.grad(self.formulas(out, lse, *qkv)[0], qkv, self.dout.double(), materialize_grads=True)
+    def expected(self, grads=None):
+        """By autograd in float64."""
+        inputs = [x.detach().double().requires_grad_() for x in self.inputs]
+        pairs = [(x, g.double()) for x, g in zip(self.formulas(*inputs), grads or self.grads) if g is not None]
+        return torch.autograd.grad([x for x, _ in pairs], inputs, [g for _, g in pairs], materialize_grads=True)
 
 
 def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, row="triton", kv_lengths=None):
@@ -74,7 +74,7 @@ def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTH
         mask[0, ..., 5] = False
     # Half of the softmax or so.
     lse = torch.randn(*out.shape[:3], device=DEVICE, dtype=of.q.dtype if dtype == torch.float64 else torch.float32) + number**0.5 / 2 + 2
-    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], torch.randn_like(out), of.estimate(row))
+    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], [torch.randn_like(out), torch.randn_like(lse)], of.estimate(row))
 
 
 def assert_close(got, expected, share, tokens=16):
@@ -94,13 +94,13 @@ def skip_head(case, head):
     return case
 
 
-def nothing_reaches_some_queries(of, got, skipped):
-    """Those of a head that does without, of a block that lists all, and of other blocks; nor keys of other blocks."""
+def some_gradients_pass_unchanged(of, got, skipped):
+    """Those of a head that does without, of a block that lists all, and of other blocks; nothing of them reaches q, k and v."""
     start, end, last = int(of.of.offsets[1]), int(of.of.offsets[2]), of.of.slots
     for at in ((slice(None), skipped), (slice(None), 0, slice(start, end)), (slice(None), slice(None), slice(last, None))):
-        assert (got[0][at] == 0).all()
+        assert torch.equal(got[0][at], of.grads[0][at]) and torch.equal(got[1][at], of.grads[1][at]) and (got[2][at] == 0).all()
     last = int(of.of.kv_offsets[of.of.kv_number])
-    assert (got[1][:, :, last:] == 0).all() and (got[2][:, :, last:] == 0).all()
+    assert (got[3][:, :, last:] == 0).all() and (got[4][:, :, last:] == 0).all()
 
 
 cases = pytest.mark.parametrize("parts, heads, kv_heads", [(1, 2, 2), (1, 4, 2), (2, 2, 1), (2, 4, 2)])
@@ -109,14 +109,15 @@ cases = pytest.mark.parametrize("parts, heads, kv_heads", [(1, 2, 2), (1, 4, 2),
 @cases
 @pytest.mark.parametrize("nan, kv_lengths", [(False, None), (True, None), (True, FEW), (False, MANY)], ids=["", "nan", "few", "many"])
 def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan, kv_lengths):
-    """To rounding. Of keys with the queries' blocks, and of others."""
+    """To rounding: all of them, and where only one of the results is differentiated. Of keys with the queries' blocks, and of others."""
     of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, row="torch", kv_lengths=kv_lengths), 1)
     assert (of.estimates.half_variance > 1).any() and (of.estimates.half_variance < 1).any()
     for got, wanted in zip(of.combined("torch"), of.formulas(*of.inputs)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    for name, g, e in zip(NAMES, of.gradients("torch"), of.expected()):
-        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
-    nothing_reaches_some_queries(of, of.gradients("torch"), 1)
+    for grads in (of.grads, [of.grads[0], None], [torch.zeros_like(of.grads[0]), of.grads[1]]):
+        for name, g, e in zip(NAMES, of.gradients("torch", grads), of.expected(grads)):
+            torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    some_gradients_pass_unchanged(of, of.gradients("torch"), 1)
 
 
 @cases
@@ -126,21 +127,21 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     of = skip_head(case(parts, heads, kv_heads, batch=2, nan=True), 1)
     expected = of.expected()
     out, lse, q, k, v = (x.double() for x in of.inputs)
-    estimates = eager.estimate(q, k, v, *of.of.shape, of.of.scale, parts)
-    estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, halves=of.estimates.halves)
+    estimates, exact = eager.estimate(q, k, v, *of.of.shape, of.of.scale, parts), (out.clone(), lse.clone())
+    estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, order=of.estimates.order)
     _, tail_lse, bias2, mixture = eager.combine(out, lse, q, k, v, *of.of.shape, of.blocks.counts, of.blocks.indices, estimates,
                                                 of.of.scale, True)
-    covariances = eager._covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.halves,
+    covariances = eager._covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order,
                                      eager._Cut(of.of.shape[1], k.shape[2]))
     matrix = eager._matrices(covariances, mixture, q.shape[3])
-    got = [torch.zeros_like(x) for x in of.inputs[2:]]
-    rows = [x.float() for x in (of.dout, out, lse, tail_lse, q, k, v)]
+    dout, dlse = of.grads
+    got = [dout.clone(), dlse.clone(), *(torch.zeros_like(x) for x in of.inputs[2:])]
+    rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]
     matrix, mixture = by_kv_head(matrix.flatten(3), kv_heads), by_kv_head(mixture, kv_heads)
     of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix, mixture)]
-    dcovariance = torch.empty(*k.shape[:2], bias2.shape[3], q.shape[3]**2, device=DEVICE)
-    k_mean, v_mean, *rest = (x.contiguous() for x in of_units)
-    planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.halves, (k_mean, v_mean, of.estimates.log_count),
-                       *rest, dcovariance, of.of.scale)
+    planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
+                       *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
+                       of.of.scale)
     assert_close(got, expected, 2e-6)
 
 
@@ -152,8 +153,8 @@ def test_gradients_are_those_of_the_formulas(parts, heads, kv_heads):
     # Second moments, and what they are multiplied with, are bfloat16.
     assert_close(got, expected, 2**-6)
     nothing = slice(int(of.of.offsets[5]), int(of.of.offsets[6]))
-    assert (got[1][0, 0, nothing] == 0).all() and (got[2][0, 0, nothing] == 0).all(), "the block that holds NaN"
-    nothing_reaches_some_queries(of, got, 1)
+    assert (got[3][0, 0, nothing] == 0).all() and (got[4][0, 0, nothing] == 0).all(), "the block that holds NaN"
+    some_gradients_pass_unchanged(of, got, 1)
 
 
 @pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -167,7 +168,7 @@ def test_gradients_of_keys_with_blocks_of_their_own(parts, kv_lengths):
     of = skip_head(case(parts, 4, 2, nan=True, kv_lengths=kv_lengths), 1)
     got = of.gradients()
     assert_close(got, of.expected(), 2**-6)
-    nothing_reaches_some_queries(of, got, 1)
+    some_gradients_pass_unchanged(of, got, 1)
 
 
 both = pytest.mark.parametrize("row", ["torch", "triton"])
@@ -175,16 +176,19 @@ SHORT = [6, 12, 4, 3]
 
 
 @both
-def test_where_everything_is_listed_nothing_passes(row):
+def test_where_everything_is_listed_gradients_pass(row):
     of = case(1, lengths=SHORT, row=row)
     of.blocks = of.of.lists(torch.ones_like(of.blocks.to_mask()))
-    assert all((x == 0).all() for x in of.gradients(row))
+    dout, dlse, *others = of.gradients(row)
+    assert torch.equal(dout, of.grads[0]) and torch.equal(dlse, of.grads[1]) and all((x == 0).all() for x in others)
 
 
-def test_what_arrives_may_be_one_number():
+def test_a_gradient_may_arrive_through_one_result_only():
+    """And be one number for a whole row, or be as good as none."""
     of = case(1, lengths=SHORT)
-    of.dout = torch.ones((), device=DEVICE).expand_as(of.inputs[0])
-    assert_close(of.gradients(), of.expected(), 2**-6)
+    one = torch.ones((), device=DEVICE).expand_as(of.inputs[0])
+    for grads in ([one, None], [0 * one, of.grads[1]]):
+        assert_close(of.gradients(grads=grads), of.expected(grads), 2**-6)
 
 
 def test_the_same_inputs_give_the_same_bits():
@@ -195,9 +199,9 @@ def test_the_same_inputs_give_the_same_bits():
 @both
 def test_no_input_is_written_to_and_no_matrix_is_kept(row):
     of = case(1, dim=32, lengths=SHORT, row=row)
-    before = [x.clone() for x in (*of.inputs, of.dout)]
+    before = [x.clone() for x in (*of.inputs, *of.grads)]
     of.gradients(row)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*of.inputs, of.dout)))
+    assert all(torch.equal(a, b) for a, b in zip(before, (*of.inputs, *of.grads)))
     assert max(x.numel() for x in of.combined(row)[2:]) < of.of.number * 32 * 32
 
 
@@ -209,7 +213,7 @@ def test_no_input_is_written_to_and_no_matrix_is_kept(row):
 def test_gradients_of_a_large_layer(parts, dim, dtype, row):
     of = case(parts, 4, 2, dim, dtype, [384, 384, 384, 240, 384, 320, 192, 100] * 6 + [300], row=row)
     wide = Case(dataclasses.replace(of.of, **{name: getattr(of.of, name).double() for name in "qkv"}), of.blocks,
-                [x.double() for x in of.inputs], of.dout.double(), in_float64(of.estimates))
+                [x.double() for x in of.inputs], [x.double() for x in of.grads], in_float64(of.estimates))
     got = of.gradients(row)
     assert_close(got, wide.gradients("torch"), 2**-6, tokens=128)
     assert all(torch.equal(a, b) for a, b in zip(got, of.gradients(row)))

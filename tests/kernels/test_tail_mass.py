@@ -1,4 +1,4 @@
-"""The mass that a block sees in each key block is the mean, over its queries, of the softmax over units."""
+"""The mass that a block sees in each unit is the mean, over its queries, of the softmax over units."""
 
 import pytest
 import torch
@@ -8,16 +8,16 @@ from planned import planned
 from ssta.kernels.blocks import per_query_head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTHS, HEADS, KV_HEADS, DIM, UNITS, PARTS, SAMPLE, CAP = (16, 5, 0, 12, 9), 4, 2, 24, 10, 2, 16, 1.0
+LENGTHS, HEADS, KV_HEADS, DIM, UNITS, SAMPLE, CAP = (16, 5, 0, 12, 9), 4, 2, 24, 10, 16, 1.0
 SCALE = DIM**-0.5
 
 
 def masses(q, k_mean, log_count, h):
-    """[B, H, N, K] in the inputs' dtype; a query that is not finite sees nothing."""
-    bias = per_query_head(log_count, 2, HEADS)[:, :, None] + h.clamp(max=CAP).repeat_interleave(PARTS, -1)
+    """[B, H, N, U] in the inputs' dtype; a query that is not finite sees nothing."""
+    bias = per_query_head(log_count, 2, HEADS)[:, :, None] + h.clamp(max=CAP)
     sound = q.isfinite().all(-1, keepdim=True)
     logits = SCALE * q.masked_fill(~sound, 0) @ per_query_head(k_mean, 2, HEADS).mT
-    seen = ((logits[:, :, None] + bias[:, :, :, None]).softmax(-1) * sound[:, :, None]).unflatten(-1, (-1, PARTS)).sum(-1)
+    seen = (logits[:, :, None] + bias[:, :, :, None]).softmax(-1) * sound[:, :, None]
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     return torch.stack([seen[:, :, i, start:start + length].sum(2) / max(length, 1)
                         for i, (start, length) in enumerate(zip(starts, LENGTHS))], 2)
@@ -33,7 +33,7 @@ def test_mass_is_the_mean_softmax_of_a_blocks_queries(dtype):
     log_count = (1 + torch.rand(2, KV_HEADS, UNITS, device=DEVICE)).log()
     log_count[0, 1, 6] = float("-inf")
     # Half of them above the cap.
-    h = 2 * CAP * torch.rand(2, HEADS, len(LENGTHS), UNITS // PARTS, device=DEVICE)
+    h = 2 * CAP * torch.rand(2, HEADS, len(LENGTHS), UNITS, device=DEVICE)
     offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).int()
     mass, rounded = (torch.empty_like(h, dtype=torch.bfloat16) for _ in range(2))
     error = torch.empty_like(h[..., 0])

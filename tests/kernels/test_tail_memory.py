@@ -15,25 +15,25 @@ def nbytes(tensors):
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("blocks, longest", [(360, 384), (888, 128), (960, 128)])
-def test_a_layer_holds_no_more_than_a_seventh_of_its_tensors_beside_them(blocks, longest, parts):
-    """Of HunyuanVideo 1.5 at 720p, whose lists name a fifth of the blocks: 0.15 times q, k, v and out."""
+def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, parts):
+    """Of HunyuanVideo 1.5 at 720p. Of the quarter, one times q's bytes, attention's own lists take up to 0.64 at 960 blocks."""
     q, k, v, out = (torch.empty(1, HEADS, TOKENS, DIM, dtype=torch.bfloat16, device="meta") for _ in range(4))
     lse = torch.empty(1, HEADS, TOKENS, device="meta")
     offsets = torch.empty(blocks + 2, dtype=torch.int32, device="meta")
-    counts, indices = (torch.empty(1, HEADS, blocks + 1, *more, dtype=torch.int32, device="meta") for more in ((), (blocks // 5,)))
+    counts, indices = (torch.empty(1, HEADS, blocks + 1, *more, dtype=torch.int32, device="meta") for more in ((), (blocks + 1,)))
     sizes, cpu = (blocks, longest), torch.device("cpu")
     bytes_of_q = nbytes([q])
 
     plan = Plan(cpu, (q, k, v, offsets, offsets))
-    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True, tail.ESTIMATE_ROOM)
+    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True, None, tail.ESTIMATE_ROOM)
     waiting = nbytes(plan.results)
-    assert waiting + plan.needed <= 1.6 * bytes_of_q, "out is not there yet"
+    assert waiting + plan.needed <= 2 * bytes_of_q, "out is not there yet"
     assert waiting <= 0.35 * bytes_of_q, "waits while attention runs"
 
-    log_count, k_mean, v_mean, half_variance, mass, useful, *_ = plan.results
-    given = lse, offsets, offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful
+    log_count, k_mean, v_mean, half_variance, mass, useful, *order = plan.results
+    given = lse, offsets, offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *order
     plan = Plan(cpu, (out, q, k, v, *given))
-    tail_combine._write_combine(plan, plan.inputs[:4], plan.inputs[4:], sizes, sizes, 0.1, False, False, tail_rows.merge, None,
+    tail_combine._write_combine(plan, plan.inputs[:4], plan.inputs[4:], sizes, sizes, 0.1, parts, False, False, tail_rows.merge, None,
                                 tail_combine.MERGE_ROOM)
-    assert waiting + nbytes(plan.results) + plan.needed + nbytes([lse, indices]) <= 0.6 * bytes_of_q
+    assert waiting + nbytes(plan.results) + plan.needed + nbytes([lse, indices]) <= bytes_of_q
     assert plan.needed > 0.1 * bytes_of_q, "matrices of several heads at once"

@@ -64,7 +64,7 @@ class TailCase:
 
     def backend(self, row="triton") -> Backend:
         """Whose steps are those of a row of the backend table."""
-        return backend_of(row, self.q.dtype, self.q.shape[3])
+        return backend_of(row, self.q.dtype, self.q.shape[3], self.parts)
 
     def estimate(self, row="triton", q=None):
         return self.backend(row).estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
@@ -79,13 +79,13 @@ class TailCase:
                                                self.scale, False)
         return out, lse, shares.sum(-1)
 
-    def specified_estimates(self, halves=None):
-        """In plain torch, of q, k and v in float64; ``halves`` are taken instead of its own, in which ties of rounded numbers may
+    def specified_estimates(self, order=None):
+        """In plain torch, of q, k and v in float64; ``order`` is taken instead of one of its own, in which ties of rounded numbers may
         differ."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        if halves is None:
+        if order is None:
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
-        with patch.object(eager._Cut, "halves", lambda *_: halves):
+        with patch.object(eager._Cut, "principal_order", lambda *_: order):
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
 
     def specified(self, out, lse, blocks, estimates):
@@ -100,9 +100,10 @@ class TailCase:
         ``estimates``: the same unrounded."""
         q, k = self.q.double(), self.k.double()
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, tokens = self.members(estimates, kv_places)
-        spread = eager._deviations(kv_places.cut(k), estimates.k_mean.double(), members)
-        variance = self.rounded(spread.mT @ spread / tokens[..., None, None], torch.bfloat16)
+        members, counts = kv_places.members(self.parts)
+        sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
+        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, sound)
+        variance = self.rounded((spread.mT @ spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
         sampled, counted = places.sample()
         queries = places.cut(q).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
         trusted = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
@@ -110,9 +111,8 @@ class TailCase:
         moments = self.rounded(0.5 * self.scale**2 * queries.mT @ queries / number[..., None], torch.bfloat16)
         half_variance = moments.flatten(3) @ per_query_head(variance, q.shape[1]).flatten(3).mT
         k_mean = per_query_head(self.rounded(estimates.k_mean, self.q.dtype), q.shape[1])
-        bias = eager.unit_bias(half_variance.clamp(max=1), estimates.log_count.double())
-        logits = self.scale * queries @ k_mean.mT[:, :, None] + bias[..., None, :]
-        mass = ((logits.softmax(-1).nan_to_num(0) * trusted).sum(3) / number).unflatten(-1, (-1, self.parts)).sum(-1)
+        logits = self.scale * queries @ k_mean.mT[:, :, None] + eager._bias(estimates.log_count, half_variance)[..., None, :]
+        mass = (logits.softmax(-1).nan_to_num(0) * trusted).sum(3) / number
         return self.rounded(half_variance, torch.bfloat16), self.rounded(mass, torch.bfloat16)
 
     def rounded_out(self, out, lse, blocks, estimates):
@@ -120,15 +120,16 @@ class TailCase:
         dtype, estimates, heads = self.q.dtype, in_float64(estimates), self.q.shape[1]
         q, k, v, out, lse = (x.double() for x in (self.q, self.k, self.v, out, lse))
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, tokens = self.members(estimates, kv_places)
-        k_spread, v_spread = (self.rounded(eager._deviations(kv_places.cut(x), mean.double(), members), dtype)
+        members, counts = kv_places.members(self.parts)
+        sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
+        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
-        covariance = self.rounded(k_spread.mT @ v_spread / tokens[..., None, None], torch.bfloat16)
+        covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
         _, tail_lse, bias, mixture = eager.combine(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices, estimates,
                                                    self.scale, True)
         mixture = self.rounded(mixture, torch.bfloat16)
         matrix = self.rounded((mixture @ per_query_head(covariance.flatten(3), heads)).unflatten(3, covariance.shape[3:]), torch.bfloat16)
-        weights, _ = eager._weights(q, estimates.k_mean, eager.unit_bias(bias * eager.LN2, estimates.log_count), places, self.scale)
+        weights, _ = eager._weights(q, estimates.k_mean, bias * eager.LN2, places, self.scale)
         # As the largest is 1, and with their own sum.
         weights = weights / weights.amax(-1, keepdim=True).clamp(min=1e-30)
         tail = self.rounded(weights, dtype) @ per_query_head(estimates.v_mean, heads) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -137,12 +138,6 @@ class TailCase:
         exact, of_tail, _ = eager._shares(lse, tail_lse)
         merged = self.rounded(exact[..., None] * out + of_tail[..., None] * tail, dtype)
         return torch.where(tail_lse.isneginf()[..., None], out, merged)
-
-    def members(self, estimates, places):
-        """(bool ``[B, Hkv, K, parts, L]``: which of a block's tokens are of which unit, where something is estimated of it; tokens of a
-        block)"""
-        counts = estimates.log_count.unflatten(2, (places.number, -1)).exp()
-        return places.members(estimates.halves) & (counts > 0)[..., None], counts.sum(-1).clamp(min=1)
 
     def rounded(self, x, dtype):
         """x in float64, to ``dtype``; Triton's interpreter rounds to bfloat16 towards zero."""
@@ -157,39 +152,36 @@ class TailCase:
 
     def units(self, estimates, batch, head):
         """The tokens of each unit of a key/value head."""
-        bounds, tokens = self.kv_offsets.tolist(), torch.arange(self.k.shape[2], device=self.q.device)
+        bounds = self.kv_offsets.tolist()
+        order = torch.arange(bounds[-1], device=self.q.device) if estimates.order is None else estimates.order[batch, head].long()
         for start, end in zip(bounds[:self.kv_number], bounds[1:]):
             for part in range(self.parts):
-                own = tokens[start:end]
-                yield own if estimates.halves is None else own[estimates.halves[batch, head, start:end] == part]
+                yield order[start + (end - start) * part // self.parts:start + (end - start) * (part + 1) // self.parts]
 
     def formulas(self, out, lse, q, k, v, blocks, estimates):
-        """(out, lse), head by head and block by block; h, mass and halves are those of ``estimates``, means and covariances are not."""
-        outs, lses, scale, parts = out.clone(), lse.clone(), self.scale, self.parts
+        """(out, lse), head by head and block by block; h, mass and order are those of ``estimates``, means and covariances are not."""
+        outs, lses, scale = out.clone(), lse.clone(), self.scale
         bounds, kept = self.offsets.tolist(), blocks.to_mask().expand(*q.shape[:2], -1, -1)
         for b, head in np.ndindex(*q.shape[:2]):
             kv_head = head * k.shape[1] // q.shape[1]
-            sound = estimates.log_count[b, kv_head].unflatten(0, (-1, parts)) > -torch.inf
+            sound = estimates.log_count[b, kv_head] > -torch.inf
             keys, values = k[b, kv_head], v[b, kv_head]
-            tokens = [t if good else t[:0] for t, good in zip(self.units(estimates, b, kv_head), sound.any(1).repeat_interleave(parts))]
+            tokens = [t if good else t[:0] for t, good in zip(self.units(estimates, b, kv_head), sound)]
             means = [(keys[t].mean(0), values[t].mean(0)) if len(t) else (keys[0] * 0, values[0] * 0) for t in tokens]
             k_means, v_means = (torch.stack(x) for x in zip(*means))
+            covariances = torch.stack([(keys[t] - km).T @ (values[t] - vm) / max(len(t), 1) for t, (km, vm) in zip(tokens, means)])
             counts = torch.tensor([float(len(t)) for t in tokens], device=q.device, dtype=q.dtype)
-            products = torch.stack([(keys[t] - km).T @ (values[t] - vm) for t, (km, vm) in zip(tokens, means)])
-            covariances = products.unflatten(0, (-1, parts)).sum(1) / counts.unflatten(0, (-1, parts)).sum(1).clamp(min=1)[:, None, None]
             for block in range(self.number):
                 rows = slice(bounds[block], bounds[block + 1])
-                left = ~kept[b, head, block, :self.kv_number] & sound.any(1)
+                left = ~kept[b, head, block, :self.kv_number].repeat_interleave(self.parts) & sound
                 if not estimates.useful[b, head] or not left.any() or rows.start == rows.stop:
                     continue
                 h, mass = (x[b, head, block, left].to(q.dtype) for x in (estimates.half_variance, estimates.mass))
-                units = (left[:, None] & sound).flatten()
-                bias = (counts.log() + estimates.half_variance[b, head, block].to(q.dtype).clamp(max=1).repeat_interleave(parts))[units]
-                logits = scale * q[b, head, rows] @ k_means[units].T + bias
+                logits = scale * q[b, head, rows] @ k_means[left].T + counts[left].log() + h.clamp(max=1)
                 # bfloat16 may round all of a row's mass to 0.
                 mixture = mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt()
                 matrix = torch.einsum("u, uij -> ij", mixture, covariances[left])
-                tail = logits.softmax(1) @ v_means[units] + scale * q[b, head, rows] @ matrix
+                tail = logits.softmax(1) @ v_means[left] + scale * q[b, head, rows] @ matrix
                 both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
                 exact, of_tail = both.softmax(0)[..., None]
                 outs[b, head, rows] = exact * out[b, head, rows] + of_tail * tail

@@ -111,22 +111,22 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
 
 def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> None:
     """What stands in for blocks that no list names, and its gradients."""
-    from ssta.kernels import BlockLists
+    from ssta.kernels import BlockLists, tail
     from ssta.kernels.backend import choose
     from ssta.kernels.portable import tail as before
     from ssta.kernels.portable import tail_combine as after
     from ssta.kernels.routing import Where
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    before.ESTIMATE_ROOM = after.MERGE_ROOM = after.BACKWARD_ROOM = 1e9
+    before.ESTIMATE_ROOM = after.MERGE_ROOM = tail.WAITING_ROOM = after.BACKWARD_ROOM = 1e9
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
-    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
+    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim), parts)
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
     steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
     _, tail_lse, bias, mixture = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
-    steps.combine_backward(q, out, lse, tail_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.halves,
+    steps.combine_backward(q, lse, out, lse, out, lse, tail_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
                            found.k_mean, found.v_mean, 1.0)
 
 
@@ -185,9 +185,8 @@ def tail_cases() -> dict[str, Case]:
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
         found[f"tail D={dim} {name}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), TAIL if dim <= 128 else TAIL + "(?!halves)",
-            Allowed(spilled=160 if parts == 1 else 288), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()),
-            asked=(80, 90))
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), TAIL if dim <= 128 else TAIL + "(?!order)",
+            Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()), asked=(80, 90))
     return found
 
 
@@ -214,9 +213,9 @@ def hopper_cases() -> dict[str, Case]:
         found[f"hopper backward D={dim} {name}{'' if deterministic else ' any order'}{' ragged' * ragged}{' causal' * causal}"] = Case(
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
             Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
-    for dim, parts in product((64, 128), (1, 2)):
-        found[f"hopper tail D={dim} bf16{' halves' * (parts > 1)}"] = Case(
-            (90,), partial(estimate, dim, torch.bfloat16, parts, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+    for dim in (64, 128):
+        found[f"hopper tail D={dim} bf16"] = Case(
+            (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
     return found
 
 

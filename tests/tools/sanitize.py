@@ -49,7 +49,8 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
 # Functions that store words which an mbarrier hands to other warps: (file, name).
-HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"))
+HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"),
+               ("hopper/tail_statistics.py", "_put_mean"))
 # How the names of cuBLAS' kernels begin.
 CUBLAS = "nvjet_"
 # Where a program's own shared memory begins: CUDA keeps what is before.
@@ -106,15 +107,15 @@ def estimate(row: str, dim: int, parts: int) -> None:
     mask[..., 4] = mask[..., 4, :] = True
     lists, blocks, scale = BlockLists.from_mask(mask, offsets, offsets), (offsets, 4, 150), dim**-0.5
     exact, exact_lse = block_sparse_attention(q, k, v, lists, return_lse=True)
-    steps = choose(row, Where("cuda", torch.cuda.get_device_capability(), False, torch.bfloat16, dim))
+    steps = choose(row, Where("cuda", torch.cuda.get_device_capability(), False, torch.bfloat16, dim), parts)
     known = steps.key_statistics(k, v, blocks, parts, True)
     found = steps.estimate(q, k, v, blocks, blocks, scale, parts)
     for estimates in (found, steps.estimate(q, k, v, blocks, blocks, scale, parts, found.useful, known)):
         steps.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, parts)
         out, lse = exact.clone(), exact_lse.clone()
         _, *kept = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, estimates, scale, True)
-    steps.combine_backward(dout, out, lse, kept[0], q, k, v, blocks, blocks, *kept[1:], found.log_count,
-                           found.halves, found.k_mean, found.v_mean, scale)
+    steps.combine_backward(dout, None, exact, exact_lse, out, lse, kept[0], q, k, v, blocks, blocks, *kept[1:], found.log_count,
+                           found.order, found.k_mean, found.v_mean, scale)
 
 
 def token_lists() -> None:
