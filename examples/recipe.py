@@ -183,7 +183,8 @@ def quantize(model: nn.Module, kind: str) -> None:
 
 def compile_blocks(model: nn.Module, backend: Any = "inductor", tune: bool = False, fullgraph: bool = True) -> None:
     """Compiles the model's repeated blocks, with the settings that torchao advises to Inductor, but for tuning unless it is asked for."""
-    options = {"force_fuse_int_mm_with_mul": True, "coordinate_descent_tuning": tune} if backend == "inductor" else None
+    advised = {"force_fuse_int_mm_with_mul": True, "coordinate_descent_tuning": tune, "coordinate_descent_check_all_directions": tune}
+    options = advised if backend == "inductor" else None
     model.compile_repeated_blocks(fullgraph=fullgraph, backend=backend, options=options)
 
 
