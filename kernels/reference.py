@@ -46,12 +46,19 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float
 
 def reference_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
                        flipped: BlockLists | None, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by autograd, which differentiates the definition once more."""
+    """(dq, dk, dv) by autograd, which differentiates the definition once more.
+
+    out and lse may be of a softmax that goes on beyond these blocks, as every backward takes them: each row of the definition is then the
+    share exp(its own lse - lse) of what it is a part of.
+    """
     with torch.enable_grad():
         inputs = q, k, v = q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
-        outputs = reference_attention(q, k, v, blocks, scale, causal)
-        wanted = [(of, grad) for of, grad in zip(outputs, (dout, dlse)) if grad is not None]
-        dq, dk, dv = torch.autograd.grad([of for of, _ in wanted], inputs, [grad for _, grad in wanted])
+        own, own_lse = reference_attention(q, k, v, blocks, scale, causal)
+        share = torch.where(own_lse.isfinite(), (own_lse.detach() - lse).exp(), 0.0)
+        wanted = (dout * (own.detach() - out)).sum(-1) * share
+        if dlse is not None:
+            wanted = wanted + dlse * share
+        dq, dk, dv = torch.autograd.grad((own, own_lse), inputs, ((dout * share[..., None]).to(own.dtype), wanted.to(own_lse.dtype)))
     return dq, dk, dv
 
 

@@ -56,7 +56,8 @@ def test_versions_are_judged(found, words):
 
 def test_what_was_tested_is_what_the_package_asks_for():
     asked = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for package, oldest in (("torch>=", "torch"), ("triton>=", "triton"), ("diffusers==", "diffusers")):
+    for package, oldest in (("torch>=", "torch"), ("triton>=", "triton"), ("diffusers==", "diffusers"),
+                            ("nvidia-cudnn-frontend[cutedsl]==", "nvidia-cudnn-frontend")):
         assert f'"{package}{doctor.TESTED[oldest][0]}' in asked
 
 
