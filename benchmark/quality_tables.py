@@ -12,6 +12,8 @@ from ssta import SSTAConfig
 # The presets' own configurations among the measured ones.
 PRESET_ENTRIES = {name: f"linear 2 parts {density}, tile 4x4x8, first layer dense"
                   for name, density in {"near": "0.3", "balanced": "0.156", "fast": "0.1"}.items()}
+# Presets for few steps: how many, and the configuration.
+FEW_STEPS_ENTRIES = {"8 steps": (8, PRESET_ENTRIES["balanced"]), "4 steps": (4, "linear 2 parts 0.2, tile 4x4x8, first layer dense")}
 # Of the configurations what the main README shows, in its words.
 SAMPLES = {PRESET_ENTRIES["balanced"]: 'SSTA by default (preset "balanced")', PRESET_ENTRIES["near"]: 'preset "near"',
            PRESET_ENTRIES["fast"]: 'preset "fast"',

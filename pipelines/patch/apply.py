@@ -53,9 +53,10 @@ def apply_ssta(
         changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=1`` or ``tile_thw=(4, 8, 8)``: they change those of the
             family's default or of the preset, on every canvas. What they leave no room for goes: ``topk`` takes the place of the density.
         schedule: which steps and layers stay dense; default the preset's or the family's, which is the first layer.
-        preset: the name of a configuration and a schedule: ``"near"`` the dense video, ``"balanced"`` or ``"fast"``, for every family's
-            densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons); or one for weights that were
-            trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5, which has nothing dense.
+        preset: the name of a configuration and a schedule: ``"near"`` the dense video, ``"balanced"``, ``"fast"``, ``"8 steps"`` or
+            ``"4 steps"``, for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons);
+            or one for weights that were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5,
+            which has nothing dense.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
             without one knows the noise level alone (``Schedule.dense_above``), and reading it synchronises with the device once in each
             forward.

@@ -29,12 +29,14 @@ class Preset:
 
 # Time is best spent on a second part of the estimate, then on density, and on dense steps last: on the noisiest steps attention is so
 # diffuse that the estimate is nearly exact. benchmark/quality.md has what was measured; the decibels are means of a small model's three
-# trainings, no promise about others. Of all configurations there none takes as little time and is more than 0.5 dB nearer to the dense
-# video.
+# trainings, those for few steps of one that was trained for so few, and no promise about others. Of all configurations there none takes as
+# little time and is more than 0.5 dB nearer to the dense video.
 PRESETS: dict[str, Preset] = {
     "near": Preset(density=0.30, reason="to stay with the dense model's video: 43 dB from it"),
     "balanced": Preset(density=0.15, reason="the family's default: 35 dB"),
     "fast": Preset(density=0.10, reason="for drafts, and to choose among many seeds: 32 dB"),
+    "8 steps": Preset(density=0.15, reason="for models distilled to about 8 steps, all sparse: the default's density, 47 dB"),
+    "4 steps": Preset(density=0.20, reason="for 3 to 5 steps, all sparse; each is a larger part of the way, and time is short: 50 dB"),
 }
 # The fields that a preset takes from a variant for short videos.
 _SHAPE = ("tile_thw", "kernel_thw", "sparse_type")

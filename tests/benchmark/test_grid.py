@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from quality_tables import PRESET_ENTRIES
+from quality_tables import FEW_STEPS_ENTRIES, PRESET_ENTRIES
 
 
 @pytest.fixture
@@ -154,20 +154,45 @@ def test_no_measured_configuration_beats_a_preset():
     from quality_tables import layer_times, samples_of
     from rows import read_rows
 
-    from ssta.pipelines.families.wan import WAN
-    from ssta.pipelines.schedule.presets import PRESETS, preset_settings
+    from ssta.pipelines.schedule.presets import PRESETS
 
     models, samples = samples_of(read_rows(RESULTS / "quality_h200.csv"))
     times = layer_times(samples, read_rows(RESULTS / "grid_h200.csv"))
     psnr = {name: {(row["clips"], row["train_seed"]): float(row["psnr"]) for row in of} for name, of in samples.items()}
     entries = {entry.name: entry for entry in grid(FULL_TILES, gpu=True)}
-    assert set(PRESET_ENTRIES) == set(PRESETS) and len(models) >= 3 and len(times) > 50
+    assert {*PRESET_ENTRIES, *FEW_STEPS_ENTRIES} == set(PRESETS) and len(models) >= 3 and len(times) > 50
     for preset, name in PRESET_ENTRIES.items():
-        config, schedule = preset_settings(WAN, preset)
-        entry, shape = entries[name], config.for_canvas((12, 24, 40))
-        assert abs(entry.config.density - shape.density) < 0.01 and entry.schedule == schedule
-        assert entry.config == dataclasses.replace(shape, density=entry.config.density)
+        is_preset(preset, entries[name])
         for model in models:
             better = {other: of[model] for other, of in psnr.items()
                       if other in times and times[other] <= times[name] and of.get(model, 0) > psnr[name][model] + 0.5}
             assert not better, f"{preset}, {psnr[name][model]:.1f} dB at {times[name]:.3f}, on {model}"
+
+
+def test_no_measured_configuration_beats_a_preset_for_few_steps():
+    from measure import RESULTS
+    from quality_grid import FULL_TILES, for_few_steps
+    from quality_tables import few_steps_times
+    from rows import read_rows
+
+    rows, layers = read_rows(RESULTS / "few_steps_h200.csv"), read_rows(RESULTS / "grid_h200.csv")
+    entries = {entry.name: entry for entry in for_few_steps(FULL_TILES)}
+    for preset, (steps, name) in FEW_STEPS_ENTRIES.items():
+        is_preset(preset, entries[name])
+        times = few_steps_times(layers, steps)
+        psnr = {row["name"]: float(row["psnr"]) for row in rows
+                if row["what"] == "sample" and row["steps"] == str(steps) and row["name"] in times and row["psnr"]}
+        assert len(psnr) > 30
+        better = [other for other in psnr if times[other] <= times[name] and psnr[other] > psnr[name] + 0.5]
+        assert not better, f"{preset}, {psnr[name]:.1f} dB at {times[name]:.3f}"
+
+
+def is_preset(preset, entry):
+    """That the preset of that name stands for this configuration, on the canvas on which it was measured."""
+    from ssta.pipelines.families.wan import WAN
+    from ssta.pipelines.schedule.presets import preset_settings
+
+    config, schedule = preset_settings(WAN, preset)
+    shape = config.for_canvas((12, 24, 40))
+    assert abs(entry.config.density - shape.density) < 0.01 and entry.schedule == schedule
+    assert entry.config == dataclasses.replace(shape, density=entry.config.density)

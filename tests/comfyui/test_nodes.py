@@ -68,7 +68,7 @@ def test_presets_are_the_library_s(pack, wan):
     by_hand = patch_model(wan, small_tiles(), Schedule(dense_layers=(0,))).run(VIDEO, CONTEXT)
     (balanced,) = node(pack, "SSTAPreset")(model=wan, preset="balanced")
     assert torch.equal(balanced.run(VIDEO, CONTEXT), by_hand)
-    with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast', got 'far'"):
+    with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast', '8 steps', '4 steps', got 'far'"):
         node(pack, "SSTAPreset")(model=wan, preset="far")
 
 

@@ -28,8 +28,9 @@ def test_every_family_has_every_preset_in_its_own_tiles(name):
 
 
 def test_the_default_is_one_of_them_and_a_schedule_may_be_another():
-    near, balanced, fast = PRESETS.values()
-    assert list(PRESETS) == ["near", "balanced", "fast"]
+    near, balanced, fast, *few = PRESETS.values()
+    assert list(PRESETS) == ["near", "balanced", "fast", "8 steps", "4 steps"]
+    assert [preset.density for preset in few] == [balanced.density, 0.2]
     assert near.density > balanced.density > fast.density and all(preset.reason for preset in PRESETS.values())
     pipe = PIPELINES["wan"].build()
     with apply_ssta(pipe) as handle:
@@ -46,12 +47,13 @@ def test_variants_keep_their_tiles():
 
 def test_a_family_s_own_presets_come_first():
     family = family_of(TINY["hunyuan_video_15"].build())
-    assert preset_names(family) == ("hunyuan_video_15_sparse", "near", "balanced", "fast")
+    assert preset_names(family) == ("hunyuan_video_15_sparse", "near", "balanced", "fast", "8 steps", "4 steps")
     config, schedule = preset_settings(family, "hunyuan_video_15_sparse")
     assert (config, schedule) == (SSTAConfig.hunyuan_video_15(), Schedule()) and config.compensation == "none"
     own = replace(family, presets={"near": lambda: (SSTAConfig(), Schedule())})
-    assert preset_names(own) == ("near", "balanced", "fast") and preset_settings(own, "near") == (SSTAConfig(), Schedule())
-    with pytest.raises(ValueError, match="preset must be one of 'near', 'balanced', 'fast' for HunyuanVideo15Trans.*, got 'far'"):
+    assert preset_names(own) == ("near", "balanced", "fast", "8 steps", "4 steps")
+    assert preset_settings(own, "near") == (SSTAConfig(), Schedule())
+    with pytest.raises(ValueError, match="preset must be one of 'near', .*, '4 steps' for HunyuanVideo15Trans.*, got 'far'"):
         preset_settings(own, "far")
 
 
