@@ -322,10 +322,10 @@ def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
 def test_by_kernels_all_steps_are_one_plan(name, recorded):
     """Of several kinds of tensors in turn, twice: the same bits as step by step. A threshold is torch's, and so no part of a plan."""
     mask = MASK.expand(2, -1).clone().to(DEVICE)
-    q, k, v = inputs(torch.float16, 16)
-    calls = [((q, k, v), None), (inputs(torch.float16, 16, 2, by_token=False), mask)]
-    calls += [((q + 1, k, v), None), (calls[1][0], TextMask.of(mask, 2, LAYOUT, q.device))]
-    of = layer_of(q, k, LAYOUT, config_of(name), impl="triton").spec._replace(recorded=recorded)
+    q, k, v = inputs(torch.float16, 16, layout=FEW_TILES)
+    calls = [((q, k, v), None), (inputs(torch.float16, 16, 2, by_token=False, layout=FEW_TILES), mask)]
+    calls += [((q + 1, k, v), None), (calls[1][0], TextMask.of(mask, 2, FEW_TILES, q.device))]
+    of = layer_of(q, k, FEW_TILES, config_of(name), impl="triton").spec._replace(recorded=recorded)
     whole, steps = Layer(of), Layer(of)
     steps._whole = None
     for tensors, text in calls:
