@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .eager import moves, ranking
 from .operators import TRITON, watched
 from .routing import Where, choose_route, require_impl
 from .tail import why_not_hopper_merge, why_not_hopper_statistics
+
+if TYPE_CHECKING:
+    from .lowering.plans import Plans
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
@@ -156,6 +159,10 @@ class Backend:
     estimate: Callable
     combine: Callable
     combine_backward: Callable
+
+    def plans(self, write: Callable[..., Any]) -> Plans | None:
+        """A step of these steps, which ``write`` takes one after another, see ``lowering/plans.py``; None where torch runs one of them."""
+        return None if any([of.name == "torch" for of in self.chosen]) else _load("lowering.plans:Plans")(write)
 
     def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
         """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see

@@ -55,10 +55,6 @@ class PatternFacts(NamedTuple):
 LONG_BLOCKS = PatternFacts(HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 
-class Unplanned(Exception):
-    """What a plan of several steps cannot hold, such as an operator of torch that nobody has put into it."""
-
-
 class Where(NamedTuple):
     """On what kernels would run."""
 

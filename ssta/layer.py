@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from .kernels import BlockLists, Deferred, Route, choose_backend
-from .kernels.backend import STEPS
-from .kernels.memo import Kept, remember
-from .kernels.routing import PatternFacts, Unplanned, choose_route
+from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, choose_route
+from .kernels.memo import Kept, Unplanned, remember
 from .layout import Input, checked_layout
 from .mass import ExactMass
 from .rows import all_rows, some_rows
@@ -156,11 +154,9 @@ class Layer:
         self._whole: Plans | None = None
         # Where kernels do everything, all steps are planned as one. Heads that other ranks have, some rows and means are computed by torch;
         # and padded, what is brought into tiles would find no room where the result is going to lie.
-        torchs = any([self.backend.by_torch(step) for step in STEPS]) or config.holds_functions or spec.peers or spec.rows or spec.means
+        torchs = config.holds_functions or spec.peers or spec.rows or spec.means
         if not torchs and self.tiles.num_slots == spec.layout.length:
-            from .kernels.lowering.plans import Plans
-
-            self._whole = Plans(self._write)
+            self._whole = self.backend.plans(self._write)
 
     def run(self, q: Input | Tiled, k: Input | None = None, v: Input | None = None, text_mask: TextMask | Tensor | None = None,
             selection: Selection | None = None, *, keep_scores: bool = False, returned: Tensor | None = None,

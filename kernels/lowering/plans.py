@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..memo import Kept, captured
-from ..routing import Unplanned
+from ..memo import Kept, Unplanned, captured
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, _Direct, aligned, current_stream, descriptors_known, hooked
 from .rooms import ALIGNMENT, Room, Span, room_after, shared
 

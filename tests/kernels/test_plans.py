@@ -7,8 +7,9 @@ import torch
 from tail_cases import tail_case
 
 from ssta.kernels.lowering import rooms
-from ssta.kernels.lowering.plans import Plan, Planned, Plans, Unplanned
+from ssta.kernels.lowering.plans import Plan, Planned, Plans
 from ssta.kernels.lowering.quick_launch import Tiles
+from ssta.kernels.memo import Unplanned
 from ssta.kernels.portable import tail, tail_combine
 
 CPU = torch.device("cpu")
