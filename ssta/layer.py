@@ -178,13 +178,7 @@ class Layer:
             ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left)
             if ran is not None:
                 return ran
-        if isinstance(q, Tiled):
-            tiled = q
-        else:
-            assert k is not None and v is not None, "a Tiled has all three"
-            tiled = self.gather(q, k, v)
-        del q, k, v
-        return self._steps(tiled, self.left(text_mask) if left is None else left, selection, keep_scores, returned)
+        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection, keep_scores, returned)
 
     def _planned(self, q: Tensor, k: Tensor, v: Tensor, text_mask: Tensor | None, left: Left | None) -> Ran | None:
         """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
@@ -205,7 +199,7 @@ class Layer:
     def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
         """The plan of a run."""
         q, k, v, text_mask = xs
-        ran = self._steps(self.gather(q, k, v), self.left(text_mask) if text_mask is not None else Left(*left))
+        ran = self._steps(q, k, v, self.left(text_mask) if text_mask is not None else Left(*left))
         plan.results.append(ran.out)
         # A tape goes with the backward, and what is known of a selection may stay.
         plan.keep(*ran.held[:_KNOWN])
@@ -221,9 +215,15 @@ class Layer:
         mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
-    def _steps(self, tiled: Tiled, left: Left, selection: Selection | None = None, keep_scores: bool = False, returned: Tensor | None = None
-               ) -> Ran:
-        """All steps after the first."""
+    def _steps(self, q: Input | Tiled, k: Input | None, v: Input | None, left: Left, selection: Selection | None = None,
+               keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
+        """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
+        if isinstance(q, Tiled):
+            tiled = q
+        else:
+            assert k is not None and v is not None, "a Tiled has all three"
+            tiled = self.gather(q, k, v)
+        del q, k, v
         means = self.means(tiled)
         # What the video tiles are worth that will not be computed; None where they are dropped.
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None

@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -282,6 +283,26 @@ def test_lists_that_a_layer_returns_can_be_copied():
         _, blocks = call(q, k, v)
         for copied in (copy.copy(blocks), copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))):
             assert torch.equal(copied.to_mask(), blocks.to_mask()) and copied.max_q_length == blocks.max_q_length
+
+
+class Watched(Layer):
+    """Its last step wants tiled k and v to be gone."""
+
+    def gather(self, q, k, v):
+        tiled = super().gather(q, k, v)
+        self.held = [weakref.ref(x) for x in tiled[1:3]]
+        return tiled
+
+    def take(self, out, returned=None):
+        assert [x() for x in self.held] == [None, None]
+        return super().take(out, returned)
+
+
+@pytest.mark.parametrize("name", ["topk", "padding", "estimate"])
+def test_what_is_read_is_gone(name):
+    q, k, v = inputs()
+    with torch.no_grad():
+        Watched(layer_of(q, k, LAYOUT, config_of(name)).spec).run(q, k, v)
 
 
 # Which kernels
