@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, _Direct, aligned, current_stream, descriptors_known, hooked
-from .rooms import ALIGNMENT, Room, Span, room_after, shared
+from .rooms import ALIGNMENT, Room, Span, shared
 
 
 class Place(NamedTuple):
@@ -179,15 +179,12 @@ class Plan:
         end = len(self.steps)
         first = len(self.inputs)
         given = {number: (number, 0) for number in range(first)}
-        staying = {self._numbers[x.untyped_storage()._cdata] for xs in (self.results, *self.kept) for x in xs
-                   if x is not None and self.has(x)}
-        inner = [number for number in uses if number >= first and number not in staying]
-        spans = [Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner]
         rooms: list[Room] = []
         for result in self.results:
             number, span = self._span(result, uses, end)
             given[number] = first + len(rooms), 0
-            rooms.append(room_after(span, spans))
+            rooms.append(Room(span.size))
+            rooms[-1].place(span)
         for xs in self.kept:
             kept = Room(None)
             for x in xs:
@@ -198,6 +195,8 @@ class Plan:
             kept.capacity = kept.size
             rooms += [kept] if kept.size else []
         stay = len(rooms)
+        inner = [number for number in uses if number not in given]
+        spans = [Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner]
         places, rooms = shared(spans, rooms)
         given.update({number: (first + room, place) for number, (room, place) in zip(inner, places)})
         return given, rooms[:stay], rooms[stay:]
@@ -238,9 +237,8 @@ class Planned:
         self.kept = [None if x is None else final(plan._place(x)) for xs in plan.kept for x in xs]
         # An empty one is the same for all calls, and may be saved for a backward pass.
         with torch.inference_mode(False):
-            self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype,
-                             room.size // x.element_size() if room.size > x.untyped_storage().nbytes() else None)
-                            for x, room in zip(plan.results, stay)]
+            self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
+                            for x in plan.results]
         self._inputs, self._stay = len(plan.inputs), len(plan.inputs) + len(stay)
         # In numbers of two bytes.
         self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(plan.results):], *rooms)]
@@ -264,13 +262,8 @@ class Planned:
         """All of a call's tensors, of which all but the inputs are new."""
         device = self.device
         bases = [*inputs]
-        for empty, shape, strides, dtype, roomy in self.results:
-            if empty is not None:
-                bases.append(empty)
-            elif roomy is None:
-                bases.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-            else:
-                bases.append(torch.empty(roomy, dtype=dtype, device=device).as_strided(shape, strides))
+        bases += [torch.empty_strided(shape, strides, dtype=dtype, device=device) if empty is None else empty
+                  for empty, shape, strides, dtype in self.results]
         bases += [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self._sizes]
         return bases
 

@@ -40,15 +40,6 @@ class Room:
         return at
 
 
-def room_after(result: Span, spans: Sequence[Span]) -> Room:
-    """The room of a tensor that is returned, which is in it. If that is large, and one of ``spans`` that is up to half as large again is
-    gone before it comes, there is room for that too: two memories cost more than what the result then holds for nothing."""
-    before = [of.size for of in spans if of.last < result.first and result.size < of.size <= 1.5 * result.size]
-    room = Room(max(before, default=result.size) if result.size >= LARGE else result.size)
-    room.place(result)
-    return room
-
-
 def shared(spans: Sequence[Span], rooms: Sequence[Room]) -> tuple[list[tuple[int, int]], list[Room]]:
     """(room, place) of each span, and all rooms: first those that there are."""
     rooms, places = list(rooms), [(0, 0)] * len(spans)

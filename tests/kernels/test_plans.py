@@ -6,7 +6,6 @@ import pytest
 import torch
 from tail_cases import tail_case
 
-from ssta.kernels.lowering import rooms
 from ssta.kernels.lowering.plans import Plan, Planned, Plans
 from ssta.kernels.lowering.quick_launch import Tiles
 from ssta.kernels.memo import Unplanned
@@ -59,21 +58,6 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
     assert by_address[2][3:6] == (x[0, 2].data_ptr(), x[1, 2].data_ptr(), 0)
 
 
-def test_a_large_result_shares_its_memory_with_what_is_larger_and_gone_before(monkeypatch):
-    """As in a layer of padded tiles, which has three copies of which the result would hold none."""
-    monkeypatch.setattr(rooms, "LARGE", 1 << 10)
-    x = torch.randn(20, 16)
-    plan = Plan(CPU, (x,))
-    first, second = (plan.working(24, 16, dtype=torch.float32) for _ in range(2))
-    plan.call(lambda out, x: out[:20].copy_(x), first, plan.inputs[0])
-    plan.call(lambda out, x: torch.add(x, x, out=out), second, first)
-    out = plan.result_as(torch.empty(16, 20, device="meta").T)
-    plan.call(lambda out, x: out.copy_(x[:20]), out, second)
-    assert plan.needed == 24 * 16 * 4, "one of the two"
-    got, = Planned(plan)(x)
-    assert torch.equal(got, 2 * x) and got.stride() == (1, 20) and got.untyped_storage().nbytes() == 24 * 16 * 4
-
-
 def test_what_has_no_place_is_refused():
     plan = Plan(CPU, (torch.zeros(4, 4),))
     with pytest.raises(Unplanned, match="neither given to the step nor made"):
@@ -117,7 +101,7 @@ def test_the_tails_launches_by_address(room, numbers, monkeypatch):
         monkeypatch.setattr(tail_combine, name, room)
     launched = []
     monkeypatch.setattr(Planned, "__call__", lambda planned, *inputs: launched.append((planned, inputs)) or [
-        torch.zeros(shape, dtype=dtype) for _, shape, _, dtype, _ in planned.results])
+        torch.zeros(shape, dtype=dtype) for _, shape, _, dtype in planned.results])
     for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
     tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
