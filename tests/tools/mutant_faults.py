@@ -91,7 +91,7 @@ FAULTS = (
     Fault("portable: the merged lse is the larger one", "kernels/portable/tail_rows.py",
           "    tl.store(lse + at * tokens + row + lines, total, mask=written)\n",
           "    tl.store(lse + at * tokens + row + lines, larger, mask=written)\n", ("tests/kernels/test_tail.py",)),
-    Fault("plans: launches by address forget where in its memory a tensor begins", "kernels/lowering/plans.py",
+    Fault("plans: launches by address forget where in its memory a tensor begins", "kernels/lowering/by_address.py",
           "        addresses = [begins[base] + offset for base, offset in self._addresses]\n",
           "        addresses = [begins[base] for base, _ in self._addresses]\n", ("tests/kernels/test_plans.py",)),
     Fault("plans: what is needed once more has lost its memory", "kernels/lowering/plans.py",

@@ -1,0 +1,194 @@
+"""What a plan does in a call: launches by address and functions of torch, of tensors whose places are known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quick_launch import QuickLaunch, Tiles, _Direct, descriptors_known
+
+
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        base: which of a call's tensors it is in: its inputs, its results, what it keeps, and last the memory that it works in; while a
+            plan is written, which of all that the plan knows.
+        offset: bytes behind where that begins.
+        shape, strides, dtype: the tensor's.
+    """
+
+    base: int
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, bases: Sequence[Tensor]) -> Tensor:
+        """The tensor, in a call's."""
+        base = bases[self.base]
+        if base.dtype != self.dtype:
+            if not base.is_contiguous():
+                at = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
+                return torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage(), at, self.shape, self.strides)
+            base = base.view(self.dtype)
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+    def begin(self) -> tuple[int, int]:
+        """(base, bytes behind where it begins)."""
+        return self.base, self.offset
+
+
+class Constant(NamedTuple):
+    """A tensor that is the same in all calls."""
+
+    x: Tensor
+
+    def of(self, bases: Sequence[Tensor]) -> Tensor:
+        return self.x
+
+    def begin(self) -> tuple[int, int]:
+        return -1, self.x.data_ptr()
+
+
+class ByAddress:
+    """The steps of a plan, which all take what they need from two lists that a call makes once."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[int, list[int], list[Tensor], list[Tensor]], None]] = []
+        # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
+        self._addresses: dict[tuple[int, int], int] = {}
+        self._tensors: dict[Place | Constant | None, int] = {}
+
+    @classmethod
+    def of(cls, steps: Sequence[Launch | Call]) -> ByAddress | None:
+        """None unless all kernels are compiled, and launched directly."""
+        found = cls()
+        for step in steps:
+            by_address = step.by_address(found)
+            if by_address is None:
+                return None
+            found.steps.append(by_address)
+        return found
+
+    def addresses_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[int]], tuple]:
+        """Picks the places' addresses. None: something that is not read, whose address is 0."""
+        spots = [(-1, 0) if place is None else place.begin() for place in places]
+        return _picker([self._addresses.setdefault(spot, len(self._addresses)) for spot in spots])
+
+    def tensors_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[Tensor]], tuple]:
+        """Picks the places' tensors."""
+        return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
+
+    def __call__(self, stream: int, bases: list[Tensor], begins: list[int]) -> None:
+        begins.append(0)
+        addresses = [begins[base] + offset for base, offset in self._addresses]
+        tensors: list[Any] = [None if place is None else place.of(bases) for place in self._tensors]
+        for step in self.steps:
+            step(stream, addresses, tensors, bases)
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:
+    """What stands at these places of a list."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda found: tuple([found[number] for number in numbers])
+
+
+class Spot(NamedTuple):
+    """``Tiles`` of a tensor that is to come."""
+
+    place: Place | Constant
+    kind: Hashable
+    make: Callable[[Tensor], Any]
+
+
+class Launch(NamedTuple):
+    """The arguments of a QuickLaunch."""
+
+    quick: QuickLaunch
+    key: tuple
+    grid: tuple[int, int, int]
+    spots: list[Spot | None]
+    where: list[Place | Constant | None]
+    numbers: Sequence[int | float]
+    constants: dict
+    options: dict
+
+    def places(self) -> list[Place | Constant | None]:
+        return [*[None if spot is None else spot.place for spot in self.spots], *self.where]
+
+    def moved(self, final: Callable) -> Launch:
+        """The same with other places."""
+        return self._replace(spots=[None if spot is None else spot._replace(place=final(spot.place)) for spot in self.spots],
+                             where=[final(place) for place in self.where])
+
+    def with_tensors(self, bases: list[Tensor]) -> None:
+        descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.kind, spot.make) for spot in self.spots]
+        tensors = [None if place is None else place.of(bases) for place in self.where]
+        self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
+
+    def by_address(self, call: ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None] | None:
+        """The same for later calls; None where it is not launched directly."""
+        direct = self.quick.direct(self.key, [0 if place is None else place.begin()[1] for place in self.where])
+        if direct is None:
+            return None
+        launch, grid, settled, flat = direct.launch, self.grid, direct.settled, direct.flat
+        rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.where)
+        described = self._described(direct, call) if self.spots else None
+
+        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor]) -> None:
+            descriptors = described(addresses, bases) if described else ()
+            if flat:
+                launch(*grid, stream, *settled, *descriptors, *pointers(addresses), *rest)
+            else:
+                launch(*grid, stream, *settled, [*descriptors, *pointers(addresses), *rest])
+
+        return run
+
+    def _described(self, direct: _Direct, call: ByAddress) -> Callable[[list[int], list[Tensor]], list]:
+        """Gives the kernel's arguments for all descriptors."""
+        pick = call.addresses_of([None if spot is None else spot.place for spot in self.spots])
+        # Their own objects are found faster than what they describe. Numbers leave out those that are None, whose address is 0.
+        present = [spot is not None for spot in self.spots]
+        named = [(spot, object(), sum(present[:at])) for at, spot in enumerate(self.spots)]
+        # (Address, arguments) of the last call, which most often are the next one's too.
+        last: list[tuple[int, list]] = [(0, [None])] * len(named)
+
+        def described(addresses: list[int], bases: list[Tensor]) -> list:
+            arguments: list = []
+            for at, address in enumerate(pick(addresses)):
+                before, known = last[at]
+                if before != address:
+                    spot, name, number = named[at]
+                    assert spot is not None
+                    known = descriptors_known.get((address, name)) or direct.describe(number, spot.place.of(bases), name, spot.make)
+                    last[at] = address, known
+                arguments += known
+            return arguments
+
+        return described
+
+
+class Call(NamedTuple):
+    """A function of torch and its tensors."""
+
+    function: Callable[..., Any]
+    where: list[Place | Constant | None]
+
+    def places(self) -> list[Place | Constant | None]:
+        return self.where
+
+    def moved(self, final: Callable) -> Call:
+        return self._replace(where=[final(place) for place in self.where])
+
+    def with_tensors(self, bases: list[Tensor]) -> None:
+        self.function(*[None if place is None else place.of(bases) for place in self.where])
+
+    def by_address(self, call: ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None]:
+        function, arguments = self.function, call.tensors_of(self.where)
+        return lambda stream, addresses, tensors, bases: function(*arguments(tensors))
