@@ -83,7 +83,7 @@ def create_moba_3d_mask(
     layout = TokenLayout.video_text(canvas_thw, 0)
     (_, heads, _, dim), kv_heads = q.shape, k.shape[1]
     layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
-    keep = layer.select(Tiled(q, k, k, None, None), None, None, False).blocks.to_mask()
+    keep = layer.select(Tiled(q, k, k, None, None), None, layer.left(None), False).blocks.to_mask()
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 
 

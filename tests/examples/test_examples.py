@@ -81,7 +81,8 @@ def test_a_video_side_by_side_with_dense(script, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--topk", "0"], "error: topk must be at least 1, got 0"), (["--dense-steps", "7"], "error: dense_steps must lie in"),
-    (["--preset", "trained"], "error: preset must be one of 'near', 'balanced', 'fast' for WanTransformer3DModel, got 'trained'"),
+    (["--preset", "trained"],
+     "error: preset must be one of 'near', 'balanced', 'fast', '8 steps', '4 steps' for WanTransformer3DModel, got 'trained'"),
     (["--topk", "3", "--density", "0.2"], "error: topk must be None with a density"),
     (["--height", "97"], "error: .*height.*97")])
 def test_mistakes_end_with_one_sentence(arguments, message, script, monkeypatch):
