@@ -7,8 +7,7 @@ A step that is called while another one's plan is written becomes a part of that
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -67,11 +66,6 @@ class Plan:
     def working(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that the step alone needs, from the first to the last launch that gets it."""
         return self._known(torch.empty(shape, dtype=dtype, device="meta"))
-
-    @contextmanager
-    def memory_again(self) -> Iterator[None]:
-        """Around what is ``working`` for one group of heads."""
-        yield
 
     def keep(self, *xs: Tensor | None) -> None:
         """These stay after a call, in one memory, and are tensors by themselves when somebody asks for them."""

@@ -129,8 +129,7 @@ def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) 
 
 def _write_order(plan: Plan, k: Tensor, offsets: Tensor, blocks: int, order: Tensor | None) -> None:
     if order is not None:
-        with plan.memory_again():
-            tail_order.principal_order(plan, k, offsets, blocks, ITERATIONS, order)
+        tail_order.principal_order(plan, k, offsets, blocks, ITERATIONS, order)
 
 
 def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor | None, parts: int, log_count: Tensor, k_mean: Tensor,
@@ -155,11 +154,10 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
     wide = plan.working(*seen.half_variance.shape, dtype=torch.float32)
     error = plan.working(*wide.shape[:3], dtype=torch.float32)
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
-        with plan.memory_again():
-            keys = keys_of(shared)
-            queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
-            tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
-            plan.call(_wide_product, by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
+        keys = keys_of(shared)
+        queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
+        tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
+        plan.call(_wide_product, by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
     tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
         tail_rows.useful_heads(plan, error, USELESS, seen.useful)

@@ -79,19 +79,17 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
     many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, matrices, MADE_OF_A_PAIR * group * blocks * units)
     # Biases and mixtures of many heads, and for some of these after others matrices and the merge.
     for own, shared in head_groups(batch, kv_heads, group, batch * kv_heads if keep else many):
-        with plan.memory_again():
-            of_rows = of_group(own, out, lse, q, tail_lse, shares, left, useful)
-            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
-            some = q[own].shape[:2]
-            made = (bias, mixture) if keep else (plan.working(*some, blocks, units, dtype=torch.float32),
-                                                 plan.working(*some, blocks, row, dtype=torch.bfloat16))
-            made = made[0], made[1][..., :units]
-            lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
-            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[0], left[own],
-                                made[1])
-            for mine, its in head_groups(some[0], some[1] // group, group, few):
-                with plan.memory_again():
-                    _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge)
+        of_rows = of_group(own, out, lse, q, tail_lse, shares, left, useful)
+        of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
+        some = q[own].shape[:2]
+        made = (bias, mixture) if keep else (plan.working(*some, blocks, units, dtype=torch.float32),
+                                             plan.working(*some, blocks, row, dtype=torch.bfloat16))
+        made = made[0], made[1][..., :units]
+        lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
+        tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[0], left[own],
+                            made[1])
+        for mine, its in head_groups(some[0], some[1] // group, group, few):
+            _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge)
 
 
 def _write_merge(plan: Plan, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, scale: float,
@@ -160,17 +158,16 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
     # Those of units, and of blocks' queries with their gradients.
     most = int(room * mean_bytes(q, k) / (2 * dim * dim * (units + 2 * blocks * group)))
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
-        with plan.memory_again():
-            keys, values, counts, halves = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
-            of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
-            covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
-            tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, halves, None, parts, covariances)
-            mixed, matrix = by_kv_head(mixture[own], keys.shape[1]), _write_matrices(plan, mixture[own], covariances)
-            # Their memory is that of their gradients.
-            tail_backward.gradients(
-                plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
-                out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
-                halves, *of_units, matrix, mixed, covariances, scale)
+        keys, values, counts, halves = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
+        of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
+        covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
+        tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, halves, None, parts, covariances)
+        mixed, matrix = by_kv_head(mixture[own], keys.shape[1]), _write_matrices(plan, mixture[own], covariances)
+        # Their memory is that of their gradients.
+        tail_backward.gradients(
+            plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
+            out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
+            halves, *of_units, matrix, mixed, covariances, scale)
 
 
 def _fill_with_nothing(lse: Tensor) -> None:
