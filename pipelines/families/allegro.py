@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -10,10 +9,10 @@ from diffusers.models.attention_processor import AllegroAttnProcessor2_0
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
-from ..ranks.split import Plan, Split, gathered, split
+from ..ranks.split import Split, gathered, split
 
 # For each axis a table of cosines and one of sines, ``[positions, D / 3]``; and for each axis every token's position, ``[1, t*h*w]``.
 RotaryEmb = tuple[tuple[tuple[Tensor, Tensor], ...], tuple[Tensor, ...]]
@@ -56,12 +55,7 @@ class AllegroSSTAProcessor(SSTAProcessor):
         return apply_rope_of_halves(x.unflatten(-1, (3, -1)), cos, sin).flatten(-2)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", AllegroAttnProcessor2_0, AllegroSSTAProcessor)
-
-
-def _plan(model: nn.Module) -> Plan:
-    return {"transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
-
-
-ALLEGRO = Family("AllegroTransformer3DModel", _sites, from_bcfhw, split=Split(_plan, ("transformer_blocks.*.attn2",)))
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=AllegroAttnProcessor2_0,
+                 replacement=AllegroSSTAProcessor)
+_PLAN = {"transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+ALLEGRO = Family("AllegroTransformer3DModel", _SITES, from_bcfhw, split=Split(_PLAN, ("transformer_blocks.*.attn2",)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from diffusers.models.normalization import RMSNorm
@@ -10,9 +9,9 @@ from diffusers.models.transformers.transformer_anyflow import AnyFlowAttnProcess
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bfchw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, gathered, split
+from ..ranks.split import Split, gathered, split
 from .wan_attention import WanSSTAProcessor
 
 
@@ -37,14 +36,8 @@ class AnyFlowSSTAProcessor(WanSSTAProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, angles)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "blocks", "attn1", AnyFlowAttnProcessor, AnyFlowSSTAProcessor)
-
-
-def _plan(model: nn.Module) -> Plan:
-    """Every token has a modulation, in each block and, from one that stays whole, after ``norm_out``."""
-    return {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4, 1)}, "norm_out": gathered()}
-
-
-ANYFLOW = Family("AnyFlowTransformer3DModel", _sites, from_bfchw, split=Split(
-    _plan, ("blocks.*.attn2",), hooks=partial(shared_gradients, gather="norm_out")))
+_SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=AnyFlowAttnProcessor, replacement=AnyFlowSSTAProcessor)
+# Every token has a modulation, in each block and, from one that stays whole, after `norm_out`.
+_PLAN = {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4, 1)}, "norm_out": gathered()}
+ANYFLOW = Family("AnyFlowTransformer3DModel", _SITES, from_bfchw, split=Split(
+    _PLAN, ("blocks.*.attn2",), hooks=partial(shared_gradients, gather="norm_out")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -10,11 +9,11 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, Fuse
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bfchw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
 from ..patch.streams import Projected, later, projection_of
-from ..ranks.split import Plan, Split, gathered, split
+from ..ranks.split import Split, gathered, split
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
@@ -64,15 +63,10 @@ class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
         return attn.to_qkv(x).chunk(3, dim=-1)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0),
-                       (CogVideoXSSTAProcessor, FusedCogVideoXSSTAProcessor))
-
-
-def _plan(model: nn.Module) -> Plan:
-    return {"": {"image_rotary_emb": [split(2, 0), split(2, 0)]}, "transformer_blocks.0": {"hidden_states": split()},
-            "proj_out": gathered()}
-
-
-COGVIDEOX = Family("CogVideoXTransformer3DModel", _sites, from_bfchw, split=Split(_plan))
-CONSISID = Family("ConsisIDTransformer3DModel", _sites, from_bfchw, split=Split(_plan))
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1",
+                 stock=(CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0),
+                 replacement=(CogVideoXSSTAProcessor, FusedCogVideoXSSTAProcessor))
+_SPLIT = Split({"": {"image_rotary_emb": [split(2, 0), split(2, 0)]}, "transformer_blocks.0": {"hidden_states": split()},
+                "proj_out": gathered()})
+COGVIDEOX = Family("CogVideoXTransformer3DModel", _SITES, from_bfchw, split=_SPLIT)
+CONSISID = Family("ConsisIDTransformer3DModel", _SITES, from_bfchw, split=_SPLIT)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Plan, Split, ends_of, gathered, split, split_outputs
 from ..schedule.progress import read
 
 
@@ -50,10 +47,6 @@ class CosmosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", CosmosAttnProcessor2_0, CosmosSSTAProcessor)
-
-
 def _noise(timestep: Tensor | float) -> float:
     """The transformers of Cosmos 2 and 2.5 are called with the noise level itself."""
     level = read(timestep)
@@ -63,22 +56,14 @@ def _noise(timestep: Tensor | float) -> float:
     return level
 
 
-def _last_block(model: nn.Module) -> str:
-    return f"transformer_blocks.{len(model.get_submodule('transformer_blocks')) - 1}"
-
-
 def _plan(model: nn.Module) -> Plan:
     """Conditioned frames have a timestep of their own, so that modulations are the tokens', also after the last block."""
-    if _last_block(model) == "transformer_blocks.0":
-        raise ValueError("model must have at least 2 blocks to be split over ranks, got 1")
+    first, last = ends_of(model, "transformer_blocks")
     of_tokens = ("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual")
-    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()},
-            "transformer_blocks.*": {name: split() for name in of_tokens}, _last_block(model): gathered()}
+    return {"rope": split_outputs(2, 0), first: {"hidden_states": split()},
+            "transformer_blocks.*": {name: split() for name in of_tokens}, last: gathered()}
 
 
-def _gradients(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
-    return shared_gradients(model, call, _last_block(model))
-
-
-COSMOS = Family("CosmosTransformer3DModel", _sites, from_bcfhw, noise=_noise,
-                split=Split(_plan, ("transformer_blocks.*.attn2",), hooks=_gradients))
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=CosmosAttnProcessor2_0, replacement=CosmosSSTAProcessor)
+COSMOS = Family("CosmosTransformer3DModel", _SITES, from_bcfhw, noise=_noise,
+                split=Split(_plan, ("transformer_blocks.*.attn2",), hooks=partial(shared_gradients, gather="transformer_blocks")))

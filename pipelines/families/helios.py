@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw, histories_before
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
 from ..patch.streams import Projected, projection_of, projections
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, gathered, split
+from ..ranks.split import Plan, Split, ends_of, gathered, split
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
@@ -59,19 +59,10 @@ class HeliosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "blocks", "attn1", HeliosAttnProcessor, HeliosSSTAProcessor)
-
-
-def _last_block(model: nn.Module) -> str:
-    return f"blocks.{len(model.get_submodule('blocks')) - 1}"
-
-
 def _plan(model: nn.Module) -> Plan:
     """The chunk and its histories are one run of tokens, which the output's norm wants whole."""
-    if _last_block(model) == "blocks.0":
-        raise ValueError("model must have at least 2 blocks to be split over ranks, got 1")
-    return {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4), "rotary_emb": split()}, _last_block(model): gathered()}
+    first, last = ends_of(model, "blocks")
+    return {first: {"hidden_states": split()}, "blocks.*": {"temb": split(4), "rotary_emb": split()}, last: gathered()}
 
 
 def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
@@ -81,7 +72,7 @@ def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
 def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
     for block in model.get_submodule("blocks").children():
         yield block.register_forward_pre_hook(partial(_own_context, call))
-    yield from shared_gradients(model, call, _last_block(model))
+    yield from shared_gradients(model, call, "blocks")
 
 
 def _own_context(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
@@ -95,6 +86,7 @@ def _own_context(call: Callable[[], CallState], block: nn.Module, args: tuple) -
 
 
 HELIOS = Family(
-    "HeliosTransformer3DModel", _sites, from_bcfhw,
+    "HeliosTransformer3DModel",
+    partial(stack_sites, stack="blocks", attention="attn1", stock=HeliosAttnProcessor, replacement=HeliosSSTAProcessor), from_bcfhw,
     before=partial(histories_before, ("latents_history_long", "latents_history_mid", "latents_history_short")),
     split=Split(_plan, ("blocks.*.attn2",), _tokens, hooks=_hooks))

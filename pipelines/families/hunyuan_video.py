@@ -14,17 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, Site, stack_sites
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
+def two_stacks(model: nn.Module) -> Iterator[Site]:
+    """The sites of blocks with two streams, and of those with one."""
     for blocks in ("transformer_blocks", "single_transformer_blocks"):
         yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
-
-
-def _plan(model: nn.Module) -> Plan:
-    return {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
 
 
 def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
@@ -44,5 +41,6 @@ def _counted(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tu
     return *others, min(max(frame - state.ranks.start(video), 0), state.ranks.share(video))
 
 
-HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", _sites, from_bcfhw,
-                       split=Split(_plan, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_first_frame))
+_PLAN = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+HUNYUAN_VIDEO = Family("HunyuanVideoTransformer3DModel", two_stacks, from_bcfhw,
+                       split=Split(_PLAN, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_first_frame))

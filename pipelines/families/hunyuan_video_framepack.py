@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -15,22 +14,13 @@ from ssta import VideoGrid
 
 from ..patch.call import CallState, Ranks
 from ..patch.canvas import from_bcfhw, histories_before
-from ..patch.family import Family, Site, stack_sites
-from ..ranks.split import Plan, Split, gathered
-from .joint import JointSSTAProcessor
-
-
-def _sites(model: nn.Module) -> Iterator[Site]:
-    for blocks in ("transformer_blocks", "single_transformer_blocks"):
-        yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
-
-
-def _plan(model: nn.Module) -> Plan:
-    """Hooks split the tokens, each grid's by themselves, and leave the section's alone behind the last block."""
-    return {"proj_out": gathered()}
+from ..patch.family import Family
+from ..ranks.split import Split, gathered
+from .hunyuan_video import two_stacks
 
 
 def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+    """They split the tokens, each grid's by themselves, and leave the section's alone behind the last block."""
     found: Any = model
     blocks = [*found.transformer_blocks, *found.single_transformer_blocks]
     for number, block in enumerate(blocks):
@@ -58,6 +48,6 @@ def _own_section(call: Callable[[], CallState], block: nn.Module, args: tuple, o
 
 
 HUNYUAN_VIDEO_FRAMEPACK = Family(
-    "HunyuanVideoFramepackTransformer3DModel", _sites, from_bcfhw,
+    "HunyuanVideoFramepackTransformer3DModel", two_stacks, from_bcfhw,
     before=partial(histories_before, ("latents_history_4x", "latents_history_2x", "latents_clean")),
-    split=Split(_plan, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_hooks))
+    split=Split({"proj_out": gathered()}, ("context_embedder.token_refiner.refiner_blocks.*.attn",), hooks=_hooks))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, gathered, split
+from ..ranks.split import Plan, Split, ends_of, gathered, split
 
 
 class Kandinsky5SSTAProcessor(SSTAProcessor):
@@ -59,21 +57,12 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "visual_transformer_blocks", "self_attention", Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
 
 
-def _last_block(model: nn.Module) -> str:
-    return f"visual_transformer_blocks.{len(model.visual_transformer_blocks) - 1}"
-
-
 def _plan(model: nn.Module) -> Plan:
     """Tokens are made, and put back in their places, by functions, which are no modules: so between the first and the last block."""
-    if len(model.visual_transformer_blocks) < 2:
-        raise ValueError("model must have at least 2 visual blocks to be split over ranks, got 1")
-    return {"visual_transformer_blocks.0": {"visual_embed": split()}, "visual_transformer_blocks.*": {"rope": split(6, 1)},
-            _last_block(model): gathered()}
-
-
-def _gradients(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
-    return shared_gradients(model, call, _last_block(model))
+    first, last = ends_of(model, "visual_transformer_blocks")
+    return {first: {"visual_embed": split()}, "visual_transformer_blocks.*": {"rope": split(6, 1)}, last: gathered()}
 
 
 KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc, split=Split(
-    _plan, ("text_transformer_blocks.*.self_attention", "visual_transformer_blocks.*.cross_attention"), stock=True, hooks=_gradients))
+    _plan, ("text_transformer_blocks.*.self_attention", "visual_transformer_blocks.*.cross_attention"), stock=True,
+    hooks=partial(shared_gradients, gather="visual_transformer_blocks")))

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patch.call import CallState
 from ..patch.canvas import from_bfhwc
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split
+from ..ranks.split import CROSS_LENGTHS, Plan, Split, ends_of, gathered, split
 
 
 class Kandinsky6SSTAProcessor(SSTAProcessor):
@@ -42,22 +42,12 @@ class Kandinsky6SSTAProcessor(SSTAProcessor):
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "visual_transformer_blocks", "video_dec_block.self_attention", Kandinsky6AttnProcessor,
-                       Kandinsky6SSTAProcessor)
-
-
-def _last_block(model: nn.Module) -> str:
-    return f"visual_transformer_blocks.{len(model.get_submodule('visual_transformer_blocks')) - 1}"
-
-
 def _plan(model: nn.Module) -> Plan:
     """Video and audio, each by itself: they attend to one another by diffusers' own exchange. Between the first and the last block, because
     the output layer wants the video in its frames."""
-    if _last_block(model).endswith(".0"):
-        raise ValueError("model must have at least 2 visual blocks to be split over ranks, got 1")
-    return {"visual_transformer_blocks.0": {"vis": split(), "aud": split()},
-            "visual_transformer_blocks.*": {"vis_rope": split(5, 0), "aud_rope": split(5, 0)}, _last_block(model): [gathered()] * 2}
+    first, last = ends_of(model, "visual_transformer_blocks")
+    return {first: {"vis": split(), "aud": split()}, "visual_transformer_blocks.*": {"vis_rope": split(5, 0), "aud_rope": split(5, 0)},
+            last: [gathered()] * 2}
 
 
 def _needs_audio(call: Callable[[], CallState], block: nn.Module, args: tuple) -> None:
@@ -70,5 +60,7 @@ def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[Removabl
     yield model.get_submodule("visual_transformer_blocks.0").register_forward_pre_hook(partial(_needs_audio, call))
 
 
-KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _sites, from_bfhwc, split=Split(
+_SITES = partial(stack_sites, stack="visual_transformer_blocks", attention="video_dec_block.self_attention", stock=Kandinsky6AttnProcessor,
+                 replacement=Kandinsky6SSTAProcessor)
+KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _SITES, from_bfhwc, split=Split(
     _plan, ("*_text_transformer_blocks.*.attn", "visual_transformer_blocks.*.cross_attention"), trains=CROSS_LENGTHS, hooks=_hooks))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
 from ..patch.canvas import from_numbers
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Split, gathered, split, split_outputs
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -40,19 +41,13 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", LTXVideoAttnProcessor, LTXVideoSSTAProcessor)
-
-
-def _plan(model: nn.Module) -> Plan:
-    """diffusers' own splits the text and its mask too, which its attention does not take, and no timesteps of tokens."""
-    return {"": {"hidden_states": split(), "timestep": split(2)}, "rope": split_outputs(3, 1), "proj_out": gathered()}
-
-
 def tokens_given(arguments: Mapping[str, Any], grids: int) -> int:
     """How many tokens of conditions and video there are."""
     tokens: int = arguments["hidden_states"].shape[1]
     return tokens
 
 
-LTX_VIDEO = Family("LTXVideoTransformer3DModel", _sites, from_numbers, split=Split(_plan, ("transformer_blocks.*.attn2",), tokens_given))
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=LTXVideoAttnProcessor, replacement=LTXVideoSSTAProcessor)
+# diffusers' own splits the text and its mask too, which its attention does not take, and no timesteps of tokens.
+_PLAN = {"": {"hidden_states": split(), "timestep": split(2)}, "rope": split_outputs(3, 1), "proj_out": gathered()}
+LTX_VIDEO = Family("LTXVideoTransformer3DModel", _SITES, from_numbers, split=Split(_PLAN, ("transformer_blocks.*.attn2",), tokens_given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from torch import Tensor, nn
 
 from ..patch.canvas import from_numbers, memory_before
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
@@ -93,11 +92,6 @@ class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
         return self._project_out(attn, hidden_states, out)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor),
-                       (LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
-
-
 def _plan(model: nn.Module) -> Plan:
     """Audio and text are whole. diffusers' own splits them, and three of its four angles are not."""
     config: Any = model.config
@@ -107,5 +101,8 @@ def _plan(model: nn.Module) -> Plan:
 
 # Queries of audio, which are whole, look at keys of the video, which is split: `video_to_audio_attn` is left to diffusers.
 _WHOLE = tuple(f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
-LTX2 = Family("LTX2VideoTransformer3DModel", _sites, from_numbers, before=memory_before, split=Split(
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1",
+                 stock=(LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor),
+                 replacement=(LTX2SSTAProcessor, LTX2PerturbedSSTAProcessor))
+LTX2 = Family("LTX2VideoTransformer3DModel", _SITES, from_numbers, before=memory_before, split=Split(
     _plan, _WHOLE, tokens_given, trains=CROSS_LENGTHS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ssta import DenseRun
 
 from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.streams import Projected, projection_of, projections
 from ..ranks.split import Split, stock_plan
 
@@ -58,10 +58,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn", MiniMaxH3AttnProcessor, MiniMaxH3SSTAProcessor)
-
-
 def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
     points = arguments["position_ids"]
     return from_coordinates(points, lambda: points)
@@ -84,5 +80,7 @@ def _before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int,
     return tuple([DenseRun(length) for length in lengths if length])
 
 
-MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _sites, _canvas, noise=_noise, before=_before,
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn", stock=MiniMaxH3AttnProcessor,
+                 replacement=MiniMaxH3SSTAProcessor)
+MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _SITES, _canvas, noise=_noise, before=_before,
                     split=Split(stock_plan, ("token_refiner.refiner_blocks.*.attn",), _tokens, stock=True))

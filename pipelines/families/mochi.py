@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from diffusers.models.normalization import MochiRMSNorm
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Split, gathered, split, split_outputs
 
 
 class MochiSSTAProcessor(SSTAProcessor):
@@ -44,17 +44,11 @@ class MochiSSTAProcessor(SSTAProcessor):
         return video, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    return stack_sites(model, "transformer_blocks", "attn1", MochiAttnProcessor2_0, MochiSSTAProcessor)
-
-
 def _noise(timestep: Tensor | float) -> Tensor | float:
     """Mochi's time runs from noise at 0 to the video at 1000."""
     return 1 - timestep / 1000
 
 
-def _plan(model: nn.Module) -> Plan:
-    return {"rope": split_outputs(3, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
-
-
-MOCHI = Family("MochiTransformer3DModel", _sites, from_bcfhw, noise=_noise, split=Split(_plan))
+_SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=MochiAttnProcessor2_0, replacement=MochiSSTAProcessor)
+_PLAN = {"rope": split_outputs(3, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+MOCHI = Family("MochiTransformer3DModel", _SITES, from_bcfhw, noise=_noise, split=Split(_PLAN))

@@ -27,12 +27,15 @@ class _Weighted(torch.autograd.Function):
 
 
 def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: str) -> Iterator[RemovableHandle]:
-    """Hooks after which the sum of all ranks' gradients is one process' in the layers that follow the module ``gather`` too.
+    """Hooks after which the sum of all ranks' gradients is one process' in the layers that follow the module ``gather``, or the last of
+    a list of that name, too.
 
     Gradients are parts that add up over W ranks, but every rank has the whole gradient of what follows the gather: there it counts 1 / W,
     and where it meets the gather, whose backward takes a rank's own tokens out of it, W times that.
     """
-    yield model.get_submodule(gather).register_forward_hook(partial(_times_ranks, call, 1))
+    module = model.get_submodule(gather)
+    last = module[-1] if isinstance(module, nn.ModuleList) else module
+    yield last.register_forward_hook(partial(_times_ranks, call, 1))
     yield model.register_forward_hook(partial(_times_ranks, call, -1))
 
 

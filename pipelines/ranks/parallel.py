@@ -36,7 +36,7 @@ def cp_plan(transformer: nn.Module) -> Plan:
     Raises:
         ValueError: an unsupported model, or one whose family says nothing of several ranks.
     """
-    return _split(family_of(transformer)).plan(transformer)
+    return _split(family_of(transformer)).of(transformer)
 
 
 def _make_whole(model: Any) -> None:
@@ -115,7 +115,7 @@ class Parallelism:
         if config is not None or split is None or not hasattr(model, "_cp_plan"):
             return
         try:
-            plan = split.plan(model)
+            plan = split.of(model)
         except ValueError:
             # Too small to be split, which is said when it is to be.
             return
@@ -254,7 +254,7 @@ def _checked(model: nn.Module, family: Family) -> None:
         raise ValueError(f"model must run without tensor parallelism under SSTA, got {family.model} with tp_degree = {degree}; "
                          "take a ContextParallelConfig")
     split = _split(family)
-    found, wanted = _hooked(model), split.plan(model)
+    found, wanted = _hooked(model), split.of(model)
     if found != {name: _listed(part) for name, part in wanted.items()}:
         raise ValueError(f"model must be split over ranks by SSTA's plan, got {family.model} with another, of {', '.join(map(repr, found))}"
                          f"; {_HOW}")

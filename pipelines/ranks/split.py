@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ class Split:
     """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
 
     Attributes:
-        plan: ``plan(model)``, as diffusers' ``enable_parallelism`` takes it.
+        plan: as diffusers' ``enable_parallelism`` takes it, or ``plan(model)`` that is; see ``of``.
         whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
             alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
         tokens: ``tokens(arguments, grids)`` is the length of the whole sequence where the plan splits it as one run, ``grids`` being the
@@ -47,7 +47,7 @@ class Split:
         TypeError: a field of the wrong kind.
     """
 
-    plan: Callable[[nn.Module], Plan]
+    plan: Plan | Callable[[nn.Module], Plan] = field(hash=False)
     whole: tuple[str, ...] = ()
     tokens: Callable[[Mapping[str, Any], int], int] | None = None
     stock: bool = False
@@ -55,15 +55,20 @@ class Split:
     hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
 
     def __post_init__(self) -> None:
-        for name in ("plan", "hooks"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"Split.{name} must be a function, got {getattr(self, name)!r} ({type(getattr(self, name)).__name__})")
+        if not isinstance(self.plan, dict) and not callable(self.plan):
+            raise TypeError(f"Split.plan must be a dict or a function, got {self.plan!r} ({type(self.plan).__name__})")
+        if not callable(self.hooks):
+            raise TypeError(f"Split.hooks must be a function, got {self.hooks!r} ({type(self.hooks).__name__})")
         if not isinstance(self.whole, tuple) or not all(isinstance(name, str) for name in self.whole):
             raise TypeError(f"Split.whole must be a tuple of names, got {self.whole!r}")
         if self.tokens is not None and not callable(self.tokens):
             raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
         if self.trains is not True and not (isinstance(self.trains, str) and self.trains):
             raise TypeError(f"Split.trains must be True, or a sentence that says why not, got {self.trains!r}")
+
+    def of(self, model: nn.Module) -> Plan:
+        """The plan of ``model``."""
+        return dict(self.plan) if isinstance(self.plan, dict) else self.plan(model)
 
 
 def split(dims: int = 3, dim: int = 1) -> ContextParallelInput:
@@ -86,6 +91,18 @@ def stock_plan(model: nn.Module) -> Plan:
     kind: Any = type(model)
     plan: Plan = kind._cp_plan
     return plan
+
+
+def ends_of(model: nn.Module, stack: str) -> tuple[str, str]:
+    """Names of the first and the last block of the list ``stack``, where tokens are split and gathered.
+
+    Raises:
+        ValueError: they are the same one.
+    """
+    blocks: Any = model.get_submodule(stack)
+    if len(blocks) < 2:
+        raise ValueError(f"model must have at least 2 {stack} to be split over ranks, got {len(blocks)}")
+    return f"{stack}.0", f"{stack}.{len(blocks) - 1}"
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:

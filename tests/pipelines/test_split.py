@@ -111,14 +111,15 @@ def test_models_that_cannot_be_split_say_so():
     with pytest.raises(ValueError, match="model must be one of .*CogVideoX"):
         cp_plan(torch.nn.Linear(2, 2))
     small = TINY["kandinsky5"].build(layers=1)
-    with pytest.raises(ValueError, match="at least 2 visual blocks to be split over ranks, got 1"):
+    with pytest.raises(ValueError, match="at least 2 visual_transformer_blocks to be split over ranks, got 1"):
         cp_plan(small)
     with apply_ssta(small, SPARSE):
         assert small._cp_plan is None
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"plan": {}}, r"Split.plan must be a function, got \{\} \(dict\)"), ({"tokens": 3}, r"Split.tokens must be a function or None, got 3"),
+    ({"plan": 3}, r"Split.plan must be a dict or a function, got 3 \(int\)"),
+    ({"tokens": 3}, r"Split.tokens must be a function or None, got 3"),
     ({"trains": False}, "Split.trains must be True, or a sentence that says why not, got False"),
     ({"trains": ""}, "Split.trains must be True"), ({"hooks": None}, "Split.hooks must be a function, got None"),
     ({"whole": "blocks"}, "Split.whole must be a tuple of names, got 'blocks'")])
