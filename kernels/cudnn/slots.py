@@ -126,11 +126,11 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
     """A program writes the lists of a query block's slots; those of the first head also the sizes of a key block's."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if (head == 0) & (batch == 0) & (block < lists.items):
-        _, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, block, item_bounds.length, item_bounds.tokens,
-                               item_bounds.starts is None)
+        _, block_size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, block, item_bounds.length, item_bounds.tokens,
+                                     item_bounds.starts is None)
         for part in range(item_parts):
-            place = block * item_parts + part
-            tl.store(sizes + place, tl.minimum(tl.maximum(size - part * SLOT, 0), SLOT), mask=place < item_slots)
+            slot = block * item_parts + part
+            tl.store(sizes + slot, tl.minimum(tl.maximum(block_size - part * SLOT, 0), SLOT), mask=slot < item_slots)
     if block >= rows:
         return
     heads = tl.num_programs(1)
@@ -148,8 +148,8 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
         item = tl.load(lists.indices + list_row * lists.capacity + entry // item_parts, mask=entry < entries, other=-1)
         # Ids out of range count as absent.
         known = (item >= 0) & (item < lists.items)
-        _, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, tl.where(known, item, 0), item_bounds.length, item_bounds.tokens,
-                               item_bounds.starts is None)
+        _starts, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, tl.where(known, item, 0), item_bounds.length,
+                                     item_bounds.tokens, item_bounds.starts is None)
         there = known & (size > part * SLOT)
         place = found + tl.cumsum(there.to(tl.int32), 0) - 1
         # A list that names a block twice may not lead out of its row.
