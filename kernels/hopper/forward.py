@@ -121,7 +121,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
                                              processors, not listed.items.uniform)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(listed, config.chunk, kv_len - q_len if causal else None)
+    queue = work_queue(plan, listed, config.chunk, kv_len - q_len if causal else None)
     out, lse = empty_outputs(q, rows, in_place)
     plan.results += [lse] if in_place else [lse, out]
     list_batch, list_heads, width = extent(listed, config.chunk)

@@ -226,15 +226,22 @@ def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None
     return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), starts.shape[3])
 
 
-def work_queue(listed: Listed, chunk: int, causal_shift: int | None = None) -> Tensor:
+def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
+
+    A part of ``plan`` and written at every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
 
     int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five are used:
     first token, tokens, full chunks, partial chunks, row; then, as in ``ChunkLists`` and indexed by row, all starts; then all sizes, but
     where no chunk can be partial.
     """
-    return _queue((), listed.tensors, listed.fixed, chunk, causal_shift)[0]
+    (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
+    partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
+    queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
+    # What is launched after a queue may begin before it is written.
+    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(EARLY=plan.device.type == "cuda"), [queue])
+    return queue
 
 
 def extent(listed: Listed, chunk: int) -> tuple[int, int, int]:
@@ -254,15 +261,6 @@ def _write_chunks(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], f
     _launch(plan, _launch_chunks, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), out)
 
 
-def _write_queue(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, chunk: int, causal_shift: int | None) -> None:
-    listed = Listed.planned(tensors, fixed)
-    (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
-    partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    data = plan.result(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
-    # What is launched after a queue may begin before it is written.
-    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(EARLY=plan.device.type == "cuda"), [data])
-
-
 def _launch(plan: Plan, kernel: QuickLaunch, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]
             ) -> None:
     (batch, heads, width), (_, indices, rows, items) = extent(listed, chunk), listed
@@ -274,7 +272,7 @@ def _launch(plan: Plan, kernel: QuickLaunch, listed: Listed, chunk: int, causal_
 
 
 _launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
-_chunks, _queue = Plans(_write_chunks), Plans(_write_queue)
+_chunks = Plans(_write_chunks)
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:

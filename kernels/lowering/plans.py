@@ -1,7 +1,8 @@
 """Steps of one launch or many, planned once for each kind of tensors: their code runs on tensors without memory, and what it would launch
 is written down. A call then takes memory for results and for all that lies between, and launches by address, without a view or a decision.
 
-A step that is called while another one's plan is written becomes a part of that plan: so a layer of many steps is one plan.
+A step that is called while another one's plan is written becomes a part of that plan: so a layer of many steps is one plan. One that is
+given constants alone is computed then, once, and later launches may only read what it gives.
 """
 
 from __future__ import annotations

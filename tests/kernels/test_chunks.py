@@ -6,8 +6,16 @@ from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
 from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, kv_partition, q_partition, work_queue
+from ssta.kernels.lowering.plans import Plan, Planned
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
+
+
+def queue_of(listed, chunk, shift=None):
+    """A plan that gives a queue, for calls without a tensor: the lists are constants, as those of a layer that attends to fixed tiles."""
+    plan = Plan(torch.device("cpu"), ())
+    plan.results.append(work_queue(plan, listed, chunk, shift))
+    return Planned(plan)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -19,7 +27,7 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     batch, heads, width = extent(listed, 16)
     assert (batch, heads, width) == (2, 3, chunks.starts.shape[3])
     sizes = [HEADER.value, 2 * 3 * 5 * ENTRY.value, chunks.starts.numel(), chunks.starts.numel()]
-    header, entries, starts, lengths = work_queue(listed, 16, shift).split(sizes)
+    header, entries, starts, lengths = queue_of(listed, 16, shift)()[0].split(sizes)
     entries = entries.view(2, 3, 5, ENTRY.value)
     row = entries[..., 4].long()
     assert header[0] == 0 and torch.equal(row.sort(-1).values, torch.arange(5).expand(2, 3, 5))
@@ -38,7 +46,15 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
 def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, causal, sizes):
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
     rows, items = q_partition(blocks, tokens), kv_partition(blocks, tokens)
-    queue = work_queue(Listed.of(blocks, rows, items), 16, 0 if causal else None)
+    queue, = queue_of(Listed.of(blocks, rows, items), 16, 0 if causal else None)()
     entries = queue[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
+
+
+def test_every_call_has_a_queue_of_its_own():
+    blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16)
+    planned = queue_of(Listed.of(blocks, q_partition(blocks, 48), kv_partition(blocks, 48)), 16)
+    # Whoever takes rows counts here.
+    planned()[0][0] += 3
+    assert planned()[0][0] == 0
