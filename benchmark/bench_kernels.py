@@ -47,7 +47,8 @@ from ssta.kernels import BlockLists, block_sparse_attention
 OURS = "ssta"
 DIRECTIONS = ("lists", "forward", "backward")
 # Where an implementation offers more than its usual call, what else is measured: name, options, which directions they change.
-CHOICES = {"hopper": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)}
+_ANY_ORDER = ("non-deterministic dQ", dict(deterministic=False), ("backward",))
+CHOICES = {"hopper": (_ANY_ORDER,), "cudnn": (_ANY_ORDER,)}
 # What tells one row from another.
 KEYS = ("what", "provider", "pattern", "tokens", "heads", "head_dim", "block", "inputs", "kept")
 COLUMNS = ("what", "provider", "version", "pattern", "tokens", "heads", "head_dim", "block", "inputs", "kept", "blocks", *NO_TIMES,

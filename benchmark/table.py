@@ -308,9 +308,9 @@ def captioned(lines: list[list[str]], rows: list[Row]) -> str:
 
 # NAME in a document -> SOURCE of its CSVs, and how the table is made.
 TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table), "around": ("kernels", around_table),
-          "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "layer": ("layer", layer_table),
-          "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table), "interfaces": ("interfaces", interfaces_table),
-          "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
+          "missing": ("kernels", missing_table), "sweep": ("sweep", times_table), "cudnn": ("cudnn", times_table),
+          "layer": ("layer", layer_table), "stages": ("layer", stages_table), "tokens": ("tokens", tokens_table),
+          "interfaces": ("interfaces", interfaces_table), "steps": ("pipeline", steps_table), "speed_ups": ("pipeline", speed_ups_table),
           "recipe": ("recipe", recipe_table), "generation": ("recipe", generation_table), "recipe_ranks": ("recipe", recipe_ranks_table),
           "streaming": ("streaming", streaming_table),
           "scaling": ("parallel", scaling_table), "ranks": ("parallel", ranks_table),
