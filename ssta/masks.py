@@ -13,10 +13,8 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
-from .kernels import choose_backend
 from .kernels.checks import require_bool, require_strided
 from .layer import Tiled, prepared
-from .layout import tile_layout
 from .sequence import TokenLayout
 from .spec import LayerSpec
 from .text import TextMask
@@ -70,20 +68,12 @@ def create_moba_3d_mask(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    _grid(canvas_thw, tile_thw)
     if q_block_avg_pool is not True:
         raise ValueError(f"q_block_avg_pool must be True, because scores are those of tiles, got {q_block_avg_pool}")
     require_bool("add_text_mask", add_text_mask)
-    if sampling_type == "importance" and lambda_ is None:
-        raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
-    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=require_int("topk", topk, 1), sparse_type="block_attn",
-                        threshold=threshold, lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
-                        mask_share_within_head=mask_share_within_head, adaptive_pool=adaptive_pool)
-    _check_inputs(q, k, prod(canvas_thw))
-    layout = TokenLayout.video_text(canvas_thw, 0)
-    (_, heads, _, dim), kv_heads = q.shape, k.shape[1]
-    layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
-    keep = layer.select(Tiled(q, k, k, None, None), None, layer.left(None), False).blocks.to_mask()
+    config = _config("block_attn", canvas_thw, tile_thw, kernel_thw, topk, threshold, lambda_, mask_share_within_head, adaptive_pool,
+                     sampling_type)
+    keep = _selected(q, k, canvas_thw, 0, config, None)
     return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
 
 
@@ -108,32 +98,39 @@ def create_ssta_3d_mask(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    budget = create_moba_3d_mask(q, k, canvas_thw, topk, tile_thw, kernel_thw, text_block_num, False, threshold, lambda_,
-                                 mask_share_within_head, True, adaptive_pool, sampling_type)
-    mask = budget | create_sta_3d_mask(canvas_thw, tile_thw, kernel_thw, text_block_num).to(q.device)
-    if text_mask is None:
-        return mask
-    if not isinstance(text_mask, Tensor) or text_mask.is_floating_point() or text_mask.is_complex():
-        raise TypeError(f"text_mask must be a bool or integer tensor, got {getattr(text_mask, 'dtype', type(text_mask).__name__)}")
-    if text_mask.dim() not in (1, 2) or (text_mask.dim() == 2 and text_mask.shape[0] != q.shape[0]) or text_mask.device != q.device:
-        raise ValueError(f"text_mask must be [text tokens] or [{q.shape[0]}, text tokens] on {q.device}, "
-                         f"got shape {tuple(text_mask.shape)} on {text_mask.device}")
-    block, total = prod(tile_thw), mask.shape[-1]
-    if -(-text_mask.shape[-1] // block) != text_block_num:
-        raise ValueError(f"text_mask must have the tokens of text_block_num {text_block_num} blocks of {block}, the last of which may be "
-                         f"partial, got {text_mask.shape[-1]}")
-    tokens = TokenLayout.video_text(canvas_thw, text_mask.shape[-1])
-    rows = torch.atleast_2d(text_mask)
-    backend = choose_backend("auto", q.device, q.dtype, q.shape[3])
+    config = _config("ssta", canvas_thw, tile_thw, kernel_thw, topk, threshold, lambda_, mask_share_within_head, adaptive_pool,
+                     sampling_type)
+    block = prod(tile_thw)
+    text_len = require_int("text_block_num", text_block_num, 0) * block
+    if isinstance(text_mask, Tensor) and text_mask.dim() > 0:
+        if -(-text_mask.shape[-1] // block) != text_block_num:
+            raise ValueError(f"text_mask must have the tokens of text_block_num {text_block_num} blocks of {block}, the last of which may "
+                             f"be partial, got {text_mask.shape[-1]}")
+        text_len = text_mask.shape[-1]
+        text_mask = text_mask.expand(len(q), -1) if text_mask.dim() == 1 else text_mask
+    return _without_batch(_selected(q, k, canvas_thw, text_len, config, text_mask))
+
+
+def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int], kernel_thw: tuple[int, int, int], topk: int,
+            threshold: float, lambda_: float | None, share: bool, adaptive_pool: tuple[int, int, int] | None, sampling_type: str | None
+            ) -> SSTAConfig:
+    _grid(canvas_thw, tile_thw)
+    if sampling_type == "importance" and lambda_ is None:
+        raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
     # With padding the first tile of a text without valid tokens counts as active.
-    used = TextMask.of(rows, len(rows), tokens, q.device).left(tile_layout(tokens, tile_thw, "zero", q.device), backend)[:, 0] > 0
-    if text_mask.dim() == 2:
-        mask, used = mask.reshape(q.shape[0], -1, total, total), used[:, None]
-    else:
-        used = used[0]
-    both = used[..., :, None] & used[..., None, :]
-    alone = torch.eye(total, dtype=torch.bool, device=q.device) & ~used[..., None]
-    return _without_batch(mask & both | alone) if text_mask.dim() == 2 else mask & both | alone
+    return SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=require_int("topk", topk, 1), sparse_type=sparse_type,
+                      threshold=threshold, lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
+                      pad_type="zero", mask_share_within_head=share, adaptive_pool=adaptive_pool)
+
+
+def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: int, config: SSTAConfig, text_mask: Tensor | None) -> Tensor:
+    """bool ``[B, H or 1, T, T]``: what a layer with this configuration selects; q and k need not have the text."""
+    _check_inputs(q, k, prod(canvas_thw))
+    layout = TokenLayout.video_text(canvas_thw, text_len)
+    (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
+    text = None if text_mask is None else TextMask.of(text_mask, batch, layout, q.device)
+    layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
+    return layer.select(Tiled(q, k, k, None, None), None, layer.left(text), False).blocks.to_mask()
 
 
 def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:

@@ -150,8 +150,8 @@ def test_refuses(changes, error, message):
 
 
 @pytest.mark.parametrize("text_mask, error, message", [
-    (torch.ones(48), TypeError, "text_mask must be a bool or integer tensor, got torch.float32"),
-    (torch.ones(2, 48, dtype=torch.bool), ValueError, r"text_mask must be \[text tokens\] or \[1, text tokens\]"),
+    (torch.ones(48), TypeError, r"text_mask must be bool or integer \(nonzero = valid token\), got torch.float32"),
+    (torch.ones(2, 48, dtype=torch.bool), ValueError, r"text_mask must be \[batch, dense tokens\] = \(1, 48\), got \(2, 48\)"),
     (torch.ones(49, dtype=torch.bool), ValueError, "text_mask must have the tokens of text_block_num 3 blocks of 16, .* got 49"),
     (torch.ones(1, 32, dtype=torch.bool), ValueError, "text_mask must have the tokens of text_block_num 3 blocks of 16, .* got 32"),
 ])
