@@ -123,7 +123,8 @@ def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[
                       pad_type="zero", mask_share_within_head=share, adaptive_pool=adaptive_pool)
 
 
-def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: int, config: SSTAConfig, text_mask: Tensor | None) -> Tensor:
+def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: int, config: SSTAConfig, text_mask: Tensor | None
+              ) -> Tensor:
     """bool ``[B, H or 1, T, T]``: what a layer with this configuration selects; q and k need not have the text."""
     _check_inputs(q, k, prod(canvas_thw))
     layout = TokenLayout.video_text(canvas_thw, text_len)

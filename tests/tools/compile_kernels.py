@@ -269,7 +269,7 @@ def line(label: str, kernel: Compiled, wrong: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of a label, such as sm_89, forward|tail or causal; all of them must be in it")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of a label, such as sm_80|sm_89, forward or causal; all must be in it")
     parser.add_argument("--all", action="store_true", help="the rare cases too")
     options = parser.parse_args(argv)
     compiler = Compiler()
