@@ -7,20 +7,21 @@ way from noise to video is nearly straight (few_steps.py). Every configuration i
 the same noise. Columns are those of bench_quality.py; steps is 4 or 8. Rows "few steps" say how near dense samples of few steps are to the
 first model's of 30, before that training and after it. Without a GPU everything is tiny.
 
-With --fine-tune the model for few steps is trained on, on its own pairs of noise and 4 steps' video, densely and through SSTA, towards the
-videos and towards its own dense velocities; loss is that on these pairs, gap_closed as bench_quality.py has it.
+With --fine-tune nothing of that happens: the gate's model as it is, in 4 steps, is trained on through SSTA towards its own dense velocities
+where its own generations come by. gap_closed is as bench_quality.py has it, for "distilled".
 """
 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from copy import copy
 from pathlib import Path
 
 import torch
 from arguments import Unusable, named, new_parser, number
-from few_steps import RATE, Pairs, levels_of, reflow
-from fine_tune import LOSSES, fine_tune_few
+from few_steps import RATE, Pairs, levels_of, lines_of, reflow
+from fine_tune import fine_tune_few
 from gate import add_model, chosen_device, ready
 from measure import RESULTS, print_machine, write_rows
 from measure_quality import Bench
@@ -28,6 +29,8 @@ from quality_grid import FULL_TILES, TOY_TILES, few_tuned, for_few_steps
 from sample_quality import mean_and_spread
 from train_video import Plan
 from video_model import Checkpoint
+
+from ssta import SSTAConfig
 
 MANY, FEW = 30, (4, 8)
 
@@ -38,26 +41,23 @@ def main(argv: list[str] | None = None) -> None:
     add_model(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only configurations whose name contains one of these")
     parser.add_argument("--pairs", type=number, default=48 if gpu else 4, help="of noise and video (default %(default)s)")
-    parser.add_argument("--train-steps", type=number, default=400 if gpu else 10, help="of the training on them (default %(default)s)")
+    parser.add_argument("--train-steps", type=number, default=400 if gpu else 10, help="of training (default %(default)s)")
     parser.add_argument("--fine-tune", action="store_true", help="instead of all that, train for 4 steps through SSTA")
+    parser.add_argument("--generations", type=number, default=256 if gpu else 8, help="to learn at with --fine-tune (default %(default)s)")
     options = parser.parse_args(argv)
     device = chosen_device(options)
     gpu = device.type == "cuda"
-    entries = named(parser, "only", options.only, for_few_steps(FULL_TILES if gpu else TOY_TILES))
+    tiles = FULL_TILES if gpu else TOY_TILES
+    entries = named(parser, "only", options.only, for_few_steps(tiles))
     print_machine()
     try:
         many = ready(options.checkpoint, device)
+        if options.fine_tune:
+            fine_tuned(many, options, few_tuned(tiles.others[0]), device)
+            return
         few = straightened(many, options.pairs, options.train_steps, options.checkpoint.with_name("few_steps.pt"), device)
     except Unusable as error:
         parser.error(str(error))
-    if options.fine_tune:
-        bench = Bench(few, device, 8 if gpu else 2, 1, FEW[0], [RESULTS / f"{options.csv}.csv"] if options.csv else [])
-        bench.dense()
-        pairs = pairs_of(few, options.pairs, FEW[0], device)
-        for row in fine_tune_few(bench, pairs, few_tuned((FULL_TILES if gpu else TOY_TILES).others[0]), options.train_steps,
-                                 tuple(LOSSES)):
-            bench.add(row)
-        return
     benches = [Bench(few, device, 8 if gpu else 2, 1, steps, []) for steps in FEW]
     for bench in benches:
         bench.dense()
@@ -68,6 +68,15 @@ def main(argv: list[str] | None = None) -> None:
             bench.measure(entry)
         if options.csv:
             write_rows(RESULTS / f"{options.csv}.csv", [row for bench in benches for row in bench.rows], quiet=True)
+
+
+def fine_tuned(checkpoint: Checkpoint, options: Namespace, configs: dict[str, SSTAConfig], device: torch.device) -> None:
+    bench = Bench(checkpoint, device, 8 if device.type == "cuda" else 2, 1, FEW[0],
+                  [RESULTS / f"{options.csv}.csv"] if options.csv else [])
+    bench.dense()
+    lines = lines_of(bench.model, -(-options.generations // 8), 8, FEW[0])
+    for row in fine_tune_few(bench, lines, configs, options.train_steps):
+        bench.add(row)
 
 
 def straightened(checkpoint: Checkpoint, pairs: int, steps: int, path: Path, device: torch.device) -> Checkpoint:

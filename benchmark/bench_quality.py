@@ -18,7 +18,7 @@ Every configuration (quality_grid.py) is put in by apply_ssta and samples the sa
 Rows "fine-tune" are about training through SSTA: the same steps from the same weights, dense and sparse; loss is that of the clips that
 are trained on. gap_closed is the share, in percent, of the distance between sparse and dense loss (of the densely trained weights) that
 training through SSTA closed. "distilled" is trained towards the velocities of the weights as they were, dense and frozen; there it is the
-share of the velocity error that is gone.
+share of the velocity's squared error that is gone.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The small video model for few steps: trained on pairs of noise and what its own many steps made of it, at the levels of few steps."""
+"""The small video model for few steps: trained on pairs of noise and what its own many steps made of it, at the levels of few steps; and
+trained on towards what it does itself at these steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from sample_quality import Sampler, velocity
+from sample_quality import Sampler
 from torch import Tensor
-from train_video import Example, Plan, distillation_loss, flow_loss, generators, optimise
+from train_video import Example, Plan, flow_loss, generators, optimise
 from video_model import VideoModel
 
 # Of the noise of pairs, far from those that are sampled.
@@ -25,9 +25,6 @@ class Pairs:
     noise: Tensor
     samples: Tensor
     labels: Tensor
-
-    def first(self, number: int) -> Pairs:
-        return Pairs(*(x[:number] for x in (self.noise, self.samples, self.labels)))
 
     @classmethod
     def of(cls, model: VideoModel, batches: int, size: int, steps: int) -> Pairs:
@@ -45,11 +42,9 @@ def levels_of(model: VideoModel, *numbers: int) -> Tensor:
     return torch.cat([Sampler(model, [0], 0, steps).times() / 1000 for steps in numbers]).unique()
 
 
-def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: str,
-           velocities: Callable[..., tuple[Tensor, Tensor]] | None = None) -> int:
+def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: str) -> int:
     """Trains ``model`` so that its way from each noise to its sample is a straight line (Liu et al., Flow straight and fast, 2022), at
-    ``levels`` alone; or, where ``velocities`` gives a teacher's and the model's velocity, towards the teacher's. Returns the number of
-    steps."""
+    ``levels`` alone. Returns the number of steps."""
     draws, _ = generators(model, plan)
 
     def examples(small: bool) -> Example:
@@ -57,17 +52,32 @@ def reflow(model: VideoModel, pairs: Pairs, levels: Tensor, plan: Plan, what: st
         sigma = levels[torch.randint(len(levels), (model.size.batch,), generator=draws).to(levels.device)]
         return pairs.samples[chosen], sigma, pairs.noise[chosen], model.condition(pairs.labels[chosen])
 
-    loss = partial(flow_loss, model) if velocities is None else partial(distillation_loss, velocities)
-    return optimise(model, examples, loss, plan, what)
+    return optimise(model, examples, partial(flow_loss, model), plan, what)
 
 
 @torch.no_grad()
-def paired_loss(sampler: Sampler, pairs: Pairs) -> float:
-    """Mean squared error of the velocity on the straight lines of ``pairs``, at all of the sampler's steps in their order."""
-    condition, losses = sampler.model.condition(pairs.labels), []
-    for step, t in enumerate(sampler.times()):
-        sampler.enter(step)
-        sigma = t / 1000
-        v = velocity(sampler.model, (1 - sigma) * pairs.samples + sigma * pairs.noise, t, condition)
-        losses.append((v - (pairs.noise - pairs.samples)).square().mean())
-    return float(torch.stack(losses).mean())
+def lines_of(model: VideoModel, batches: int, size: int, steps: int) -> Example:
+    """What ``model``, made ready by ``as_loaded``, does in ``batches`` times ``size`` generations: the line through each state that they
+    come by, along the velocity there, from a sample at no noise to noise alone. In the place of conditions are labels ``[N]``."""
+    found: list[Example] = []
+    for number in range(batches):
+        labels = [(number * size + i) % model.no_clip for i in range(size)]
+        sampler, states = Sampler(model, labels, FIRST_SEED + number, steps), []
+        sampler.sample(seen=lambda *state, states=states: states.append(state))
+        for t, (x, v) in zip(sampler.times(), states):
+            sigma = t / 1000
+            found.append((x - sigma * v, sigma.expand(size), x + (1 - sigma) * v, torch.tensor(labels, device=x.device)))
+    samples, sigmas, noises, labels_of = (torch.cat(parts) for parts in zip(*found))
+    return samples, sigmas, noises, labels_of
+
+
+def distil(model: VideoModel, lines: Example, plan: Plan, what: str) -> int:
+    """Trains ``model`` towards the velocities that ``lines`` go along. Returns the number of steps."""
+    draws, _ = generators(model, plan)
+
+    def examples(small: bool) -> Example:
+        chosen = torch.randint(len(lines[0]), (model.size.batch,), generator=draws).to(lines[0].device)
+        samples, sigma, noise, labels = (x[chosen] for x in lines)
+        return samples, sigma, noise, model.condition(labels)
+
+    return optimise(model, examples, partial(flow_loss, model), plan, what)

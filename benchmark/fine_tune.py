@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import torch
 from clips import Clips
-from few_steps import Pairs, levels_of, paired_loss, reflow
+from few_steps import distil
 from measure import failure
-from measure_quality import Bench, under
+from measure_quality import Bench
 from quality_grid import Entry
-from sample_quality import Sampler
-from train_video import Plan, compiled, train
+from train_video import Example, Plan, compiled, train
 from video_model import VideoModel, pixels
 
 from ssta import SSTAConfig
@@ -23,6 +22,8 @@ from ssta.pipelines import Schedule, apply_ssta, teacher_student
 Velocities = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # Below the rate that the weights were trained at.
 RATE = 3e-4
+# Towards its own velocities: what remains to be learned is little, and less than a higher rate disturbs.
+FEW_RATE = 1e-4
 # What is learned through SSTA: the clips' velocities, as in the training before, or those of the frozen dense model.
 LOSSES = {"diffusion": "trained through it", "distill": "distilled"}
 
@@ -56,7 +57,7 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
     learnt by heart, and the loss of others rises and falls with that more than with what is dropped.
 
     ``gap_closed`` is a share of what the configuration loses with weights that know nothing of it: for "diffusion" loss, of the weights
-    that were trained densely for as long; for "distill" distance of the velocities to the teacher's, which are the weights as they were.
+    that were trained densely for as long; for "distill" squared distance of the velocities to the teacher's, the weights as they were.
     """
     latents = torch.cat([bench.autoencoder.encode(pixels(clip.take(*bench.checkpoint.size.pixels)[None])) for clip in clips.train]).float()
     entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
@@ -97,42 +98,32 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
             except Exception as reason:
                 yield dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {LOSSES[name]}", note=failure(reason))
                 continue
-            left, gap = (after, error) if name == "distill" else (loss - best, start - best)
-            yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=100 * (1 - left / gap) if gap > 0 else "")
+            left, gap = (after**2, error**2) if name == "distill" else (loss - best, start - best)
+            yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=closed(left, gap))
 
 
-def fine_tune_few(bench: Bench, pairs: Pairs, configs: dict[str, SSTAConfig], steps: int, losses_of: Sequence[str]) -> Iterator[dict]:
-    """As ``fine_tune`` of a model for few steps, on its ``pairs``, for so many ``steps`` of training; rows have samples' PSNR too, held
-    against the dense ones of the model as it was."""
-    entries = [Entry("fine-tune", name, config) for name, config in configs.items()]
-    judged, number = pairs.first(16), bench.steps
+def fine_tune_few(bench: Bench, lines: Example, configs: dict[str, SSTAConfig], steps: int) -> Iterator[dict]:
+    """Rows of the model in a few steps: as it is, and after so many ``steps`` of training through each of ``configs`` towards the
+    velocities of ``lines``, which are its own dense ones where its own generations come by. ``gap_closed`` is as in ``fine_tune``, for
+    "distill"; samples are held against the dense ones of the model as it was."""
+    untrained = ready(bench, bench.checkpoint.model(bench.device))
 
-    def row(trained: str, entry: Entry, model: VideoModel, **more: object) -> dict:
-        dense, loss = (loss_of(model, of) for of in (bench.all_dense, entry))
-        return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", loss=loss, loss_dense=dense,
-                    loss_above=100 * (loss / dense - 1), velocity_error=bench.velocity_error_of(model, entry),
-                    **bench.samples_of(model, entry), **more)
+    def row(trained: str, entry: Entry, model: VideoModel) -> dict:
+        return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", **bench.samples_of(model, entry),
+                    velocity_error=bench.velocity_error_of(model, entry))
 
-    def loss_of(model: VideoModel, entry: Entry) -> float:
-        sampler = Sampler(model, [0], 0, number)
-        with under(entry, sampler):
-            return paired_loss(sampler, judged)
-
-    def tuned(what: str, config: SSTAConfig | None = None, distilled: bool = False) -> VideoModel:
+    for name, config in configs.items():
+        entry = Entry("fine-tune", name, config)
+        before = row("before", entry, untrained)
+        yield before
         model = bench.checkpoint.model(bench.device)
-        plan = Plan(math.inf, steps, rate=RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
-        with through(bench, model, config, distilled) as both:
-            reflow(model, pairs, levels_of(model, number), plan, f"fine-tuning, {what}", both)
-        return ready(bench, model)
+        plan = Plan(math.inf, steps, rate=FEW_RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
+        with through(bench, model, config, False):
+            distil(model, lines, plan, f"fine-tuning, {name}")
+        after = row(LOSSES["distill"], entry, ready(bench, model))
+        yield dict(after, gap_closed=closed(after["velocity_error"] ** 2, before["velocity_error"] ** 2))
 
-    untrained, dense = ready(bench, bench.checkpoint.model(bench.device)), tuned("dense")
-    best = loss_of(dense, bench.all_dense)
-    for entry in entries:
-        yield row("before", entry, untrained)
-        without = row("trained densely", entry, dense)
-        yield without
-        for name in losses_of:
-            found = row(LOSSES[name], entry, tuned(f"{entry.name}, {name}", entry.config, name == "distill"))
-            left, gap = ((found["velocity_error"], bench.velocity_error_of(untrained, entry)) if name == "distill" else
-                         (found["loss"] - best, without["loss"] - best))
-            yield dict(found, gap_closed=100 * (1 - left / gap) if gap > 0 else "")
+
+def closed(left: float, gap: float) -> float | str:
+    """Percent of a gap of which so much is left; "" where there was none."""
+    return 100 * (1 - left / gap) if gap > 0 else ""

@@ -100,6 +100,16 @@ def fine_tune_table(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def few_fine_tune_table(rows: list[Row]) -> list[list[str]]:
+    """One line a configuration, before and after training through it."""
+    lines = [["configuration", "velocity error", "PSNR, dB", "SSIM", "gap closed"]]
+    for row in rows:
+        if row["what"] == "fine-tune":
+            lines.append([row["name"], figures(row["velocity_error"]), f"{float(row['psnr']):.1f}", f"{float(row['ssim']):.3f}",
+                          f"{float(row['gap_closed']):.0f} %" if row["gap_closed"] else "–"])
+    return lines
+
+
 def few_steps_times(layers: list[Row], steps: int) -> dict[str, float]:
     """Of each configuration for few steps, of whose sparse layers ``layers``, rows of bench_grid.py, has the time: that of attention over
     all ``steps`` and layers, dense attention being 1."""

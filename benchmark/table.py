@@ -27,6 +27,7 @@ from kernel_tables import around_table, missing_table, rates_table, times_table
 from measure import RESULTS
 from quality_tables import (
     equal_time_table,
+    few_fine_tune_table,
     few_steps_table,
     fine_tune_table,
     gate_table,
@@ -317,8 +318,8 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "shared_stages": ("parallel", shared_stages_table), "exchange": ("parallel", exchange_table), "host": ("host", host_table),
           "trained": ("vsa", trained_table), "errors": ("errors", errors_table), "quality": ("quality", quality_table),
           "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table),
-          "gate": ("gate", gate_table), "few_steps": ("few_steps", few_steps_table), "few_fine_tune": ("few_fine_tune", fine_tune_table),
-          "rollout": ("rollout", rollout_table)}
+          "gate": ("gate", gate_table), "few_steps": ("few_steps", few_steps_table),
+          "few_fine_tune": ("few_fine_tune", few_fine_tune_table), "rollout": ("rollout", rollout_table)}
 # Those that are made of two CSVs.
 JOINED = (samples_table, equal_time_table, few_steps_table)
 

@@ -14,6 +14,7 @@ import random
 import shutil
 import time
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, teacher_student
 
 # What a training that is resumed must have in common with what it goes on with.
-SAME = ("model", "loss", "density", "ramp", "compensation", "lora", "lora_targets", "rate", "warm_up", "accumulate", "drop_captions",
-        "seed")
+SAME = ("model", "loss", "few_steps", "density", "ramp", "compensation", "lora", "lora_targets", "rate", "warm_up", "accumulate",
+        "drop_captions", "seed")
 CHECKPOINTS_KEPT = 2
 
 
@@ -54,6 +55,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for weights, checkpoints, samples and log.csv")
     parser.add_argument("--loss", choices=("diffusion", "distill"), default="distill",
                         help="against the clip's own velocity, or that of the frozen dense model (default %(default)s)")
+    parser.add_argument("--few-steps", type=int, default=0, metavar="STEPS",
+                        help="of a model for so few: learn where its dense generations come by (default 0: from clips at any noise level)")
     parser.add_argument("--density", type=float, default=0.15, help="share of the tile pairs that is computed (default %(default)s)")
     parser.add_argument("--ramp", type=int, metavar="STEPS",
                         help="in which the density falls from 1 (default a fifth of --steps, or with --resume as it was)")
@@ -69,19 +72,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default %(default)s)")
     parser.add_argument("--precision", choices=("bf16", "no"), help="what is computed in (default bf16 on a GPU)")
     parser.add_argument("--sample-every", type=int, default=100, help="steps; 0 = no samples (default %(default)s)")
-    parser.add_argument("--sample-steps", type=int, default=30, help="of denoising (default %(default)s)")
-    parser.add_argument("--guidance", type=float, default=5.0, help="of the samples (default %(default)s)")
+    parser.add_argument("--sample-steps", type=int, help="of denoising (default --few-steps, or 30)")
+    parser.add_argument("--guidance", type=float, help="of the samples (default 5, with --few-steps 1, which is none)")
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (default %(default)s)")
     parser.add_argument("--log-every", type=int, default=10, help="steps (default %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--cpu", action="store_true", help="train without a GPU")
     options = parser.parse_args(arguments)
+    for name in ("few_steps", "lora", "ramp", "warm_up", "sample_every"):
+        if (getattr(options, name) or 0) < 0:
+            parser.error(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    if options.few_steps and options.loss != "distill":
+        parser.error("--few-steps needs --loss distill: it learns from the dense model, not from clips")
+    if options.sample_steps is None:
+        options.sample_steps = options.few_steps or 30
+    if options.guidance is None:
+        options.guidance = 1.0 if options.few_steps else 5.0
     for name in ("steps", "accumulate", "sample_steps", "checkpoint_every", "log_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    for name in ("lora", "ramp", "warm_up", "sample_every"):
-        if (getattr(options, name) or 0) < 0:
-            parser.error(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
     for name, least, most in (("density", 0, 1), ("drop_captions", -1e-9, 1)):
         if not least < getattr(options, name) <= most:
             parser.error(f"--{name.replace('_', '-')} must be a share of at most 1, got {getattr(options, name)}")
@@ -251,14 +260,29 @@ class Training:
         if self.negative is not None and float(torch.rand((), generator=draws)) < options.drop_captions:
             call = self.negative.call
         noise = torch.randn(sample.latents.shape, generator=draws).to(accelerator.device)
-        noisy, timestep, target = self.noise.noised(sample.latents, noise, self.noise.level(draws))
-        arguments = dict(call, hidden_states=noisy.to(self.dtype), timestep=timestep, return_dict=False)
         with accelerator.autocast():
+            if options.few_steps:
+                noisy, timestep = self._passed(noise, call, step, turn)
+            else:
+                noisy, timestep, target = self.noise.noised(sample.latents, noise, self.noise.level(draws))
+            arguments = dict(call, hidden_states=noisy.to(self.dtype), timestep=timestep, return_dict=False)
             if self.velocities is not None:
                 target, found = self.velocities(**arguments)
             else:
                 found = self.model(**arguments)[0]
         return nn.functional.mse_loss(found.float(), target.float())
+
+    def _passed(self, noise: torch.Tensor, call: dict[str, Any], step: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the dense model's own few steps from ``noise`` come by, and when."""
+        velocities, count = self.velocities, self.options.few_steps
+        assert velocities is not None, "--few-steps distils"
+
+        def velocity(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            return velocities.teacher(**call, hidden_states=x.to(self.dtype), timestep=time, return_dict=False).float()
+
+        # The same number of forwards in every process, for weights may be in shards.
+        number = random.Random(repr((self.options.seed, step, turn))).randrange(count)
+        return next(islice(self.noise.passing(velocity, noise, count), number, None))
 
     def _ready(self, file: Path) -> data.Sample:
         return data.load_sample(file).to(self.accelerator.device, self.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +70,35 @@ class Noise:
         scheduler.set_timesteps(count, device=device, **({"mu": self.mu} if dynamic else {}))
         return scheduler, scheduler.timesteps
 
+    def passing(self, velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where a generation of ``count`` steps from noise ``x`` comes by: what the model is given at each, with the timestep ``[1]``, and
+        last the latents, at no time. A step is computed when what comes after it is asked for."""
+        scheduler, timesteps = self.timesteps(count, x.device)
+        x = x * getattr(scheduler, "init_noise_sigma", 1.0)
+        for t in timesteps:
+            inputs, time = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x, t.expand(1)
+            yield inputs, time
+            x = scheduler.step(velocity(inputs, time), t, x, return_dict=False)[0]
+        yield x, timesteps[:0]
+
 
 @torch.no_grad()
 def generate(model: Callable[..., Any], noise: Noise, sample: Sample, negative: Sample | None, steps: int, guidance: float, seed: int,
              dtype: torch.dtype) -> Tensor:
     """Latents like the sample's for its prompt, from noise."""
-    device = sample.latents.device
-    x = torch.randn(sample.latents.shape, generator=torch.Generator().manual_seed(seed)).to(device)
-    scheduler, timesteps = noise.timesteps(steps, device)
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
-    for t in timesteps:
-        inputs = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+    def velocity(inputs: Tensor, time: Tensor) -> Tensor:
+        def of(call: dict[str, Any]) -> Tensor:
+            return model(hidden_states=inputs.to(dtype), timestep=time, **call, return_dict=False)[0].float()
 
-        def velocity(call: dict[str, Any], inputs: Tensor = inputs, t: Tensor = t) -> Tensor:
-            return model(hidden_states=inputs.to(dtype), timestep=t.expand(1), **call, return_dict=False)[0].float()
-
-        found = velocity(sample.call)
+        found = of(sample.call)
         if negative is not None and guidance != 1:
-            without = velocity(negative.call)
+            without = of(negative.call)
             found = without + guidance * (found - without)
-        x = scheduler.step(found, t, x, return_dict=False)[0]
-    return x
+        return found
+
+    x = torch.randn(sample.latents.shape, generator=torch.Generator().manual_seed(seed)).to(sample.latents.device)
+    *_, (latents, _) = noise.passing(velocity, x, steps)
+    return latents
 
 
 def save_grid(pipe: Any, samples: list[Sample], path: Path) -> None:

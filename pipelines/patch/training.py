@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -35,7 +35,32 @@ class Velocities(NamedTuple):
     student: Tensor
 
 
-def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Callable[..., Velocities]:
+class TeacherStudent:
+    """What ``teacher_student`` gives: a function of the arguments that both models are called with."""
+
+    def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
+        self._model, self._teacher = model, teacher
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Velocities:
+        """The teacher's and the student's."""
+        return Velocities(self.teacher(*args, **kwargs), _first(self._model(*args, **kwargs)))
+
+    def teacher(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The frozen dense model's alone."""
+        target = self._model if self._teacher is None else self._teacher
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            # In some versions of torch weights that autocast cast without gradients would serve the student too, and get no gradients; and
+            # the cast weights would stay in memory.
+            stack.enter_context(_no_autocast_cache())
+            for context in _contexts(target):
+                stack.enter_context(context.densely())
+            if self._teacher is None:
+                stack.enter_context(_adapters_off(self._model))
+            return _first(target(*args, **kwargs))
+
+
+def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> TeacherStudent:
     """A function that calls the frozen dense model and the sparse one on the same arguments.
 
         velocities = teacher_student(transformer)
@@ -53,7 +78,7 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
             PEFT adapters off, whose training leaves its weights alone.
 
     Returns:
-        ``f(*args, **kwargs) -> Velocities``.
+        ``f(*args, **kwargs) -> Velocities``; ``f.teacher(*args, **kwargs)`` is the dense model's alone.
 
     Raises:
         TypeError: no modules.
@@ -76,21 +101,7 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Calla
             raise ValueError(f"teacher must be given where model's own weights are trained, got None, and {own[0]} and {len(own) - 1} more "
                              "that require gradients; copy.deepcopy(model).requires_grad_(False) is one")
 
-    def velocities(*args: Any, **kwargs: Any) -> Velocities:
-        target = model if teacher is None else teacher
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            # In some versions of torch weights that autocast cast without gradients would serve the student too, and get no gradients; and
-            # the cast weights would stay in memory.
-            stack.enter_context(_no_autocast_cache())
-            for context in _contexts(target):
-                stack.enter_context(context.densely())
-            if teacher is None:
-                stack.enter_context(_adapters_off(model))
-            dense = _first(target(*args, **kwargs))
-        return Velocities(dense, _first(model(*args, **kwargs)))
-
-    return velocities
+    return TeacherStudent(model, teacher)
 
 
 def set_density(handle: SSTAHandle, density: float) -> None:

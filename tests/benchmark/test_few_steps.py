@@ -57,6 +57,64 @@ def test_samples_of_few_steps_come_nearer_to_those_of_many(gate_model):
     assert off(model.as_loaded(torch.float32)) < 0.9 * before
 
 
+def test_lines_are_what_generations_come_by(gate_model):
+    from few_steps import FIRST_SEED, lines_of
+    from sample_quality import Sampler, velocity
+
+    frozen = gate_model[0].model(CPU).as_loaded(torch.float32)
+    samples, sigma, noise, labels = lines_of(frozen, 2, 2, 3)
+    assert labels.tolist() == [0, 1] * 3 + [2, 3] * 3
+    sampler = Sampler(frozen, [2, 3], FIRST_SEED + 1, 3)
+    x = sampler.noise
+    for step, t in enumerate(sampler.times()):
+        of = slice(6 + 2 * step, 8 + 2 * step)
+        s = sigma[of].view(-1, 1, 1, 1, 1)
+        v = velocity(frozen, x, t, sampler.condition)
+        torch.testing.assert_close((1 - s) * samples[of] + s * noise[of], x, rtol=0, atol=1e-4)
+        torch.testing.assert_close(noise[of] - samples[of], v, rtol=0, atol=1e-4)
+        x = sampler.scheduler.step(v, t, x, return_dict=False)[0]
+
+
+def test_velocities_come_nearer_to_those_of_lines(gate_model):
+    """Of generations from other noise, after weights were disturbed."""
+    import math
+
+    from few_steps import distil, lines_of
+    from train_video import Plan
+
+    frozen, model = gate_model[0].model(CPU).as_loaded(torch.float32), gate_model[0].model(CPU)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.05 * x.std(correction=0) * torch.randn_like(x))
+    samples, sigma, noise, labels = lines_of(frozen, 6, 4, 4)
+
+    @torch.no_grad()
+    def off():
+        s = sigma[-16:].view(-1, 1, 1, 1, 1)
+        found = model((1 - s) * samples[-16:] + s * noise[-16:], sigma[-16:], model.condition(labels[-16:]))
+        return float((found - (noise - samples)[-16:]).square().mean())
+
+    before = off()
+    assert distil(model, tuple(x[:-16] for x in (samples, sigma, noise, labels)), Plan(math.inf, 40, rate=1e-3, small=0.0), "few") == 40
+    assert off() < 0.75 * before
+
+
+def test_rows_of_fine_tuning_for_few_steps(gate_model, script):
+    from quality_tables import few_fine_tune_table
+
+    bench, results = script("bench_few_steps")
+    bench.main(["--checkpoint", str(gate_model[1]), "--device", "cpu", "--fine-tune", "--train-steps", "2", "--generations", "2",
+                "--csv", "few_fine_tune_mine"])
+    _, *rows = rows_of(results / "few_fine_tune_mine.csv")
+    assert [row["name"] for row in rows] == [f"{name}, {how}" for name in ("linear 0.15, tile 1x4x4", "linear 2 parts 0.15, tile 1x4x4")
+                                             for how in ("before", "distilled")]
+    assert [line[0] for line in few_fine_tune_table(rows)[1:]] == [row["name"] for row in rows]
+    for before, after in zip(rows[::2], rows[1::2]):
+        left = float(after["velocity_error"]) / float(before["velocity_error"])
+        assert float(after["gap_closed"]) == pytest.approx(100 * (1 - left**2)) and after["psnr"]
+
+
 @pytest.mark.slow
 def test_rows_of_few_steps(gate_model, script):
     bench, results = script("bench_few_steps")

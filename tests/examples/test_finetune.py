@@ -129,6 +129,34 @@ def test_all_weights_are_trained_and_load(script, made, tmp_path, name, loss):
     assert (float(rows[0]["loss"]) < 1e-9) == (loss == "distill")
 
 
+def test_few_steps_are_learned_where_dense_ones_come_by(script, made, tmp_path, monkeypatch):
+    """Every velocity that is learned is the teacher's after some of its own Euler steps from noise."""
+    from ssta.pipelines.patch.training import TeacherStudent
+
+    calls, learned, teacher = [], [], TeacherStudent.teacher
+
+    def noted(self, **call):
+        found = teacher(self, **call)
+        calls.append((call["hidden_states"], float(call["timestep"]) / 1000, found))
+        return found
+
+    def asked(self, **call):
+        learned.append(float(call["timestep"]) / 1000)
+        return both(self, **call)
+
+    both = TeacherStudent.__call__
+    monkeypatch.setattr(TeacherStudent, "teacher", noted)
+    monkeypatch.setattr(TeacherStudent, "__call__", asked)
+    rows = tune(script, made, "ltx", tmp_path, "--few-steps", "3", "--accumulate", "2", "--rate", "1e-3", ramp=("--ramp", "0"))
+    assert all(float(row["loss"]) > 1e-7 for row in rows) and len(learned) == 8 < len(calls)
+    assert len(set(learned)) == 3 and max(learned) == 1
+    for (x, s, v), (x_next, s_next, _) in zip(calls, calls[1:]):
+        if s_next < 1:
+            torch.testing.assert_close(x_next, x + (s_next - s) * v, rtol=1e-4, atol=1e-4)
+        else:
+            assert x_next.std() == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--lora", "2"), ("--loss", "diffusion", "--accumulate", "2")], ids=["lora", "full"])
 def test_going_on_gives_the_same_bits_as_never_having_stopped(script, made, tmp_path, arguments):
@@ -345,7 +373,8 @@ def test_mistakes_end_with_one_sentence(script, made, tmp_path, monkeypatch, arg
     (["--density", "0"], "--density must be a share of at most 1, got 0.0"), (["--density", "1.5"], "--density must be"),
     (["--steps", "0"], "--steps must be at least 1, got 0"), (["--lora", "-1"], "--lora must be at least 0"),
     (["--drop-captions", "2"], "--drop-captions must be a share"), (["--rate", "-1"], "--rate must be positive, got -1.0"),
-    (["--loss", "other"], "--loss")])
+    (["--loss", "other"], "--loss"), (["--few-steps", "-1"], "--few-steps must be at least 0, got -1"),
+    (["--few-steps", "4", "--loss", "diffusion"], "--few-steps needs --loss distill")])
 def test_arguments_out_of_range(script, made, tmp_path, arguments, message, capsys):
     with pytest.raises(SystemExit):
         tune(script, made, "wan", tmp_path, *arguments)

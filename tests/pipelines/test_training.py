@@ -66,6 +66,8 @@ def test_the_teacher_is_the_dense_model_without_its_adapters(name):
         sparse = run(model, call)
         teacher, student = teacher_student(Wrapped(model))(**call)
         torch.testing.assert_close(teacher, dense, rtol=1e-4, atol=1e-4)
+        alone = teacher_student(model).teacher(**call)
+        assert torch.equal(alone, teacher) and not alone.requires_grad
         assert torch.equal(student, sparse) and not torch.allclose(teacher, student, rtol=1e-2)
         assert student.requires_grad and not teacher.requires_grad
         # Nothing is left behind, and the teacher's forwards are none of the report's.
