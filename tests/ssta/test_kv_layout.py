@@ -125,8 +125,7 @@ def test_the_same_sequence_said_twice_is_one():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_is_not_selected_is_estimated(parts):
-    """Where all is selected nothing is left to estimate. The kernels compute what
-    plain torch does, with its gradients."""
+    """Where all is selected nothing is left to estimate. The kernels compute what plain torch does, with its gradients."""
     layout, kv_layout = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5])
     q, k, v = (torch.randn(1, heads, of.length, 16, dtype=torch.float16)
                for heads, of in ((4, layout), (2, kv_layout), (2, kv_layout)))

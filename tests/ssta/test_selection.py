@@ -53,7 +53,7 @@ def test_selection_on_a_gpu_is_the_definition(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(cases(dtypes=(torch.float16,), head_dim=16))
 def test_selection_by_tritons_kernels_is_the_definition(case):
     check_lists(case, impl="triton", device="cuda" if torch.cuda.is_available() else "cpu")

@@ -217,7 +217,6 @@ def traced():
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     own = [local(x, shards) for x in inputs(TEXT)]
-    agrees(compiled(*own), layer(*own))
     results = []
     for call in (layer, compiled):
         leaves = [x.clone().requires_grad_() for x in own]
