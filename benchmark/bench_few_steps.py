@@ -25,12 +25,10 @@ from fine_tune import fine_tune_few
 from gate import add_model, chosen_device, ready
 from measure import RESULTS, print_machine, write_rows
 from measure_quality import Bench
-from quality_grid import FULL_TILES, TOY_TILES, few_tuned, for_few_steps
+from quality_grid import FULL_TILES, TOY_TILES, Entry, few_tuned, for_few_steps
 from sample_quality import mean_and_spread
 from train_video import Plan
 from video_model import Checkpoint
-
-from ssta import SSTAConfig
 
 MANY, FEW = 30, (4, 8)
 
@@ -48,12 +46,12 @@ def main(argv: list[str] | None = None) -> None:
     device = chosen_device(options)
     gpu = device.type == "cuda"
     tiles = FULL_TILES if gpu else TOY_TILES
-    entries = named(parser, "only", options.only, for_few_steps(tiles))
+    entries = named(parser, "only", options.only, few_tuned(tiles.others[0]) if options.fine_tune else for_few_steps(tiles))
     print_machine()
     try:
         many = ready(options.checkpoint, device)
         if options.fine_tune:
-            fine_tuned(many, options, few_tuned(tiles.others[0]), device)
+            fine_tuned(many, options, entries, device)
             return
         few = straightened(many, options.pairs, options.train_steps, options.checkpoint.with_name("few_steps.pt"), device)
     except Unusable as error:
@@ -70,12 +68,12 @@ def main(argv: list[str] | None = None) -> None:
             write_rows(RESULTS / f"{options.csv}.csv", [row for bench in benches for row in bench.rows], quiet=True)
 
 
-def fine_tuned(checkpoint: Checkpoint, options: Namespace, configs: dict[str, SSTAConfig], device: torch.device) -> None:
+def fine_tuned(checkpoint: Checkpoint, options: Namespace, entries: list[Entry], device: torch.device) -> None:
     bench = Bench(checkpoint, device, 8 if device.type == "cuda" else 2, 1, FEW[0],
                   [RESULTS / f"{options.csv}.csv"] if options.csv else [])
     bench.dense()
     lines = lines_of(bench.model, -(-options.generations // 8), 8, FEW[0])
-    for row in fine_tune_few(bench, lines, configs, options.train_steps):
+    for row in fine_tune_few(bench, lines, entries, options.train_steps):
         bench.add(row)
 
 

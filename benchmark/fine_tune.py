@@ -102,8 +102,8 @@ def fine_tune(bench: Bench, clips: Clips, configs: dict[str, SSTAConfig], second
             yield row(LOSSES[name], entry, loss, dense, velocity_error=after, gap_closed=closed(left, gap))
 
 
-def fine_tune_few(bench: Bench, lines: Example, configs: dict[str, SSTAConfig], steps: int) -> Iterator[dict]:
-    """Rows of the model in a few steps: as it is, and after so many ``steps`` of training through each of ``configs`` towards the
+def fine_tune_few(bench: Bench, lines: Example, entries: Sequence[Entry], steps: int) -> Iterator[dict]:
+    """Rows of the model in a few steps: as it is, and after so many ``steps`` of training through each of ``entries`` towards the
     velocities of ``lines``, which are its own dense ones where its own generations come by. ``gap_closed`` is as in ``fine_tune``, for
     "distill"; samples are held against the dense ones of the model as it was."""
     untrained = ready(bench, bench.checkpoint.model(bench.device))
@@ -112,14 +112,13 @@ def fine_tune_few(bench: Bench, lines: Example, configs: dict[str, SSTAConfig], 
         return dict(what="fine-tune", group=entry.group, name=f"{entry.name}, {trained}", **bench.samples_of(model, entry),
                     velocity_error=bench.velocity_error_of(model, entry))
 
-    for name, config in configs.items():
-        entry = Entry("fine-tune", name, config)
+    for entry in entries:
         before = row("before", entry, untrained)
         yield before
         model = bench.checkpoint.model(bench.device)
         plan = Plan(math.inf, steps, rate=FEW_RATE, small=0.0, seed=bench.checkpoint.train_seed + 1)
-        with through(bench, model, config, False):
-            distil(model, lines, plan, f"fine-tuning, {name}")
+        with through(bench, model, entry.config, False):
+            distil(model, lines, plan, f"fine-tuning, {entry.name}")
         after = row(LOSSES["distill"], entry, ready(bench, model))
         yield dict(after, gap_closed=closed(after["velocity_error"] ** 2, before["velocity_error"] ** 2))
 

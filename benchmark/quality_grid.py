@@ -85,12 +85,14 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 
 
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
-    """All of them, what matters most first."""
+    """All of them, what matters most first. Those that are shown take the same time in a layer of a large model."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
               small_tiles(tiles.others[0]), front(tiles.others[0], tiles.finer), by_step(tiles.others[0]), by_similarity(main),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
-    entries = [entry for maker in makers for entry in maker]
+    small = _of_tile(tiles.others[0])
+    shown = f"dropped {MIDDLE:g}{small}", f"linear {MIDDLE:g}", f"linear 2 parts 0.1{small}"
+    entries = [replace(entry, shown=entry.name in shown) for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
 
@@ -122,8 +124,7 @@ def floors(gpu: bool) -> Iterator[Entry]:
 
 def ways(tile: Triple, density: float, ending: str = "") -> Iterator[Entry]:
     for way, options in WAYS.items():
-        yield Entry("tiles" if ending else way, f"{way} {density:g}{ending}", kept(tile, density, **options),
-                    shown=density == MIDDLE and (not ending or way == "linear"))
+        yield Entry("tiles" if ending else way, f"{way} {density:g}{ending}", kept(tile, density, **options))
 
 
 def by_similarity(tile: Triple) -> Iterator[Entry]:
@@ -135,8 +136,7 @@ def by_similarity(tile: Triple) -> Iterator[Entry]:
 
 def warm_ups(tile: Triple) -> Iterator[Entry]:
     for way, options in WAYS.items():
-        yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15),
-                    shown=way in ("dropped", "linear"))
+        yield Entry("warm-up", f"{way} {MIDDLE:g}, warm-up 15 %", kept(tile, MIDDLE, **options), Schedule(dense_steps=0.15))
 
 
 def small_tiles(tile: Triple) -> Iterator[Entry]:
@@ -210,9 +210,9 @@ def fine_tuned(tile: Triple) -> dict[str, SSTAConfig]:
     return {f"{way} 0.15": kept(tile, 0.15, **options) for way, options in {"dropped": DROPPED, "linear": LINEAR}.items()}
 
 
-def few_tuned(tile: Triple) -> dict[str, SSTAConfig]:
+def few_tuned(tile: Triple) -> list[Entry]:
     """What models for few steps are fine-tuned through."""
-    return {f"{way} 0.15{_of_tile(tile)}": kept(tile, 0.15, **WAYS[way]) for way in ("linear", "linear 2 parts")}
+    return [Entry("fine-tune", f"{way} 0.15{_of_tile(tile)}", kept(tile, 0.15, **WAYS[way])) for way in ("linear", "linear 2 parts")]
 
 
 def _of_tile(tile: Triple) -> str:

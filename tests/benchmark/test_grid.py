@@ -169,6 +169,16 @@ def test_no_measured_configuration_beats_a_preset():
             assert not better, f"{preset}, {psnr[name][model]:.1f} dB at {times[name]:.3f}, on {model}"
 
 
+def test_what_the_picture_shows_takes_the_same_time():
+    from measure import RESULTS
+    from quality_grid import FULL_TILES, grid
+    from rows import read_rows
+
+    shown = {entry.name for entry in grid(FULL_TILES, gpu=True) if entry.shown}
+    times = [float(row["overall"]) for row in read_rows(RESULTS / "grid_h200.csv") if row["name"] in shown]
+    assert len(times) == len(shown) == 3 and max(times) < 1.03 * min(times)
+
+
 def test_no_measured_configuration_beats_a_preset_for_few_steps():
     from measure import RESULTS
     from quality_grid import FULL_TILES, for_few_steps
