@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import require_integers
+from .checks import require_int, require_integers
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:
@@ -62,6 +62,13 @@ def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, T
     return counts[None, None], rows[None, None]
 
 
+def bsr_of(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(indptr, indices) of one head's lists, as ``BlockLists.to_bsr`` gives them."""
+    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    indptr[1:] = counts.cumsum(0)
+    return indptr, indices[prefix_mask(counts, indices.shape[-1])]
+
+
 def _to_int32(ids: Tensor) -> Tensor:
     """Ids in 32 bits; those that do not fit stay out of range."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
@@ -96,10 +103,17 @@ def _full_blocks(block_mask) -> Tensor:
     return seen.unflatten(3, (nk, kv_size)).unflatten(2, (nq, q_size)).all(5).all(3)
 
 
-def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]):
-    """A FlexAttention BlockMask of full blocks of ``sizes`` tokens, queries first, for sequences of ``lengths`` tokens."""
+def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], numbers: tuple[int, int | None], lengths: tuple[int, int]):
+    """A FlexAttention BlockMask of full blocks of ``sizes`` tokens, queries first, for sequences of ``lengths`` tokens, which are cut into
+    ``numbers`` of them."""
     from torch.nn.attention.flex_attention import BlockMask
 
+    # FlexAttention itself divides by the number of blocks.
+    q_len, kv_len = require_int("q_len", lengths[0], 1), require_int("kv_len", lengths[1], 1)
+    for name, tokens, size, number in zip(("q_len", "kv_len"), (q_len, kv_len), sizes, numbers):
+        if number is not None and -(-tokens // size) != number:
+            raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
+    lengths = q_len, kv_len
     nk, (q_size, kv_size) = -(-lengths[1] // sizes[1]), sizes
     used = prefix_mask(counts, indices.shape[-1])
     full = torch.zeros(*counts.shape, nk, dtype=torch.int32, device=counts.device)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .block_masks import compact_lists, in_range, prefix_mask, scatter_mask
 from .checks import require_int
+
+if TYPE_CHECKING:
+    from .blocks import BlockLists
 
 # Blocks of a printed picture at most, and what stands for a kept one and for another.
 PICTURE = (16, 48)
@@ -86,8 +89,15 @@ def slice_keys(counts: Tensor, indices: Tensor, offsets: int | Tensor, lengths: 
                 kv_lengths=None if lengths is None else lengths[..., first:last].contiguous())
 
 
-def describe(counts: Tensor, indices: Tensor, q_size: str, kv_size: str, number: int | None, values: bool) -> str:
+def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
+    """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
+
+
+def describe(blocks: BlockLists, values: bool) -> str:
     """A few lines; with ``values`` also what has to be read, where reading does not wait for a GPU."""
+    counts, indices, number = blocks.counts, blocks.indices, blocks.num_kv_blocks
+    q_size, kv_size = _size(blocks.q_offsets, blocks.max_q_length), _size(blocks.kv_offsets, blocks.max_kv_length)
     (batch, heads, rows), capacity = counts.shape, indices.shape[-1]
     shared = [f"{name} {size}" if size != 1 else f"any {name}" for name, size in (("batch", batch), ("heads", heads))]
     listed = f"{capacity} key blocks" if number is None else f"{capacity} of {number} key blocks"
@@ -104,5 +114,5 @@ def describe(counts: Tensor, indices: Tensor, q_size: str, kv_size: str, number:
     return "\n".join([text, *lines, *["..."][:rows > PICTURE[0]]])
 
 
-def size_in_words(offsets: int | Tensor, longest: int) -> str:
+def _size(offsets: int | Tensor, longest: int) -> str:
     return f"up to {longest} tokens" if isinstance(offsets, Tensor) else f"{longest} tokens"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .block_fields import check_axis_values, check_list_values, settled_fields
-from .block_masks import bsr_lists, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
-from .block_views import block_bounds, describe, size_in_words, slice_heads, slice_keys
+from .block_masks import bsr_lists, bsr_of, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
+from .block_views import block_bounds, describe, slice_heads, slice_keys
 from .checks import require_int, require_mask
 from .memo import traced
 
@@ -149,9 +149,7 @@ class BlockLists:
 
     def kv_bounds(self, kv_len: int) -> tuple[Tensor, Tensor]:
         """First token and number of real tokens of each key block: int32 ``[B|1, H|1, Nk]`` each; shared, not to be written to."""
-        blocks = self.num_kv_blocks
-        if blocks is None:
-            blocks = -(-kv_len // self.max_kv_length)
+        blocks = -(-kv_len // self.max_kv_length) if self.num_kv_blocks is None else self.num_kv_blocks
         return self._bounds_of(self.kv_offsets, self.kv_lengths, blocks, kv_len, self.max_kv_length)
 
     def _bounds_of(self, offsets: int | Tensor, lengths: Tensor | None, blocks: int, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -190,7 +188,7 @@ class BlockLists:
         """The constructor followed by ``check_values``. Synchronises the device."""
         return cls(*args, **fields).check_values(q_len, kv_len)
 
-    # Boolean masks
+    # From and to other forms
 
     @classmethod
     def from_mask(cls, mask: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, capacity: int | None = None,
@@ -215,8 +213,6 @@ class BlockLists:
         """bool ``[B|1, H|1, Nq, Nk]``, True where the block is kept. Does not synchronise."""
         return scatter_mask(self.indices, self._used(), self._known_kv_blocks("to_mask"))
 
-    # Top-k indices
-
     @classmethod
     def from_topk(cls, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, **fields) -> BlockLists:
         """From int32 or int64 ids ``[Nq, k]``, ``[H, Nq, k]`` or ``[B, H, Nq, k]``, the same number k for every query block.
@@ -231,8 +227,6 @@ class BlockLists:
         if fill >= 2**31:
             raise ValueError(f"fill must be an int of 32 bits, got {fill}")
         return self.indices.masked_fill(~self._used(), fill)
-
-    # BSR
 
     @classmethod
     def from_bsr(cls, indptr: Tensor, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, num_kv_blocks: int,
@@ -261,12 +255,7 @@ class BlockLists:
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
             if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
-        counts = self.counts[batch, head]
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=self.device)
-        indptr[1:] = counts.cumsum(0)
-        return indptr, self.indices[batch, head][self._used()[batch, head]]
-
-    # FlexAttention
+        return bsr_of(self.counts[batch, head], self.indices[batch, head])
 
     @classmethod
     def from_block_mask(cls, block_mask) -> BlockLists:
@@ -293,13 +282,8 @@ class BlockLists:
         """
         if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
             raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
-        for name, tokens, size, number in (("q_len", q_len, self.max_q_length, self.num_q_blocks),
-                                           ("kv_len", kv_len, self.max_kv_length, self.num_kv_blocks)):
-            # FlexAttention itself divides by the number of blocks.
-            tokens = require_int(name, tokens, 1)
-            if number is not None and -(-tokens // size) != number:
-                raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
-        return full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (int(q_len), int(kv_len)))
+        return full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (self.num_q_blocks, self.num_kv_blocks),
+                               (q_len, kv_len))
 
     # The other direction
 
@@ -393,15 +377,11 @@ class BlockLists:
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""
-        return self._describe(values=False)
+        return describe(self, values=False)
 
     def __str__(self) -> str:
         """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
-        return self._describe(values=True)
-
-    def _describe(self, values: bool) -> str:
-        sizes = size_in_words(self.q_offsets, self.max_q_length), size_in_words(self.kv_offsets, self.max_kv_length)
-        return describe(self.counts, self.indices, *sizes, self.num_kv_blocks, values)
+        return describe(self, values=True)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, by name."""
@@ -414,8 +394,3 @@ class BlockLists:
         if self.num_kv_blocks is None:
             raise ValueError(f"num_kv_blocks must be given for {wanted_by} when kv_offsets is a uniform block size, got None")
         return self.num_kv_blocks
-
-
-def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
-    """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))

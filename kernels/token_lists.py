@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import INTEGERS, check_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
@@ -88,8 +90,18 @@ class Packed:
     k_tokens: int
 
     @classmethod
-    def checked(cls, cu_q: Tensor, cu_k: Tensor, q_tokens: int, k_tokens: int) -> Packed:
-        """From offsets of 32 or 64 bits and any values; those that lead outside the tensors are cut. Does not synchronise."""
+    def checked(cls, cu_q: Tensor, cu_k: Tensor, q_tokens: int, k_tokens: int, device: torch.device, *,
+                names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k"), dims: str = "[B + 1]") -> Packed:
+        """From offsets of 32 or 64 bits, which errors call ``names``, and any values; those that lead outside the tensors are cut. Does not
+        synchronise.
+
+        Raises:
+            TypeError, ValueError: no such tensors on ``device``, or of less than one sequence.
+        """
+        check_tensor(names[0], cu_q, INTEGERS, (None,), dims, device)
+        if len(cu_q) < 2:
+            raise ValueError(f"{names[0]} must hold at least two entries, got {len(cu_q)}")
+        check_tensor(names[1], cu_k, INTEGERS, cu_q.shape, dims, device)
         return cls(cu_q.clamp(0, q_tokens).int(), cu_k.clamp(0, k_tokens).int(), q_tokens, k_tokens)
 
     @property

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..blocks import BlockLists, per_query_head
+from ..block_views import per_query_head
+from ..blocks import BlockLists
 
 # Elements of keys that a padded step gathers at once: 64 MiB of float32.
 GATHER_ELEMENTS = 1 << 24

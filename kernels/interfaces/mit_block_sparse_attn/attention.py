@@ -62,8 +62,11 @@ def block_sparse_attn_func(
     if require_number("p_dropout", p_dropout) != 0:
         raise ValueError(f"p_dropout must be 0, got {p_dropout}")
     q, k, v = check_token_inputs(q, k, v)
-    _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type)
-    batch, heads = len(cu_seqlens_q) - 1, q.shape[1]
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    packed = Packed.checked(cu_seqlens_q, cu_seqlens_k, len(q), len(k), q.device)
+    batch, heads = packed.sequences, q.shape[1]
+    check_tensor("head_mask_type", head_mask_type, INTEGERS, (heads,), "[heads]", q.device)
     longest = require_int("max_seqlen_q_", max_seqlen_q_, 1)
     rows, columns = -(-longest // BLOCK), -(-require_int("max_seqlen_k_", max_seqlen_k_, 1) // BLOCK)
     if base_blockmask is not None:
@@ -73,7 +76,6 @@ def block_sparse_attn_func(
         check_tensor("streaming_info", streaming_info, INTEGERS, (2 * heads,), "[2 * heads]", q.device)
         streaming_info = streaming_info.view(heads, 2)
 
-    packed = Packed.checked(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
     sequences = Sequences.of(packed, rows, columns, is_causal)
     streaming = (head_mask_type < 0)[:, None, None]
     kept = masked(head_mask_type, base_blockmask) | (head_mask_type == 0)[:, None, None]
@@ -128,16 +130,6 @@ def block_streaming_attn_func(
     """
     return block_sparse_attn_func(q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_,
                                   p_dropout, deterministic, softmax_scale, is_causal, False, return_attn_probs)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, head_mask_type: Tensor) -> None:
-    if v.shape != k.shape:
-        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    check_tensor("cu_seqlens_q", cu_seqlens_q, INTEGERS, (None,), "[B + 1]", q.device)
-    if len(cu_seqlens_q) < 2:
-        raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_seqlens_q)}")
-    check_tensor("cu_seqlens_k", cu_seqlens_k, INTEGERS, cu_seqlens_q.shape, "[B + 1]", q.device)
-    check_tensor("head_mask_type", head_mask_type, INTEGERS, (q.shape[1],), "[heads]", q.device)
 
 
 def _by_sequence(lse: Tensor, packed: Packed, longest: int) -> Tensor:

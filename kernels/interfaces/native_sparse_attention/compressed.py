@@ -180,12 +180,7 @@ def packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | t
         cu_seqlens = cu_seqlens, cu_seqlens
     if len(cu_seqlens) != 2:
         raise ValueError(f"cu_seqlens must be a tensor or a pair of them, got {len(cu_seqlens)}")
-    cu_q, cu_k = cu_seqlens
-    check_tensor("cu_seqlens", cu_q, INTEGERS, (None,), "[N + 1]", q.device)
-    check_tensor("cu_seqlens", cu_k, INTEGERS, cu_q.shape, "[N + 1]", q.device)
-    if len(cu_q) < 2:
-        raise ValueError(f"cu_seqlens must hold at least two entries, got {len(cu_q)}")
-    return Packed.checked(cu_q, cu_k, q_tokens, k_tokens)
+    return Packed.checked(*cu_seqlens, q_tokens, k_tokens, q.device, names=("cu_seqlens", "cu_seqlens"), dims="[N + 1]")
 
 
 def _packed_blocks(q: Tensor, k: Tensor, TK: int, block_size: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:

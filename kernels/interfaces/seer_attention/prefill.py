@@ -193,8 +193,4 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, cu_q: Tensor) -
     q, k, v = check_token_inputs(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
-    check_tensor("cu_seqlens_q", cu_q, INTEGERS, (None,), "[B + 1]", q.device)
-    if len(cu_q) < 2:
-        raise ValueError(f"cu_seqlens_q must hold at least two entries, got {len(cu_q)}")
-    check_tensor("cu_seqlens_k", cu_k, INTEGERS, cu_q.shape, "[B + 1]", q.device)
-    return q, k, v, Packed.checked(cu_q, cu_k, q.shape[0], k.shape[0])
+    return q, k, v, Packed.checked(cu_q, cu_k, q.shape[0], k.shape[0], q.device)
