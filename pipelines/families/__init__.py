@@ -3,6 +3,7 @@
 # Class name in diffusers -> where its family is.
 PLACES = {
     "AllegroTransformer3DModel": "ssta.pipelines.families.allegro:ALLEGRO",
+    "AnyFlowFARTransformer3DModel": "ssta.pipelines.families.anyflow_far:ANYFLOW_FAR",
     "AnyFlowTransformer3DModel": "ssta.pipelines.families.anyflow:ANYFLOW",
     "ChronoEditTransformer3DModel": "ssta.pipelines.families.wan:CHRONOEDIT",
     "CogVideoXTransformer3DModel": "ssta.pipelines.families.cogvideox:COGVIDEOX",
@@ -20,6 +21,7 @@ PLACES = {
     "MiniMaxH3Transformer3DModel": "ssta.pipelines.families.minimax_h3:MINIMAX_H3",
     "MochiTransformer3DModel": "ssta.pipelines.families.mochi:MOCHI",
     "MotifVideoTransformer3DModel": "ssta.pipelines.families.motif_video:MOTIF_VIDEO",
+    "SanaWMLTX2RefinerTransformer3DModel": "ssta.pipelines.families.sana_wm_refiner:SANA_WM_REFINER",
     "SkyReelsV2Transformer3DModel": "ssta.pipelines.families.skyreels_v2:SKYREELS_V2",
     "WanAnimateTransformer3DModel": "ssta.pipelines.families.wan:WAN_ANIMATE",
     "WanTransformer3DModel": "ssta.pipelines.families.wan:WAN",
@@ -28,7 +30,5 @@ PLACES = {
 
 # Class name in diffusers -> why none of these families is for it. They keep keys and values of other passes.
 REFUSED = {
-    "AnyFlowFARTransformer3DModel": "it attends to earlier chunks that it compressed to other grids, by masks of FlexAttention",
-    "SanaWMLTX2RefinerTransformer3DModel": "its pipeline takes keys and values of earlier chunks out of the model and hands them back",
     "WanAnimate2Transformer3DModel": "it attends to keys and values of a reference that an earlier pass kept, by masks of FlexAttention",
 }

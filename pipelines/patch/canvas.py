@@ -57,7 +57,7 @@ def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, i
     coords = arguments.get("video_coords")
     if frames is not None and height is not None and width is not None:
         if coords is not None and coords.dim() == 3 and coords.shape[2] > 1 == frames == height == width:
-            return _value_of(coords, "frames", _frames, lambda: coords[0].T)
+            return from_frames(coords, lambda: coords[0].T)
         return frames, height, width
     if coords is None:
         raise ValueError("num_frames, height and width, or video_coords, must be given so that SSTA knows the canvas, got neither")
@@ -66,6 +66,11 @@ def from_numbers(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, i
         raise ValueError(f"num_frames, height and width must be given beside video_coords that are not [batch, 3, tokens], so that SSTA "
                          f"knows the canvas, got video_coords of shape {tuple(coords.shape)}")
     return from_coordinates(coords, lambda: coords[0].T)
+
+
+def from_frames(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """The canvas of a sequence of frames alike in height and width, whatever times they have; the rest as of ``from_coordinates``."""
+    return _value_of(key, "frames", _frames, points)
 
 
 def from_coordinates(key: Tensor, points: Callable[[], Tensor]) -> tuple[int, int, int]:

@@ -205,7 +205,8 @@ class SSTAProcessor:
         rings = ranks.mesh is not None and key_heads < ranks.size
         return shares_of(ranks.mesh if rings else ranks.group, layout, "video" if ranks.tokens is None else "all")
 
-    def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
+    def attend(self, query: Given, key: Given, value: Given, layout: TokenLayout, text_mask: Tensor | None = None,
+               kv_layout: TokenLayout | None = None) -> Tensor:
         """Attention over ``layout``, sparse or, where the schedule says so, dense; notes what ran, for ``SSTAHandle.report``.
 
         Args:
@@ -215,6 +216,7 @@ class SSTAProcessor:
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.
             text_mask: bool or integer ``[B, layout.dense_length]``, nonzero = valid, in each dense run the valid tokens first.
+            kv_layout: where the keys lie in a sequence of their own, of which key and value are then; on one rank, without text_mask.
 
         Returns:
             ``[B, S, H, D]`` in query's dtype.
@@ -235,7 +237,7 @@ class SSTAProcessor:
         if isinstance(q, Sent):
             part = q.shards.rank, q.shards.ranks, q.shape[1], q.heads
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
-        result, backend = attended(q, k, v, layout, text_mask)
+        result, backend = attended(q, k, v, layout, text_mask, kv_layout)
         return self._noted(result, backend, layout, dense, part)
 
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
@@ -265,22 +267,22 @@ class SSTAProcessor:
                           self.context.forward if timed else None)
         return out.transpose(1, 2)
 
-    def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None
+    def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, kv_layout: TokenLayout | None
                          ) -> tuple[LayerResult | Tensor, str | None]:
         """The result, and diffusers' backend where that attended. q, k and v have heads before tokens."""
         config = self.config_now
 
         def attended(selection: Selection | None) -> LayerResult:
-            return attend(q, k, v, layout, config, text_mask=text_mask, impl=self.context.impl, selection=selection,
+            return attend(q, k, v, layout, config, kv_layout=kv_layout, text_mask=text_mask, impl=self.context.impl, selection=selection,
                           shares=q.shards if isinstance(q, Sent) else None, note=self._exchange.note)
 
         return self._selecting(attended, tuple(q.shape)), None
 
-    def _attend_densely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None
+    def _attend_densely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, kv_layout: TokenLayout | None
                         ) -> tuple[LayerResult | Tensor, str | None]:
         """The same, exactly; diffusers' backend gives the output alone."""
         if not isinstance(q, Sent):
-            return self._densely(q, k, v, layout, text_mask)
+            return self._densely(q, k, v, layout, text_mask, kv_layout=kv_layout)
         spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl, world=world_of(q, k, v, text_mask),
                          share=q.shards)
         exchange = exchanged(q, k, v, spec, text_mask, q.shards, self._exchange.note)
@@ -292,11 +294,12 @@ class SSTAProcessor:
 
     def _densely(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None, rows: Spans | None = None,
+        kv_layout: TokenLayout | None = None,
     ) -> tuple[LayerResult | Tensor, str | None]:
         """With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for
         it; without one through whichever is faster.
         """
-        if text_mask is None and rows is None and not self._blocks_are_faster(q):
+        if kv_layout is not None or text_mask is None and rows is None and not self._blocks_are_faster(q):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             query, key, value = (x.transpose(1, 2) for x in (q, k, v))

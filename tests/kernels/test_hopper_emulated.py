@@ -96,9 +96,8 @@ def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
     blocks = BlockLists.from_mask(mask, ragged([384, 200, 70, 331, 0], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     q, k, v = inputs(1, 2, 1, 985, 1002, 128, dtype=dtype)
     expected = assert_right(q, k, v, blocks, False, late)
-    if late:
-        got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
-        assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 @pytest.mark.parametrize("name", LEVELS)

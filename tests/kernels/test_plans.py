@@ -131,7 +131,7 @@ def results(of, lists):
 def test_kinds_in_turn_are_not_mixed_up(monkeypatch):
     """Each again after all others: the same bits as when no other plan was there. Ragged blocks, grouped heads, units that are halves, some
     groups of heads, and tensors at odd addresses, which launch by tensor."""
-    cases = [tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, parts=2), tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2),
+    cases = [tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2), tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2),
              tail_case([35, 20, 13, 9], 3, heads=4, kv_heads=2), tail_case([20, 9, 13], 2, heads=3, kv_heads=3, dtype=torch.float32)]
     odd = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2)
     for name in "qkv":

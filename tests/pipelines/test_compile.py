@@ -106,7 +106,7 @@ def no_recompile():
 
 
 @pytest.mark.parametrize("name, schedule, dynamic, repeated", [
-    ("wan", None, True, False), ("wan", NEVER_DENSE, None, True), ("motif_video", None, None, True)])
+    ("wan", NEVER_DENSE, None, False), ("wan", None, True, False), ("wan", None, None, True), ("motif_video", None, None, False)])
 def test_the_second_call_of_a_canvas_compiles_nothing(no_recompile, name, schedule, dynamic, repeated):
     tiny = TINY[name]
     model = tiny.build(layers=1 if name == "wan" else 2)

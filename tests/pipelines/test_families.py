@@ -11,6 +11,7 @@ import torch
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
 from tiny_models import TINY, TOLERANCE, cast, helios_with_histories, note_projections, run
 from tiny_pipelines import PIPELINES, flow, latents
+from torch.utils._pytree import tree_map
 
 from ssta import DenseRun, SSTAConfig, VideoGrid
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta, remove_ssta, supported_models
@@ -20,6 +21,8 @@ from ssta.pipelines.patch.family import family_of
 NEVER_DENSE = Schedule()
 # An animation has a frame besides the reference.
 SINGLE_FRAMES = [name for name in TINY if name != "wan_animate"]
+# Their queries look at keys that earlier passes kept, in structures of their own.
+KEPT = ("anyflow_far", "sana_wm_refiner", "sana_wm_refiner_split")
 
 
 def test_every_family_has_a_tiny_model():
@@ -75,7 +78,7 @@ def test_off_on_off_is_bit_identical_and_on_is_sparse(name):
     for layer in handle.report():
         assert (layer.implementation, layer.thw) == ("torch", CANVAS)
         tiles = layer.tiles - (1 if tiny.conditions else 0)
-        if name == "framepack":  # three grids more
+        if name == "framepack" or name in KEPT:  # grids more, or of keys alone
             continue
         if layer.tokens == 2 * 144:  # the decoder of Motif-Video sees two videos
             tiles = layer.tiles
@@ -91,6 +94,36 @@ def test_off_on_off_is_bit_identical_and_on_is_sparse(name):
     assert not torch.allclose(sparse, before, rtol=1e-3, atol=1e-4)
     assert [site.module.processor for site in family_of(model).sites(model)] == processors
     assert not model._forward_pre_hooks and not model._forward_hooks and not any("ssta" in key for key in vars(model))
+
+
+def test_anyflow_far_goes_from_chunk_to_chunk():
+    """Of three chunks the first is compressed when the last one looks at it."""
+    tiny = replace(PIPELINES["anyflow"], pipeline="AnyFlowFARPipeline", tiny="anyflow_far", options=dict(full_chunk_limit=2))
+    pipe, call = tiny.build(), tiny.call | dict(chunk_partition=[1, 1, 1])
+    stock = latents(pipe, **call)
+    with apply_ssta(pipe, EVERYTHING, schedule=NEVER_DENSE):
+        torch.testing.assert_close(latents(pipe, **call), stock, rtol=1e-4, atol=1e-4)
+    with apply_ssta(pipe, SPARSE, schedule=NEVER_DENSE) as handle:
+        sparse = latents(pipe, **call)
+        assert {(layer.thw, layer.tokens) for layer in handle.report()} == {((1, 6, 8), 48)}
+    assert not torch.allclose(sparse, stock, rtol=1e-3, atol=1e-4) and torch.equal(latents(pipe, **call), stock)
+
+
+@pytest.mark.parametrize("mode, taken", [("capture_pre_rope", "get_captured_pre_rope"),
+                                         ("inject_and_capture_post_rope", "get_captured_post_rope")])
+def test_sana_wm_s_refiner_hands_its_pipeline_what_it_wants_to_keep(mode, taken):
+    tiny = TINY["sana_wm_refiner"]
+    model, call = tiny.build(), tiny.call() | {"kv_cache_mode": mode}
+
+    def kept() -> list[torch.Tensor]:
+        return [run(model, call), *[x for layer in call["kv_cache"].layer_caches for x in getattr(layer, taken)()]]
+
+    stock = kept()
+    with apply_ssta(model, EVERYTHING, schedule=NEVER_DENSE) as handle:
+        for ours, theirs in zip(kept(), stock):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        # Without what was kept before, the sink itself attends as any video does.
+        assert {layer.tiles for layer in handle.report()} == {8 + 6 * (mode != "capture_pre_rope")}
 
 
 def test_kandinsky_is_rounded_where_the_stock_model_is():
@@ -136,13 +169,13 @@ def assert_window(model, call, thw, before: int, conditions: int, tolerance: flo
     assert (sparse - stock).abs().max() > 20 * (sparse - expected).abs().max()
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in ("motif_video", "framepack")])
+@pytest.mark.parametrize("name", [name for name in TINY if name not in ("motif_video", "framepack", *KEPT)])
 def test_a_window_is_dense_attention_under_a_window_mask(name):
     tiny, thw = TINY[name], (2, 7, 8)
     assert_window(tiny.build(), tiny.call(thw, (3, 6)), thw, tiny.before, tiny.conditions, TOLERANCE.get(name, 1e-4))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name not in KEPT])
 def test_one_batch_element_alone_is_the_same_in_a_batch(name):
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call(prompts=(3, 7))
@@ -170,16 +203,16 @@ def test_the_canvas_may_change_between_calls(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in TINY if name != "kandinsky5"])
+@pytest.mark.parametrize("name", [name for name in TINY if name != "kandinsky5" and not name.startswith("sana_wm")])
 def test_on_a_gpu_attention_is_exact_sparse_timed_and_never_waits(name, monkeypatch):
-    def on_gpu(x):
-        return tuple(map(on_gpu, x)) if isinstance(x, tuple) else x.cuda() if isinstance(x, torch.Tensor) else x
+    def on_gpu(call):
+        return tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, call)
 
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call(prompts=(3, 6))
     exact = run(model, call)
     positions = call.get("position_ids")
-    model, call = model.bfloat16().cuda(), {key: on_gpu(x) for key, x in cast(call, torch.bfloat16).items()}
+    model, call = model.bfloat16().cuda(), on_gpu(cast(call, torch.bfloat16))
     if positions is not None:
         call["position_ids"] = positions.cuda()
     stock = run(model, call)

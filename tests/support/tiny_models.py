@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import diffusers
+import diffusers.models.transformers.transformer_sana_wm_refiner as refiner
 import tiny_hunyuan
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ssta.pipelines.patch.family import family_of, family_of_class
 
@@ -118,6 +122,18 @@ def anyflow(thw, prompts, random):
                                         "r_timestep": torch.linspace(0, 400, t).expand(batch, -1).contiguous()}
 
 
+def anyflow_far(thw, prompts, random):
+    """The fourth chunk: the first is compressed, two of two frames are not."""
+    batch, (t, h, w) = len(prompts), thw
+
+    def kept(tokens):
+        return random(2, batch, HEADS, tokens, HEAD_DIM)
+
+    return anyflow(thw, prompts, random) | {
+        "chunk_partition": [1, 2, 2, t], "kv_cache_flag": {"num_cached_chunks": 3, "is_cache_step": False},
+        "kv_cache": [{"compressed_cache": kept((h // 2) * (w // 2)), "full_cache": kept(4 * h * w)} for _ in range(4)]}
+
+
 def allegro(thw, prompts, random):
     t, h, w = thw
     *tables, t_at, h_at, w_at = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (h, w)), (h, w), t, device=torch.device("cpu"))
@@ -145,6 +161,22 @@ def ltx2(thw, prompts, random):
     return ltx(thw, prompts, random) | {
         "audio_hidden_states": random(batch, 5, 4), "audio_encoder_hidden_states": random(batch, TEXT_LEN, 16), "audio_num_frames": 5,
         "encoder_hidden_states": random(batch, TEXT_LEN, 32), "audio_encoder_attention_mask": valid(prompts), "fps": 25.0}
+
+
+def sana_wm_refiner(thw, prompts, random, rope_type="interleaved"):
+    """A block after a sink of one frame and two frames that were refined, in a model of two layers."""
+    batch, (t, h, w) = len(prompts), thw
+    rope = SimpleNamespace(rope=refiner.SanaWMLTX2AudioVideoRotaryPosEmbed(WIDTH, rope_type=rope_type, num_attention_heads=HEADS))
+    angles = partial(refiner.SanaWMLTX2RefinerTransformer3DModel.build_rotary_emb_for_absolute_positions, rope, batch, height=h, width=w,
+                     device=torch.device("cpu"), fps=8.0)
+    cache = refiner.SanaWMRefinerKVCache(2)
+    cache.sink_pe = angles([5])
+    for layer in cache.layer_caches:
+        layer.store_sink(*[random(batch, h * w, WIDTH) for _ in range(2)])
+        layer.store_history(*[random(batch, 2 * h * w, WIDTH) for _ in range(2)])
+    return {"hidden_states": random(batch, t * h * w, 4), "encoder_hidden_states": random(batch, TEXT_LEN, 12),
+            "encoder_attention_mask": valid(prompts), "timestep": torch.full((batch, t * h * w), 500.0),
+            "video_rotary_emb": angles(list(range(8, 8 + t))), "kv_cache": cache, "kv_cache_mode": "inject"}
 
 
 def cogvideox(thw, prompts, random):
@@ -262,6 +294,7 @@ TINY = {
     "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN | dict(attention_head_dim=24, image_dim=8, added_kv_proj_dim=48), blocks,
                        wan_i2v),
     "anyflow": Tiny("AnyFlowTransformer3DModel", WAN, blocks, anyflow),
+    "anyflow_far": Tiny("AnyFlowFARTransformer3DModel", WAN, blocks, anyflow_far),
     "allegro": Tiny("AllegroTransformer3DModel",
                     dict(num_attention_heads=HEADS, attention_head_dim=24, in_channels=4, out_channels=4, cross_attention_dim=48,
                          sample_height=12, sample_width=16, sample_frames=3, caption_channels=12), blocks, allegro),
@@ -276,6 +309,10 @@ TINY = {
                 HEADED | dict(in_channels=4, out_channels=4, cross_attention_dim=WIDTH, caption_channels=12), blocks, ltx),
     "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, blocks, ltx2),
     "ltx2_gated": Tiny("LTX2VideoTransformer3DModel", LTX2 | dict(gated_attn=True, perturbed_attn=True, rope_type="split"), blocks, ltx2),
+    "sana_wm_refiner": Tiny("SanaWMLTX2RefinerTransformer3DModel", LTX2 | dict(use_prompt_embeddings=True), blocks, sana_wm_refiner),
+    "sana_wm_refiner_split": Tiny(
+        "SanaWMLTX2RefinerTransformer3DModel", LTX2 | dict(use_prompt_embeddings=True, gated_attn=True, rope_type="split"), blocks,
+        partial(sana_wm_refiner, rope_type="split")),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, blocks, cogvideox, conditions=TEXT_LEN, before=TEXT_LEN),
     "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX | dict(use_rotary_positional_embeddings=False), blocks, cogvideox_2b,
                          conditions=TEXT_LEN, before=TEXT_LEN),
@@ -324,12 +361,7 @@ def run(model: nn.Module, call: dict) -> Tensor:
 
 def cast(call: dict, dtype: torch.dtype) -> dict:
     """``call`` with its floating tensors in ``dtype``."""
-    def one(x):
-        if isinstance(x, tuple):
-            return tuple(map(one, x))
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return {name: one(x) for name, x in call.items()}
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, call)
 
 
 # An attention module's projections, and whether they make q, k or v.

@@ -226,7 +226,7 @@ def amd_cases() -> dict[str, Case]:
     for dim, backward in product((64, 128, 256), (False, True)):
         found[f"amd {'backward' if backward else 'forward'} D={dim} bf16"] = Case(
             AMD, partial(attend, dim, torch.bfloat16, 384, 384, False, backward), BACKWARD if backward else FORWARD, Allowed(),
-            usual={64: ("gfx950",) * (not backward), 128: ("gfx942",) * backward, 256: ()}[dim])
+            usual={64: ("gfx950",), 128: ("gfx942",), 256: ()}[dim])
         if not backward:
             found[f"amd gathered D={dim} bf16"] = Case(AMD, partial(gather, dim, False), GATHERED, Allowed(), usual=())
             found[f"amd tokens D={dim} bf16"] = Case(AMD, partial(attend_to_tokens, dim, 16, 64), TOKENS, Allowed(), usual=())
