@@ -160,9 +160,9 @@ def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens,
     return q, k, v
 
 
-def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], what: str, device: torch.device
-                 ) -> None:
-    """Refuses what is not a tensor of such a dtype, shape (None: any size) and device; ``what`` names the dimensions.
+def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], what: str,
+                 device: torch.device | None) -> None:
+    """Refuses what is not a tensor of such a dtype, shape (None: any size) and device (None: any); ``what`` names the dimensions.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
@@ -170,10 +170,12 @@ def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: t
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {x.dtype}")
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
     require_strided(name, x)
     if x.dim() != len(shape) or any(want is not None and have != want for have, want in zip(x.shape, shape)):
-        wanted = [size if size is not None else "any" for size in shape]
-        raise ValueError(f"{name} must be {what} = [{', '.join(map(str, wanted))}], got shape {tuple(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted = what if all(size is None for size in shape) else f"{what} = [{sizes}]"
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device}, got {x.device}")

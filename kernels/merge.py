@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import choose_backend
-from .checks import DTYPES
+from .checks import DTYPES, check_tensor
 from .operators import watched
 
 
@@ -61,26 +61,11 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(f"{name} must be a list or tuple of tensors, got {type(parts).__name__}")
-        for i, x in enumerate(parts):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}[{i}] must be a tensor, got {type(x).__name__}")
     if len(outs) < 2 or len(lses) != len(outs):
         raise ValueError(f"outs and lses must be two or more parts, as many of one as of the other, got {len(outs)} and {len(lses)}")
+    check_tensor("outs[0]", outs[0], DTYPES, (None,) * 4, "[batch, heads, tokens, head_dim]", None)
     shape, dtype, device = outs[0].shape, outs[0].dtype, outs[0].device
-    if dtype not in DTYPES:
-        raise TypeError(f"outs[0] must be float16, bfloat16, float32 or float64, got {dtype}")
-    if len(shape) != 4:
-        raise ValueError(f"outs[0] must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
-    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     for i, (x, lse) in enumerate(zip(outs, lses)):
-        if x.shape != shape:
-            raise ValueError(f"outs[{i}] must have outs[0]'s shape {tuple(shape)}, got {tuple(x.shape)}")
-        if lse.shape != shape[:3]:
-            raise ValueError(f"lses[{i}] must have shape {tuple(shape[:3])}, got {tuple(lse.shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"outs[{i}] must have outs[0]'s dtype {dtype}, got {x.dtype}")
-        if lse.dtype != expected:
-            raise TypeError(f"lses[{i}] must be {expected} for outs of {dtype}, got {lse.dtype}")
-        for name, part in (("outs", x), ("lses", lse)):
-            if part.device != device:
-                raise ValueError(f"{name}[{i}] must be on outs[0]'s device {device}, got {part.device}")
+        check_tensor(f"outs[{i}]", x, (dtype,), shape, "[batch, heads, tokens, head_dim]", device)
+        check_tensor(f"lses[{i}]", lse, (wide,), shape[:3], "[batch, heads, tokens]", device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import require_int, require_triple
 from .config import SSTAConfig
-from .kernels.checks import require_bool, require_strided
+from .kernels.checks import DTYPES, check_tensor, require_bool
 from .layer import Tiled, prepared
 from .sequence import TokenLayout
 from .spec import LayerSpec
@@ -136,20 +136,8 @@ def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: 
 
 def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:
     """That q and k are what the selection takes, in these two names."""
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        require_strided(name, x)
-        if x.dim() != 4 or x.shape[2] != tokens:
-            raise ValueError(f"{name} must be [batch, heads, {tokens} tokens of canvas_thw, head_dim], got shape {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
-    if k.dtype != q.dtype:
-        raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
-    if k.device != q.device:
-        raise ValueError(f"k must be on q's device {q.device}, got {k.device}")
-    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
-        raise ValueError(f"k must have q's batch {q.shape[0]} and head_dim {q.shape[3]}, got shape {tuple(k.shape)}")
+    check_tensor("q", q, DTYPES, (None, None, tokens, None), "[batch, heads, tokens of canvas_thw, head_dim]", None)
+    check_tensor("k", k, (q.dtype,), (q.shape[0], None, tokens, q.shape[3]), "[batch, heads, tokens of canvas_thw, head_dim]", q.device)
     if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
         raise ValueError(f"q's heads must be a multiple of k's, at least one of each, got {q.shape[1]} and {k.shape[1]}")
 

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-from ..checks import DTYPES, require_strided
 
 # From this many rows on a block fills a program by itself, without the other heads of its group.
 ENOUGH_ROWS = 128
-
-
-def require_tensor(name: str, x: Tensor, dims: str, device: torch.device | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
-    """``x``, a tensor of one of ``dtypes`` with the dimensions that ``dims`` names: "[tokens, heads, head_dim]"."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
-    require_strided(name, x)
-    if x.dim() != dims.count(",") + 1:
-        raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name} must be on {device}, got {x.device}")
-    return x
 
 
 def require_values(name: str, x: Tensor) -> Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..checks import require_int, require_integers
+from ..checks import DTYPES, INTEGERS, check_tensor, require_int
 from ..routing import SHORTEST_TILE
-from .arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, unpack_heads
+from .arguments import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def block_sparse_attn(
     a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        require_tensor(name, x, "[tokens, heads, head_dim]")
+        check_tensor(name, x, DTYPES, (None,) * 3, "[tokens, heads, head_dim]", None)
     (q_len, heads, _), kv_heads = q.shape, k.shape[1]
     group = require_groups(heads, kv_heads)
     q_block_size, k_block_size = require_int("q_block_size", q_block_size, 1), require_int("k_block_size", k_block_size, 1)
@@ -92,7 +91,8 @@ def block_sparse_attn(
     if not isinstance(sparse_args, SparseArgs):
         raise TypeError(f"sparse_args must be SparseArgs, got {type(sparse_args).__name__}")
     sparse_args.check_block(k_block_size)
-    _check_indices(topk_indices, kv_heads, -(-q_len // q_block_size), q.device)
+    check_tensor("topk_indices", topk_indices, INTEGERS, (kv_heads, -(-q_len // q_block_size), None),
+                 "[key/value heads, query blocks, topk]", q.device)
 
     packed = group if sparse_args.packs(q_block_size, group) else 1
     blocks = BlockLists.from_topk(topk_indices, q_block_size * packed, k_block_size, num_kv_blocks=-(-k.shape[0] // k_block_size))
@@ -100,12 +100,3 @@ def block_sparse_attn(
     rows = pack_heads(q[None], kv_heads) if packed > 1 else q.transpose(0, 1)[None]
     out, lse = block_sparse_attention(rows, k, v, blocks, return_lse=True)
     return unpack_heads(out, packed)[0], unpack_heads(lse, packed)[0]
-
-
-def _check_indices(indices: Tensor, kv_heads: int, q_blocks: int, device: torch.device) -> None:
-    require_integers("topk_indices", indices)
-    if indices.dim() != 3 or tuple(indices.shape[:2]) != (kv_heads, q_blocks):
-        raise ValueError(f"topk_indices must be [key/value heads, query blocks, topk] = [{kv_heads}, {q_blocks}, topk], "
-                         f"got shape {tuple(indices.shape)}")
-    if indices.device != device:
-        raise ValueError(f"topk_indices must be on q's device {device}, got {indices.device}")

@@ -26,11 +26,12 @@ from ..checks import LARGEST, require_choice
 from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import (
+    DTYPES,
     autocast_inputs,
+    check_tensor,
     require_bool,
     require_int,
     require_number,
-    require_strided,
     resolve_scale,
     without_autocast,
 )
@@ -45,7 +46,6 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 # EPS is the published code's, the block sizes are those of TurboDiffusion's checkpoints.
 EPS = 1e-5
 Q_BLOCK, KV_BLOCK = 128, 64
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def sparse_linear_attention(
@@ -97,11 +97,11 @@ def sla_layer(
     check_tensors(q, k, v, layout, layout)
     dim = q.shape[3]
     if weight is not None:
-        _check_parameter("weight", weight, (dim, dim), q.device)
+        check_tensor("weight", weight, DTYPES, (dim, dim), "[head_dim, head_dim]", q.device)
     elif bias is not None:
         raise ValueError("bias must be None without a weight, whose product it is added to, got one")
     if bias is not None:
-        _check_parameter("bias", bias, (dim,), q.device)
+        check_tensor("bias", bias, DTYPES, (dim,), "[head_dim]", q.device)
     density = check_density(density)
     require_bool("deterministic", deterministic)
     require_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
@@ -136,16 +136,6 @@ def check_density(density: float) -> float:
     if not 0 < density <= 1:
         raise ValueError(f"density must lie in (0, 1], a share of the key blocks, got {density}")
     return density
-
-
-def _check_parameter(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be a tensor of float16, bfloat16, float32 or float64, got {getattr(x, 'dtype', type(x).__name__)}")
-    require_strided(name, x)
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape} for this head_dim, got {tuple(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on query's device {device}, got {x.device}")
 
 
 def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:

@@ -31,7 +31,7 @@ from ..config import SSTAConfig
 from ..cut import Cut, TiledSegment, cut_of, in_sequence
 from ..dense import dense_attention
 from ..kernels import Deferred, take_tokens
-from ..kernels.checks import autocast_inputs, require_number
+from ..kernels.checks import autocast_inputs, check_tensor, require_number
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, heads_by_row
 from ..op import LayerResult
@@ -109,7 +109,7 @@ def vsa_layer(
     if len(layout.video) != 1:
         raise ValueError(f"layout must have one video grid, got {layout}")
     if gate is not None:
-        _check_gate(gate, query)
+        check_tensor("gate", gate, (query.dtype,), tuple(query.shape), "[B, H, S, D]", query.device)
     assert config.density is not None
     cut = cut_of(layout, config.tile_thw, "none")
     if cut.dense:
@@ -135,17 +135,6 @@ def vsa_layer(
 def _row_budget(config: SSTAConfig, topk: int) -> SSTAConfig:
     """The same with as many tiles in every row, which a density spreads to within one."""
     return SSTAConfig(tile_thw=config.tile_thw, sparse_type=config.sparse_type, sampling_type=config.sampling_type, topk=topk)
-
-
-def _check_gate(gate: Tensor, query: Input) -> None:
-    if not isinstance(gate, Tensor):
-        raise TypeError(f"gate must be a tensor or None, got {type(gate).__name__}")
-    if gate.shape != query.shape:
-        raise ValueError(f"gate must have query's shape {tuple(query.shape)}, got {tuple(gate.shape)}")
-    if gate.dtype != query.dtype:
-        raise TypeError(f"gate must have query's dtype {query.dtype}, got {gate.dtype}")
-    if gate.device != query.device:
-        raise ValueError(f"gate must be on query's device {query.device}, got {gate.device}")
 
 
 def _run_means(x: Any, runs: Iterable[TiledSegment]) -> list[Tensor]:

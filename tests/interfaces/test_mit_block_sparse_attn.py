@@ -216,7 +216,7 @@ def test_bert_padding():
     (dict(head_mask_type=[0, 0]), TypeError, "head_mask_type must be a tensor, got list"),
     (dict(head_mask_type=torch.zeros(2)), TypeError, "head_mask_type must be int32 or int64, got torch.float32"),
     (dict(streaming_info=torch.zeros(2, 2, dtype=torch.int32)), ValueError, r"streaming_info must be \[2 \* heads\] = \[4\]"),
-    (dict(base_blockmask=torch.ones(1, 1, 2, 2)), TypeError, "base_blockmask must be bool or uint8 .*, got torch.float32"),
+    (dict(base_blockmask=torch.ones(1, 1, 2, 2)), TypeError, "base_blockmask must be bool, uint8, .*, got torch.float32"),
     (dict(base_blockmask=torch.ones(1, 1, 2, 2, dtype=torch.bool)), ValueError, r"base_blockmask must be .* = \[1, any, 2, 3\], got"),
     (dict(cu_seqlens_q=torch.zeros(1, dtype=torch.int32)), ValueError, "cu_seqlens_q must hold at least two entries, got 1"),
     (dict(cu_seqlens_k=torch.zeros(3, dtype=torch.int32)), ValueError, r"cu_seqlens_k must be \[B \+ 1\] = \[2\], got shape \(3,\)"),

@@ -36,8 +36,8 @@ def call(**changes):
     (dict(g_swa=torch.zeros(1, 8, 2)), ValueError, r"g_swa must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(g_slc=torch.zeros(1, 8, 2)), ValueError, r"g_slc must be \[B, T, HQ\] = \[1, 8, 4\]"),
     (dict(g_cmp=1), TypeError, "g_cmp must be a tensor, got int"),
-    (dict(g_slc=torch.ones(1, 8, 4, dtype=torch.bool)), TypeError, "g_slc must be float16 or bfloat16 or float32, got torch.bool"),
-    (dict(g_swa=torch.ones(1, 8, 4).double()), TypeError, "g_swa must be float16 or bfloat16 or float32, got torch.float64"),
+    (dict(g_slc=torch.ones(1, 8, 4, dtype=torch.bool)), TypeError, "g_slc must be float16, bfloat16 or float32, got torch.bool"),
+    (dict(g_swa=torch.ones(1, 8, 4).double()), TypeError, "g_swa must be float16, bfloat16 or float32, got torch.float64"),
     (dict(impl="hopper"), ValueError, "impl must be one of 'auto', 'torch', 'triton', got 'hopper'"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):

@@ -135,8 +135,8 @@ def test_it_compiles_whole(before):
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(gate=torch.zeros(1, 2, 12, 4)), ValueError, r"gate must have query's shape \(1, 2, 12, 8\), got \(1, 2, 12, 4\)"),
-    (dict(gate=torch.zeros(1, 2, 12, 8).double()), TypeError, "gate must have query's dtype torch.float32, got torch.float64"),
+    (dict(gate=torch.zeros(1, 2, 12, 4)), ValueError, r"gate must be \[B, H, S, D\] = \[1, 2, 12, 8\], got shape \(1, 2, 12, 4\)"),
+    (dict(gate=torch.zeros(1, 2, 12, 8).double()), TypeError, "gate must be float32, got torch.float64"),
     (dict(gate=1.0), TypeError, "gate must be a tensor, got float"),
     (dict(sparsity=1.0), ValueError, r"sparsity must lie in \[0, 1\), the share of the tiles that is left out, got 1.0"),
     (dict(sparsity="high"), TypeError, "sparsity must be a number, got 'high'"),

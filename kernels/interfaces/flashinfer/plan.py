@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...checks import DTYPES, require_bool, require_int, require_integers, require_mask, resolve_scale
+from ...checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, resolve_scale
 from ...routing import KERNEL_DTYPES
-from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_tensor, require_values, unpack_heads
+from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_values, unpack_heads
 from ..within_blocks import attention_within_blocks, listed_keys
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -76,7 +76,7 @@ class Plan:
         if self.page is not None:
             k, v = self._entries(self.page, k, v)
         for name, x, shape in (("q", q, self.q_shape), ("k", k, self.k_shape), ("v", v, self.k_shape)):
-            require_tensor(name, x, f"[{', '.join(map(str, shape))}]", device, DTYPES + FLOAT8)
+            check_tensor(name, x, DTYPES + FLOAT8, (None,) * len(shape), f"[{', '.join(map(str, shape))}]", device)
             if tuple(x.shape) != shape:
                 raise ValueError(f"{name} must have the planned shape {shape}, got {tuple(x.shape)}")
             if x.dtype != self.dtype:
@@ -120,9 +120,7 @@ class Plan:
         dtype = self.o_dtype if x.device.type == "cpu" or self.o_dtype in KERNEL_DTYPES else torch.bfloat16
         if scale is None:
             return x.to(dtype)
-        require_tensor(name, scale, "[heads]", x.device, (torch.float32,))
-        if len(scale) != x.shape[1]:
-            raise ValueError(f"{name} must be [heads] = [{x.shape[1]}], got shape {tuple(scale.shape)}")
+        check_tensor(name, scale, (torch.float32,), (x.shape[1],), "[heads]", x.device)
         return (x.float() * scale[:, None]).to(dtype)
 
     def _entries(self, page: tuple[int, str], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,8 +128,8 @@ class Plan:
         (size, layout), (entries, heads, dim) = page, self.k_shape
         flat = []
         for name, x in (("k", k), ("v", v)):
-            require_tensor(name, x, f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]",
-                           dtypes=DTYPES + FLOAT8)
+            check_tensor(name, x, DTYPES + FLOAT8, (None,) * 4,
+                         f"[pages, {'entries, heads' if layout == 'NHD' else 'heads, entries'}, head_dim]", None)
             x = x if layout == "NHD" else x.transpose(1, 2)
             if x.shape[1] != size:
                 raise ValueError(f"{name} must have the planned {size} entries per page, got {x.shape[1]}")
@@ -200,10 +198,10 @@ def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: i
     """The plan of the loose form, by tensors like those that run: q ``[B, S, heads, head_dim]``, mask ``[B, Nq, Nk]``."""
     heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
     group, size = heads // kv_heads, require_int("block_size", block_size, 1)
-    for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
-        require_tensor(name, x, "[batch, tokens, heads, head_dim]", device)
-        if x.shape[0] != q.shape[0] or x.shape[2:] != (count, head_dim):
-            raise ValueError(f"{name} must be [{q.shape[0]}, tokens, {count}, {head_dim}], got shape {tuple(x.shape)}")
+    dims = "[batch, tokens, heads, head_dim]"
+    check_tensor("q", q, DTYPES, (None, None, heads, head_dim), dims, device)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, DTYPES, (len(q), None, kv_heads, head_dim), dims, device)
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     require_mask("the block mask", mask)
