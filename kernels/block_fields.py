@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .block_masks import prefix_mask, scatter_mask
-from .checks import require_int
+from .checks import check_tensor, require_int
+
+_INT32 = (torch.int32,)
 
 
 def settled_fields(
@@ -16,12 +18,8 @@ def settled_fields(
     num_kv_blocks: int | None, max_q_length: int | None, max_kv_length: int | None,
 ) -> dict[str, Any]:
     """The fields but ``counts`` and ``indices`` in their full form: three dimensions, numbers that are known. Raises as BlockLists says."""
-    _require_int32("counts", counts, 3)
-    _require_int32("indices", indices, 4)
-    if indices.shape[:3] != counts.shape:
-        raise ValueError(f"indices must have counts' shape {tuple(counts.shape)} plus a capacity, got {tuple(indices.shape)}")
-    if indices.device != counts.device:
-        raise ValueError(f"indices must be on counts' device {counts.device}, got {indices.device}")
+    check_tensor("counts", counts, _INT32, (None,) * 3, "[batch, heads, query blocks]", None)
+    check_tensor("indices", indices, _INT32, (*counts.shape, None), "[batch, heads, query blocks, capacity]", counts.device)
     number, longest_q, longest_kv = (None if value is None else require_int(name, value, least) for name, value, least in (
         ("num_kv_blocks", num_kv_blocks, 0), ("max_q_length", max_q_length, 1), ("max_kv_length", max_kv_length, 1)))
     if isinstance(kv_offsets, Tensor):
@@ -66,21 +64,8 @@ def _settled_axis(axis: str, offsets: int | Tensor, lengths: Tensor | None, long
 def _settled_tensor(name: str, tensor: Tensor, last: int, device: torch.device) -> Tensor:
     if isinstance(tensor, Tensor) and tensor.dim() == 1:
         tensor = tensor[None, None]
-    _require_int32(name, tensor, 3)
-    if tensor.shape[-1] != last:
-        raise ValueError(f"{name} must have {last} entries in its last dimension, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on counts' device {device}, got {tensor.device}")
+    check_tensor(name, tensor, _INT32, (None, None, last), "[batch, heads, entries]", device)
     return tensor
-
-
-def _require_int32(name: str, tensor: Tensor, dims: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {tensor.dtype}")
-    if tensor.dim() != dims:
-        raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
 
 
 def check_list_values(counts: Tensor, indices: Tensor, blocks: int) -> None:

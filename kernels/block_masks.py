@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import require_int, require_integers
+from .checks import INTEGERS, check_tensor, require_int, require_integers
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:
@@ -46,12 +46,8 @@ def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
 
 def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """(counts, indices) as ``BlockLists.from_bsr`` wants them."""
-    for name, tensor in (("indptr", indptr), ("indices", indices)):
-        require_integers(name, tensor)
-        if tensor.dim() != 1:
-            raise ValueError(f"{name} must have one dimension, got {tuple(tensor.shape)}")
-    if indices.device != indptr.device:
-        raise ValueError(f"indices must be on indptr's device {indptr.device}, got {indices.device}")
+    check_tensor("indptr", indptr, INTEGERS, (None,), "[Nq + 1]", None)
+    check_tensor("indices", indices, INTEGERS, (None,), "[nnz]", indptr.device)
     if len(indptr) < 1:
         raise ValueError("indptr must hold at least one entry, got none")
     nnz = len(indices)

@@ -160,16 +160,16 @@ def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens,
     return q, k, v
 
 
-def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], what: str,
+def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, shape: tuple[int | None, ...], what: str,
                  device: torch.device | None) -> None:
-    """Refuses what is not a tensor of such a dtype, shape (None: any size) and device (None: any); ``what`` names the dimensions.
+    """Refuses what is not a tensor of such a dtype, shape and device, of which None is any; ``what`` names the dimensions.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in dtypes:
+    if dtypes is not None and x.dtype not in dtypes:
         *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
     require_strided(name, x)

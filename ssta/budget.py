@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .kernels.checks import check_tensor
 from .kernels.memo import remember
 
 if TYPE_CHECKING:
@@ -124,12 +125,7 @@ def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
         TypeError, ValueError: what it returned does not fit.
     """
     keep = budget(scores)
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise TypeError(f"budget must return a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
-    if keep.shape != scores.shape:
-        raise ValueError(f"budget must return the scores' shape {tuple(scores.shape)}, got {tuple(keep.shape)}")
-    if keep.device != scores.device:
-        raise ValueError(f"budget must return a tensor on the scores' device {scores.device}, got {keep.device}")
+    check_tensor("budget's result", keep, (torch.bool,), scores.shape, "[B, H, N, N]", scores.device)
     return keep
 
 

@@ -14,7 +14,7 @@ from .checks import require_choice, require_device, require_tile
 from .config import PAD_TYPES
 from .cut import Cut, TiledSegment, cut_of, in_sequence, tile_index
 from .kernels import Deferred, take_tokens
-from .kernels.checks import require_strided
+from .kernels.checks import check_tensor
 from .kernels.memo import remember
 from .sequence import TokenLayout, require_layout
 
@@ -64,22 +64,13 @@ class TileLayout(Cut):
 
     def tile(self, x: Tensor) -> Tensor:
         """``[B, H, S, D]`` of any dtype in the sequence's order -> ``[B, H, P, D]`` in tiled order, in x's memory order; differentiable."""
-        self._check("tile", x, self.tokens.length)
+        check_tensor("x", x, None, (None, None, self.tokens.length, None), "[B, H, tokens, D]", self.device)
         return take_tokens(x, self.source)
 
     def untile(self, x: Tensor) -> Tensor:
         """``[B, H, P, D]`` in tiled order -> ``[B, H, S, D]`` in the sequence's order, no padding, in x's memory order; differentiable."""
-        self._check("untile", x, self.num_slots)
+        check_tensor("x", x, None, (None, None, self.num_slots, None), "[B, H, tokens in tiles, D]", self.device)
         return take_tokens(x, self.inverse)
-
-    def _check(self, wanted_by: str, x: Tensor, length: int) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        require_strided("x", x)
-        if len(x.shape) != 4 or x.shape[2] != length:
-            raise ValueError(f"x must be [B, H, {length}, D] for {wanted_by} of this layout, got {tuple(x.shape)}")
-        if x.device != self.device:
-            raise ValueError(f"x must be on the layout's device {self.device}, got {x.device}")
 
     def collect(self, x: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The transpose of ``tile``: for each token the sum over its slots. Written as gathers by ``take``, as ``Backend`` has it, so that

@@ -98,8 +98,8 @@ def test_video_text_is_video_then_text():
     (lambda: tile_layout((2, 2, 2), (1, 1, 1)), TypeError, "tokens must be a TokenLayout, got tuple"),
     (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 0, 1)), ValueError, r"tile_thw\[1\] must be at least 1, got 0"),
     (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1), "edge"), ValueError, "padding must be one of .*'edge'"),
-    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).tile(torch.zeros(1, 1, 7, 4)), ValueError, r"\[B, H, 8, D\]"),
-    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).untile(torch.zeros(1, 8, 4)), ValueError, r"\[B, H, 8, D\]"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).tile(torch.zeros(1, 1, 7, 4)), ValueError, r"= \[any, any, 8"),
+    (lambda: tile_layout(TokenLayout.video_text((2, 2, 2)), (1, 1, 1)).untile(torch.zeros(1, 8, 4)), ValueError, r"= \[any, any, 8, any\]"),
 ])
 def test_bad_layouts_say_what_is_wrong(make, error, words):
     with pytest.raises(error, match=words):
@@ -202,7 +202,7 @@ def test_a_device_that_is_not_there_is_named(device, error, words):
 def test_what_cannot_be_tiled_is_refused(way):
     layout = tile_layout(TokenLayout.video_text((2, 2, 2)), (2, 2, 2))
     x = torch.randn(1, 1, 8, 4)
-    with pytest.raises(ValueError, match="x must be on the layout's device cpu, got meta"):
+    with pytest.raises(ValueError, match="x must be on cpu, got meta"):
         getattr(layout, way)(x.to("meta"))
     with pytest.raises(TypeError, match="x must be a dense, strided tensor, got torch.sparse_coo"):
         getattr(layout, way)(x.to_sparse())

@@ -188,8 +188,8 @@ def test_a_scorer_and_a_budget_can_be_replaced():
 @pytest.mark.parametrize("changes, error, words", [
     ({"sampling_type": lambda q, k: None}, TypeError, "sampling_type's scores must be a floating-point tensor, got NoneType"),
     ({"sampling_type": lambda q, k: (q @ k.mT)[0]}, ValueError, r"sampling_type's scores must have shape \(1, 1, 2, 2\), got \(1, 2, 2\)"),
-    ({"budget": lambda scores: scores}, TypeError, "budget must return a bool tensor, got torch.float32"),
-    ({"budget": lambda scores: scores[..., :1] > 0}, ValueError, "budget must return the scores' shape"),
+    ({"budget": lambda scores: scores}, TypeError, "budget's result must be bool, got torch.float32"),
+    ({"budget": lambda scores: scores[..., :1] > 0}, ValueError, r"budget's result must be .* = \[1, 1, 2, 2\]"),
 ])
 def test_replacements_that_do_not_fit_say_so(changes, error, words):
     x = torch.randn(1, 1, 16, 4)
