@@ -58,10 +58,12 @@ def made(recipe, switches, lora, backend=None):
 
 
 def generated(recipe, of, sparse=True):
-    """(latents, the handle's report, how often the last block ran)."""
+    """(latents, the handle's report, how often the last block ran, if nothing is compiled)."""
     pipe = PIPELINES["wan"].build(layers=2)
     ran = []
-    pipe.transformer.blocks[-1].attn1.to_q.register_forward_hook(lambda *_: ran.append(1))
+    if not of.compile:
+        # A compiled block would be compiled once more at each call, where what it counts is another number.
+        pipe.transformer.blocks[-1].attn1.to_q.register_forward_hook(lambda *_: ran.append(1))
     of.check(type(pipe.transformer), CPU)
     # Blocks that are dense at some steps are compiled once more, which tests/pipelines/test_compile.py sees to.
     with recipe.cooked(pipe, of, STEPS, tile_thw=(2, 3, 4), density=0.3 if sparse else 1.0, schedule=Schedule()) as handle:
@@ -112,8 +114,11 @@ def test_each_switch_does_what_it_says(switch, recipe, lora, known):
     assert sum(run.time_share or 0 for run in report) <= 1
 
 
+# What "mag" refuses to be compiled with, and what test_all_together compiles.
+NOT_COMPILED = {"mag", "int8", "lora", "taylor"}
 PAIRS = [pytest.param(pair, marks=[pytest.mark.slow] if "compile" in pair else [], id="+".join(pair))
-         for pair in combinations(SWITCHES, 2) if len(set(pair) & set(CACHES)) < 2 and set(pair) != {"compile", "mag"}]
+         for pair in combinations(SWITCHES, 2)
+         if len(set(pair) & set(CACHES)) < 2 and not ("compile" in pair and set(pair) & NOT_COMPILED)]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
