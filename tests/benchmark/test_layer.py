@@ -99,6 +99,21 @@ def test_stages_are_timed_inside_the_layer(bench, monkeypatch):
     assert {name: times["median_ms"] for name, times in watch.summary(2).items()} == {"score": 1.0, "select": 4.0}
 
 
+def test_the_stages_of_a_layer_show_that_is_one_plan(bench):
+    from stages import Stopwatch
+
+    from ssta import SSTAConfig, TokenLayout, ssta_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, layout = torch.randn(1, 1, 48, 16, dtype=torch.float16, device=device), TokenLayout.video_text((2, 3, 8))
+    config = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=1)
+    watch = Stopwatch(lambda: ssta_attention(q, q, q, layout, config, impl="triton"))
+    watch()
+    # The first call might write the plan.
+    watch()
+    assert set(watch.summary(1)) >= {"tile", "score", "select", "attend", "untile"}
+
+
 def test_every_stage_is_where_the_layer_looks_it_up(bench):
     from stages import FUNCTIONS, STAGES
 
