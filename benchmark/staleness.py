@@ -28,7 +28,7 @@ _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py", "!*/text_table.py")
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
-    "kernels": _BLOCKS, "sweep": _BLOCKS,
+    "kernels": _BLOCKS, "sweep": _BLOCKS, "cudnn": _BLOCKS,
     "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*", "!*/moves.py",
                "!*/ranking.py"),
     "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/flashinfer/*",
