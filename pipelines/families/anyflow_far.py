@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_anyflow_far import AnyFlowCausalAttnProcessor, apply_rotary_emb
 from torch import Tensor, cat, nn
 from torch.nn.functional import pad
@@ -54,6 +55,11 @@ class AnyFlowFARSSTAProcessor(SSTAProcessor):
         query, key, value = query.transpose(1, 2), *(pad(x, (0, 0, 0, zeros)).transpose(1, 2) for x in (key, value))
         out = self.attend(query, key, value, layout, kv_layout=kv_layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+
+    def _densely(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, str]:
+        """By diffusers' default: the stock processor's own backend is FlexAttention, which is for masks and waits for the device."""
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        return dispatch_attention_fn(query, key, value).transpose(1, 2), "default backend"
 
 
 _SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=AnyFlowCausalAttnProcessor, replacement=AnyFlowFARSSTAProcessor)
