@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
-from .memo import Kept
+from .memo import Kept, Unplanned
 from .notices import warn_once
 from .op import RecordedAttention, attention_operator, route_of, run_forward, transposed
-from .operators import refuse_forward_mode, watched
+from .operators import on_device, refuse_forward_mode, watched
 from .routing import PatternFacts, Problem, Route, Where, interpreting, require_impl
+
+if TYPE_CHECKING:
+    from .lowering.plans import Plan, Planned
 
 
 @overload
@@ -76,15 +80,23 @@ def block_sparse_attention(
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         require_bool(name, flag)
     key = _key(q, k, v, blocks, causal, deterministic, impl)
-    if key is None or key not in _routes:
+    known = None if key is None else _known.get(key)
+    if known is None:
         q, k, v = autocast_inputs(q=q, k=k, v=v)
         _check(q, k, v, blocks)
-    out, lse = _attend(key, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
+    out, lse = _attend(key, known, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
     return (out, lse) if return_lse else out
 
 
-# What checked arguments were routed to, by ``_key``: the same ones again are neither checked nor routed.
-_routes: dict[tuple, Route] = Kept(1024)
+class _Known(NamedTuple):
+    """What checked arguments were routed to, and by scale the whole call as a plan; None where it can be none."""
+
+    route: Route
+    plans: dict[float, Planned | None]
+
+
+# By ``_key``: the same arguments again are neither checked nor routed.
+_known: dict[tuple, _Known] = Kept(1024)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, deterministic: bool, impl: str) -> tuple | None:
@@ -136,11 +148,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
 
 
 def _attend(
-    key: tuple | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, impl: str,
+    key: tuple | None, known: _Known | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
+    deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of arguments that have been checked; ``key`` is theirs."""
+    """(out, lse) of arguments that have been checked; ``key`` is theirs, and what is ``known`` of it."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    route = None if key is None else _routes.get(key)
+    route = None if known is None else known.route
     if route is None:
         name = require_impl(impl)
         # Who watches sees an operator, which asks the GPU when it runs.
@@ -156,11 +169,35 @@ def _attend(
         if route is None:
             return _operate(name, q, k, v, blocks, scale, causal, deterministic, needs_grad)
         if key is not None:
-            _routes[key] = route
+            known = _known[key] = _Known(route, Kept(8))
     if needs_grad:
         flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
         return RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route)
+    if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+        with on_device(q):
+            if scale in known.plans:
+                planned = known.plans.get(scale)
+            else:
+                planned = known.plans[scale] = _planned(route, q, k, v, blocks, scale, causal)
+            if planned is not None:
+                out, lse = planned(q, k, v, blocks.counts, blocks.indices)
+                return out, lse
     return run_forward(route, q, k, v, blocks, scale, causal)
+
+
+def _planned(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> Planned | None:
+    """A call with such tensors as one plan; None of kernels that are no part of one, and where torch finds where ragged blocks begin."""
+    _, _, *others = blocks.to_fields()
+    if not route.in_place or any([isinstance(x, Tensor) for x in others]):
+        return None
+    from .lowering.plans import Plans
+
+    def write(plan: Plan, xs: Sequence[Any], _: Sequence[Any]) -> None:
+        q, k, v, *lists = xs
+        plan.results += route.run(q, k, v, BlockLists.trusted(*lists, *others), scale, causal)
+
+    planned = Plans(write).planned((q, k, v, blocks.counts, blocks.indices), ())
+    return None if isinstance(planned, Unplanned) else planned
 
 
 def _operate(name: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool,

@@ -134,8 +134,8 @@ class BlockLists:
         found = self._facts
         if found is None:
             sizes = [x.shape if isinstance(x, Tensor) else x for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)]
-            found = vars(self)["_facts"] = (self.device, self.indices.shape, *sizes, self.num_kv_blocks, self.max_q_length,
-                                            self.max_kv_length, self._covers)
+            found = vars(self)["_facts"] = (self.device, self.indices.shape, self.counts.stride(), self.indices.stride(), *sizes,
+                                            self.num_kv_blocks, self.max_q_length, self.max_kv_length, self._covers)
         return found
 
     def density(self) -> Tensor:

@@ -5,8 +5,11 @@ import torch
 from cases import INTERPRETED, inputs
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 
-from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels import BlockLists, attention, block_sparse_attention
+from ssta.kernels.op import route_of, run_forward
 from ssta.kernels.reference import reference_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", *(["triton"] if INTERPRETED else [])])
@@ -136,6 +139,26 @@ def test_operator_registration():
     torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), None, None, 0.25, False, True, "torch"))
 
 
+@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
+def test_calls_of_a_kind_follow_one_plan(impl):
+    """Other values, lists, scales and addresses, and ragged blocks, for which there is none: the same bits as by the kernels themselves."""
+    q, k, v = (x.half().to(DEVICE) for x in inputs(1, 2, 1, 150, 192, 64))
+    lists = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
+    other = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
+    apart = BlockLists(lists.counts, lists.indices.mT.contiguous().mT, 64, 64, num_kv_blocks=3)
+    bounds = [torch.tensor([0, 65, 100, n], dtype=torch.int32, device=DEVICE) for n in (150, 192)]
+    ragged = BlockLists(lists.counts, lists.indices, *bounds)
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view_as(q).copy_(q)
+    route = route_of(impl, q, k, lists, False, True)
+    calls = [(q, lists, None), (q + 1, other, None), (q, lists, 0.3), (odd, lists, None), (q, apart, None), (q, ragged, None)]
+    for x, of, scale in calls:
+        found = block_sparse_attention(x, k, v, of, scale=scale, return_lse=True, impl=impl)
+        wanted = run_forward(route, x, k, v, of, scale or 0.125, False)
+        assert all(map(torch.equal, found, wanted)) and found[0].stride() == wanted[0].stride()
+    planned = [of.plans for of in attention._known.values() if of.route == route]
+    assert {None if plan is None else len(plan.results) for plans in planned for plan in plans.values()} == {None, 2}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "hopper", "torch"])
 def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
@@ -153,7 +176,7 @@ def test_gpu_never_waits_and_fits_a_cuda_graph(impl):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
 def test_gpu_that_is_not_the_current_one(impl):
-    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.6, 128, 128)
+    blocks = BlockLists.from_mask(torch.rand(2, 3, 4) < 0.6, 64, 64)
     given = inputs(1, 2, 1, 384, 512, 64)
     outs = []
     for device in ("cuda:0", "cuda:1"):
