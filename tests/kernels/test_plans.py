@@ -8,6 +8,7 @@ from tail_cases import tail_case
 
 from ssta.kernels.lowering.plans import Plan, Planned, Plans
 from ssta.kernels.lowering.quick_launch import Tiles
+from ssta.kernels.lowering.rooms import ALIGNMENT, LARGE, Room, Span, _placed, shared
 from ssta.kernels.memo import Unplanned
 from ssta.kernels.portable import tail, tail_combine
 
@@ -172,3 +173,18 @@ def test_plans_depend_on_kinds_alone():
     assert written == [1] * 4
     step((x,), (torch.zeros(2),), 1), step((x,), (torch.zeros(3),), 1), step((x,), (torch.ones(3),), 1), step((x,), (), 2)
     assert written == [1] * 6 + [2]
+
+
+def test_what_is_there_at_once_lies_apart():
+    """In rooms that were there before and in new ones, large and small; and the order of sizes takes no less memory."""
+    sizes, times = torch.randint(1, 3 * LARGE // 2, (40,)).tolist(), torch.randint(0, 30, (40, 2)).sort(1).values.tolist()
+    spans = [Span(size, *time) for size, time in zip(sizes, times)]
+    result = Room(LARGE)
+    result.place(Span(LARGE, 25, 30))
+    places, rooms = shared(spans, [result])
+    for at, (span, (room, place)) in enumerate(zip(spans, places)):
+        assert place + span.size <= rooms[room].size and place % ALIGNMENT == 0
+        others = [(*spans[n], places[n]) for n in range(at)] + [(LARGE, 25, 30, (0, 0))]
+        assert not any(to[0] == room and first <= span.last and span.first <= last and place < to[1] + size and to[1] < place + span.size
+                       for size, first, last, to in others)
+    assert sum(room.size for room in rooms) <= sum(room.size for room in _placed(spans, [result], lambda of: of.size)[1])
