@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
             assembled = case.assembled and (options.all or case.asked is None or card in case.asked)
             looped = case.allowed.first is not None or case.allowed.reloads is not None
             # Each card has plans of its own.
-            for plans in [x for x in gc.get_objects() if isinstance(x, Plans)]:
+            for plans in [x for x in gc.get_referrers(Plans) if isinstance(x, Plans)]:
                 plans.kinds.clear()
             for kernel in compiler.compile(case.call, pretended, case.kernels, assembled, looped):
                 wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
