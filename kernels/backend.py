@@ -29,7 +29,7 @@ from torch import Tensor
 from .eager import moves, ranking
 from .operators import TRITON, watched
 from .routing import Where, choose_route, require_impl
-from .tail import why_not_hopper_merge, why_not_hopper_statistics
+from .tail import why_not_hopper_tail
 
 if TYPE_CHECKING:
     from .lowering.plans import Plans
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
 
-def _triton_cannot(where: Where, parts: int) -> str | None:
+def _triton_cannot(where: Where) -> str | None:
     if not TRITON:
         return "requires triton, which is not installed"
     if where.dtype == torch.float64:
@@ -48,12 +48,8 @@ def _triton_cannot(where: Where, parts: int) -> str | None:
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
 
-def _hopper_merge_cannot(where: Where, parts: int) -> str | None:
-    return why_not_hopper_merge(where.capability, where.dtype, where.head_dim)
-
-
-def _hopper_statistics_cannot(where: Where, parts: int) -> str | None:
-    return why_not_hopper_statistics(where.capability, where.dtype, where.head_dim, parts)
+def _hopper_tail_cannot(where: Where) -> str | None:
+    return why_not_hopper_tail(where.capability, where.dtype, where.head_dim)
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,23 @@ class Row:
         name: as ``impl`` names it.
         functions: by name of a field of ``Backend``, "module:function" below ssta.kernels, imported when first chosen;
             "name=module:function" after it is an argument that the function is given.
-        cannot: of a Where and the units of a block in an estimate: why none of them can run, or None.
+        cannot: of a Where: why none of them can run, or None.
     """
 
     name: str
     functions: dict[str, str]
-    cannot: Callable[[Where, int], str | None] = lambda where, parts: None
+    cannot: Callable[[Where], str | None] = lambda where: None
 
 
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
-    Row("hopper", dict(combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS"),
-        _hopper_merge_cannot),
-    Row("hopper", dict(key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
-                       estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics"), _hopper_statistics_cannot),
+    Row("hopper", dict(
+        key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
+        estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics "
+                 "variances=hopper.tail_product:hopper_half_variances",
+        combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
+                "matrices=hopper.tail_product:hopper_matrices",
+        combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
     Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
@@ -192,7 +191,7 @@ class Backend:
                       for step, name, rejected in self.chosen])
 
 
-def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, parts: int = 1) -> Backend:
+def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """What ``impl`` stands for in every step: a pure function of its arguments and of the kind of GPU.
 
     "auto" takes the first row that can run a step. "hopper" and "triton" take theirs, and for what it lacks or cannot do those after it;
@@ -205,15 +204,15 @@ def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim
     if impl not in ("auto", "reference"):
         choose_route(impl, device, dtype, head_dim)
     where = Where.of(device, dtype, head_dim)
-    return choose(impl, where._replace(interpreting=False) if impl == "auto" else where, parts)
+    return choose(impl, where._replace(interpreting=False) if impl == "auto" else where)
 
 
 @lru_cache(maxsize=256)
-def choose(impl: str, where: Where, parts: int = 1) -> Backend:
+def choose(impl: str, where: Where) -> Backend:
     """The same for plain facts; attention itself may be unable to run there."""
     names = [row.name for row in ROWS]
     rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
-    reasons = [row.cannot(where, parts) for row in rows]
+    reasons = [row.cannot(where) for row in rows]
     functions: dict[str, Callable] = {}
     chosen: dict[str, Chosen] = {}
     for name in ROWS[-1].functions:

@@ -2,7 +2,7 @@
 
 Here is what its implementations share; ``eager/tail.py`` has the formulas. ``eager/`` and ``portable/`` have the same five functions, to be
 called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``scores``, ``combine`` and ``combine_backward``.
-Hopper's kernels take the place of one launch in three of the portable functions.
+Hopper's kernels take the place of launches in the portable functions.
 
 The estimate is two parts with a value between: ``key_statistics`` of keys and values gives ``KeyStatistics``, and ``estimate`` of queries
 takes them, or makes them by the way.
@@ -10,6 +10,7 @@ takes them, or makes them by the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,21 +117,16 @@ def covariances_wait(q: Tensor, k: Tensor, num_blocks: int) -> bool:
     return 2 * entries <= WAITING_ROOM * q.numel() * q.element_size()
 
 
-def why_not_hopper_merge(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why Hopper's kernel of the merge does not take such queries on such a GPU; None if it does."""
+def own_product(kernel: Callable[..., None] | None, units: int) -> Callable[..., None] | None:
+    """Hopper's kernel of products where it is faster than cuBLAS, which takes kernels for Ampere where the number of units is no multiple
+    of 8. Else None."""
+    return kernel if units % 8 else None
+
+
+def why_not_hopper_tail(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why Hopper's kernels of the tail do not take such queries on such a GPU; None if they do."""
     if capability != (9, 0):
         return "runs on compute capability 9.0 alone"
     if dtype != torch.bfloat16:
         return f"takes bfloat16, not {dtype}"
     return None if head_dim in (64, 128) else f"takes a head_dim of 64 or 128, not {head_dim}"
-
-
-def why_not_hopper_statistics(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, parts: int) -> str | None:
-    """Why Hopper's kernel of blocks' statistics does not take such keys on such a GPU; None if it does."""
-    if capability != (9, 0):
-        return "runs on compute capability 9.0 alone"
-    if dtype != torch.bfloat16:
-        return f"takes bfloat16, not {dtype}"
-    if head_dim != 128:
-        return f"takes a head_dim of 128, not {head_dim}"
-    return None if parts == 1 else "takes each block as one unit"

@@ -103,7 +103,7 @@ def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
     if moves:
         found["k"] = found["v"] = _tokens(spec, query, kv_cut.num_slots, kv_heads)
     if spec.estimates:
-        plain = choose_backend(spec.impl, spec.device, spec.dtype, dim, parts).by_torch("estimate")
+        plain = choose_backend(spec.impl, spec.device, spec.dtype, dim).by_torch("estimate")
         units = batch, kv_heads, kv_cut.num_video_tiles * parts
         pairs = batch, heads, cut.num_video_tiles, units[2]
         means = Like((*units, dim), wide if plain else spec.dtype)

@@ -14,23 +14,24 @@ from .quick_launch import Tiles
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [B, H, tokens, D], float16 or bfloat16, in tiles of ``rows`` tokens of one head; x must be ``loadable``.
+def tma_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """x [B, H, tokens, D], float16 or bfloat16, in tiles of ``rows`` tokens of one head, or of ``columns`` of their D; x must be
+    ``loadable``.
 
     Raises:
         TypeError: another dtype.
     """
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), *_tile(x.dtype, rows, x.shape[3]))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), *_tile(x.dtype, rows, columns or x.shape[3]))
 
 
-def tma_tiles(x: Tensor, rows: int) -> Tiles:
+def tma_tiles(x: Tensor, rows: int, columns: int | None = None) -> Tiles:
     """``tma_descriptor`` for a QuickLaunch, which makes it where it knows none."""
-    return Tiles(x, (rows, x.dtype, x.shape, x.stride()), _descriptor_of(rows))
+    return Tiles(x, (rows, columns, x.dtype, x.shape, x.stride()), _descriptor_of(rows, columns))
 
 
 @lru_cache
-def _descriptor_of(rows: int) -> Callable[[Tensor], TensorDescriptor]:
-    return partial(tma_descriptor, rows=rows)
+def _descriptor_of(rows: int, columns: int | None) -> Callable[[Tensor], TensorDescriptor]:
+    return partial(tma_descriptor, rows=rows, columns=columns)
 
 
 def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[int], gl.NVMMASharedLayout]:

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from ..lowering.inputs import loaded, strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, ITERATIONS, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
+from ..tail import (
+    CAP,
+    ITERATIONS,
+    USELESS,
+    BlockEstimates,
+    Blocks,
+    KeyStatistics,
+    by_kv_head,
+    covariances_wait,
+    own_product,
+    sampled_queries,
+)
 from . import tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes
 
@@ -25,9 +36,9 @@ ESTIMATE_ROOM = 1.4
 
 def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool, *,
                    kernel: Callable[..., None] | None = None) -> KeyStatistics:
-    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, where ``why_not_hopper_statistics`` is None; it
-    computes covariances with the rest."""
-    kernel = kernel if covariances else None
+    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, where ``why_not_hopper_tail`` is None, for what it
+    takes; it computes covariances with the rest."""
+    kernel = kernel if covariances and _whole(k, parts) else None
     k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, moments, *rest = _keys((k, v), (kv_blocks[0],), kv_blocks[1:], parts, covariances, kernel)
     return KeyStatistics(parts, log_count, rest.pop(0) if parts > 1 else None, k_mean, v_mean, moments, *rest)
@@ -52,27 +63,32 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None) -> BlockEstimates:
-    """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait."""
+             known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None,
+             variances: Callable[..., None] | None = None) -> BlockEstimates:
+    """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait.
+    ``variances``: ``hopper_half_variances``, which ``own_product`` takes where it is faster than torch's."""
     q, judge = strided(q), useful is None
+    variances = own_product(variances, kv_blocks[1] * parts) or _half_variances
     if known is not None:
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
         order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
-            (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, ESTIMATE_ROOM)
+            (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, variances, ESTIMATE_ROOM)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances)
-    kernel = kernel if covariances_wait(q, k, kv_blocks[1]) else None
+    kernel = kernel if covariances_wait(q, k, kv_blocks[1]) and _whole(k, parts) else None
     k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, ESTIMATE_ROOM)
+        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, variances,
+        ESTIMATE_ROOM)
     useful = rest.pop(0) if useful is None else useful
     order = rest.pop(0) if parts > 1 else None
     return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful, *rest)
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, room: float) -> None:
+                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, variances: Callable[..., None],
+                    room: float) -> None:
     """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
     useful is asked."""
     (q, k, v), (q_offsets, kv_offsets) = xs, offsets
@@ -92,11 +108,11 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
                     k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
         return moments
 
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, room * mean_bytes(q, k))
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, variances, room * mean_bytes(q, k))
 
 
 def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
-                       room: float) -> None:
+                       variances: Callable[..., None], room: float) -> None:
     """The plan of ``estimate`` where keys' statistics are known."""
     (q,), (q_offsets, log_count, k_mean, moments) = xs, others
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
@@ -104,7 +120,8 @@ def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor
         for x in plan.results:
             plan.call(_fill_with_ones, x)
         return
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, room * mean_bytes(q, q))
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, variances,
+                room * mean_bytes(q, q))
 
 
 class _Seen(NamedTuple):
@@ -142,7 +159,7 @@ def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
-                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, room: float) -> None:
+                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, variances: Callable[..., None], room: float) -> None:
     """What query blocks see. keys_of: gives the moments of the units of some key heads, and makes ``made`` matrices a head for them. room:
     in bytes."""
     (blocks, longest), (batch, heads, _, dim), kv_heads = sizes, q.shape, k_mean.shape[1]
@@ -157,7 +174,7 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
         keys = keys_of(shared)
         queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
         tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
-        plan.call(_wide_product, by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
+        variances(plan, queries, keys, wide[own])
     tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
         tail_rows.useful_heads(plan, error, USELESS, seen.useful)
@@ -179,12 +196,23 @@ def _fill_with_ones(x: Tensor) -> None:
     x.fill_(1)
 
 
+def _half_variances(plan: Plan, queries: Tensor, keys: Tensor, half_variance: Tensor) -> None:
+    """``hopper_half_variances`` by torch."""
+    kv_heads = keys.shape[1]
+    plan.call(_wide_product, by_kv_head(queries, kv_heads), keys.flatten(0, 1).mT, by_kv_head(half_variance, kv_heads))
+
+
 def _wide_product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """In float32, of bfloat16."""
     if a.is_cuda:
         torch.bmm(a, b, out_dtype=torch.float32, out=out)
     else:
         torch.bmm(a.float(), b.float(), out=out)
+
+
+def _whole(k: Tensor, parts: int) -> bool:
+    """Whether Hopper's kernel of statistics takes such keys: of blocks as one unit each, of a head_dim of 128."""
+    return parts == 1 and k.shape[3] == 128
 
 
 _keys, _estimates = Plans(_write_key_statistics), Plans(_write_estimate)

@@ -16,7 +16,7 @@ from ..device import DeviceLimits, device_limits, multiprocessors
 from ..lowering.plans import Plan, product
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
 from ..lowering.quick_launch import power_of_2
-from ..tail import Blocks
+from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import launcher, strides
 from .tail_rows import part_shares
@@ -265,8 +265,7 @@ def gradients(
         log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
         order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
-        matrix: M, ``[B * Hkv, H / Hkv * N, D * D]``, contiguous, and mixture, P with damping, ``[B * Hkv, H / Hkv * N, U]``, of one dtype:
-            the query heads of a key/value head are rows of one product.
+        matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype.
         dcovariance: ``[B, Hkv, U, D * D]`` of that dtype, contiguous, to work in.
         scale: factor on the scores.
     """
@@ -300,7 +299,8 @@ def gradients(
     dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
     _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
                    (*strides(q, dout), heads, tokens, blocks), (scale,), sizes, config)
-    plan.call(product, mixture.mT, dmatrix, dcovariance.flatten(0, 1))
+    # The query heads of a key head are rows of one product.
+    plan.call(product, by_kv_head(mixture, kv_heads).mT, by_kv_head(dmatrix, kv_heads), dcovariance.flatten(0, 1))
 
     sizes, config = launches["tokens"]
     _launch_tokens(plan, (units, batch * kv_heads, patches),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..lowering.inputs import loadable, loaded, strided
+from ..lowering.inputs import loadable, loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
-from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
+from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head, own_product
 from . import tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -27,14 +27,15 @@ KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 
 def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
             estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
-            merge_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            merge_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
-    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_merge`` is None, or the portable kernel."""
+    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_tail`` is None, or the portable kernel; ``matrices``: ``hopper_matrices``,
+    which ``own_product`` takes where it is faster than torch's."""
     portable = merge_rows is None
     if not portable and not loadable(out):
         copy = loaded(out)
         results = combine(copy, lse, q, k, v, q_blocks, kv_blocks, counts, indices, estimates, scale, keep, merge=merge,
-                          merge_rows=merge_rows)
+                          merge_rows=merge_rows, matrices=matrices)
         out.copy_(copy)
         return results
     q, k, v = (strided if portable else loaded)(q), strided(k), strided(v)
@@ -43,12 +44,13 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
               estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, *waiting)
     shares, tail_lse, bias, mixture = _merged(
         (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, estimates.covariances is not None, merge,
-        merge_rows, MERGE_ROOM)
+        merge_rows, own_product(matrices, estimates.log_count.shape[2]) or _matrices, MERGE_ROOM)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
 
 
 def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                   scale: float, parts: int, keep: bool, known: bool, merge: Callable[..., None], rows: int | None, room: float) -> None:
+                   scale: float, parts: int, keep: bool, known: bool, merge: Callable[..., None], rows: int | None,
+                   matrices: Callable[..., None], room: float) -> None:
     """The plan of ``combine``. known: whether covariances were computed with the estimates."""
     out, q, k, v = xs
     lse, q_offsets, kv_offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *rest = others
@@ -58,8 +60,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
     kept, group = heads if keep else 0, heads // kv_heads
     shares = plan.result(batch, heads, blocks, -(-longest // (rows or tail_rows.merged_rows(plan, q))), dtype=torch.float32)
     tail_lse = plan.result(batch, kept, tokens, dtype=torch.float32)
-    # Rows of 16 bytes: what torch multiplies fast.
-    row = -(-units // 8) * 8
+    row = _row(units)
     bias = plan.result(batch, kept, blocks, units, dtype=torch.float32)
     mixture = plan.result(batch, kept, blocks, row, dtype=torch.bfloat16)
     if not q.numel():
@@ -75,8 +76,8 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
     if covariances is not None:
         # Those that were found long before are no part of the layer's memory.
         held += min(2 * covariances.numel(), int(WAITING_ROOM * mean_bytes(q, k)))
-    matrices = 2 * dim * dim * (blocks * group + (units if covariances is None else 0))
-    many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, matrices, MADE_OF_A_PAIR * group * blocks * units)
+    made_of_a_head = 2 * dim * dim * (blocks * group + (units if covariances is None else 0))
+    many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, made_of_a_head, MADE_OF_A_PAIR * group * blocks * units)
     # Biases and mixtures of many heads, and for some of these after others matrices and the merge.
     for own, shared in head_groups(batch, kv_heads, group, batch * kv_heads if keep else many):
         of_rows = of_group(own, out, lse, q, tail_lse, shares, left, useful)
@@ -89,27 +90,32 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
         tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[0], left[own],
                             made[1])
         for mine, its in head_groups(some[0], some[1] // group, group, few):
-            _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge)
+            _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge,
+                         matrices)
 
 
 def _write_merge(plan: Plan, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, scale: float,
-                 parts: int, merge: Callable[..., None]) -> None:
+                 parts: int, merge: Callable[..., None], matrices: Callable[..., None]) -> None:
     """Matrices of some heads, and what is made of them."""
     out, lse, q, tail_lse, shares, left, useful, bias, mixture = of_rows
     k, v, k_mean, v_mean, log_count, order, covariances = of_keys
     if covariances is None:
         covariances = plan.working(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, k, v, kv_offsets, k_mean, v_mean, log_count, order, useful, parts, covariances)
-    matrix = _write_matrices(plan, mixture, covariances)
+    matrix = plan.working(*mixture.shape[:3], covariances.shape[3], dtype=torch.bfloat16)
+    matrices(plan, mixture, covariances, matrix)
     merge(plan, out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, q_offsets, scale, shares)
 
 
-def _write_matrices(plan: Plan, mixture: Tensor, covariances: Tensor) -> Tensor:
-    """M, ``[B * Hkv, H / Hkv * N, D * D]``: the query heads of a key head are rows of one product."""
-    mixed = by_kv_head(mixture, covariances.shape[1])
-    matrix = plan.working(*mixed.shape[:2], covariances.shape[3], dtype=torch.bfloat16)
-    plan.call(product, mixed, covariances.flatten(0, 1), matrix)
-    return matrix
+def _row(units: int) -> int:
+    """Entries of a mixture's row in memory: all rows begin at multiples of 16 bytes, as what multiplies them wants it."""
+    return -(-units // 8) * 8
+
+
+def _matrices(plan: Plan, mixture: Tensor, covariances: Tensor, matrix: Tensor) -> None:
+    """``hopper_matrices`` by torch: the query heads of a key head are rows of one product."""
+    kv_heads = covariances.shape[1]
+    plan.call(product, by_kv_head(mixture, kv_heads), covariances.flatten(0, 1), by_kv_head(matrix, kv_heads))
 
 
 def _at_once(kv_heads: int, room: float, matrices: int, pairs: int) -> tuple[int, int]:
@@ -125,20 +131,22 @@ def _at_once(kv_heads: int, room: float, matrices: int, pairs: int) -> tuple[int
 def combine_backward(
     dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
-    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float, *, matrices: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``combine_backward`` of ``eager/tail.py``."""
+    """``combine_backward`` of ``eager/tail.py``. ``matrices``: as of ``combine``."""
     given = [None if x is None else x.contiguous() for x in (dlse, order)]
+    if not tma_ok(mixture):
+        mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
     others = (exact_lse.contiguous(), lse, tail_lse, q_blocks[0], kv_blocks[0], bias, log_count, k_mean, v_mean,
               *[x for x in given if x is not None])
     dexact, dexact_lse, dq, dk, dv = _gradients(
         (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, dlse is not None,
-        BACKWARD_ROOM)
+        own_product(matrices, log_count.shape[2]) or _matrices, BACKWARD_ROOM)
     return dexact, dexact_lse, dq, dk, dv
 
 
 def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                            scale: float, with_dlse: bool, room: float) -> None:
+                            scale: float, with_dlse: bool, matrices: Callable[..., None], room: float) -> None:
     """The plan of ``combine_backward``."""
     dout, exact, out, q, k, v, mixture = xs
     exact_lse, lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, *rest = others
@@ -162,7 +170,8 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
         of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
         covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, halves, None, parts, covariances)
-        mixed, matrix = by_kv_head(mixture[own], keys.shape[1]), _write_matrices(plan, mixture[own], covariances)
+        mixed, matrix = mixture[own], plan.working(*mixture[own].shape[:3], dim * dim, dtype=torch.bfloat16)
+        matrices(plan, mixed, covariances, matrix)
         # Their memory is that of their gradients.
         tail_backward.gradients(
             plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],

@@ -336,7 +336,7 @@ class SSTAProcessor:
         by: tuple[tuple[str, str], ...] = ()
         if not run.dense and self.config is not None and run.kind is not None:
             device, dtype, dim, _ = run.kind
-            by = choose_backend(self.context.impl, device, dtype, dim, self.config.compensation_parts).names
+            by = choose_backend(self.context.impl, device, dtype, dim).names
         return LayerRun(
             layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
             () if route is None else route.explain(),

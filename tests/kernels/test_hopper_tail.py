@@ -145,10 +145,10 @@ def test_emulated_parts_of_very_different_weight():
 
 
 def test_where_it_runs():
-    assert tail.why_not_hopper_merge((9, 0), torch.bfloat16, 128) is tail.why_not_hopper_merge((9, 0), torch.bfloat16, 64) is None
+    assert tail.why_not_hopper_tail((9, 0), torch.bfloat16, 128) is tail.why_not_hopper_tail((9, 0), torch.bfloat16, 64) is None
     for other in (((8, 0), torch.bfloat16, 128), (None, torch.bfloat16, 128), ((10, 0), torch.bfloat16, 128), ((9, 0), torch.float16, 128),
                   ((9, 0), torch.float32, 128), ((9, 0), torch.bfloat16, 80)):
-        assert tail.why_not_hopper_merge(*other)
+        assert tail.why_not_hopper_tail(*other)
 
 
 def compute(*arguments):

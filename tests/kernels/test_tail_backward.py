@@ -11,7 +11,7 @@ from tail_cases import TailCase, in_float64, tail_case
 from ssta.kernels import BlockLists
 from ssta.kernels.eager import tail as eager
 from ssta.kernels.portable.tail_backward import gradients
-from ssta.kernels.tail import BlockEstimates, by_kv_head
+from ssta.kernels.tail import BlockEstimates
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 gpu = pytest.mark.gpu
@@ -137,8 +137,7 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     dout, dlse = of.grads
     got = [dout.clone(), dlse.clone(), *(torch.zeros_like(x) for x in of.inputs[2:])]
     rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]
-    matrix, mixture = by_kv_head(matrix.flatten(3), kv_heads), by_kv_head(mixture, kv_heads)
-    of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix, mixture)]
+    of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
     planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
                        *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
                        of.of.scale)

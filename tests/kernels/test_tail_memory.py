@@ -25,7 +25,8 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     bytes_of_q = nbytes([q])
 
     plan = Plan(cpu, (q, k, v, offsets, offsets))
-    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True, None, tail.ESTIMATE_ROOM)
+    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True, None,
+                         tail._half_variances, tail.ESTIMATE_ROOM)
     waiting = nbytes(plan.results)
     assert waiting + plan.needed <= 2 * bytes_of_q, "out is not there yet"
     assert waiting <= 0.35 * bytes_of_q, "waits while attention runs"
@@ -34,6 +35,6 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     given = lse, offsets, offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *order
     plan = Plan(cpu, (out, q, k, v, *given))
     tail_combine._write_combine(plan, plan.inputs[:4], plan.inputs[4:], sizes, sizes, 0.1, parts, False, False, tail_rows.merge, None,
-                                tail_combine.MERGE_ROOM)
+                                tail_combine._matrices, tail_combine.MERGE_ROOM)
     assert waiting + nbytes(plan.results) + plan.needed + nbytes([lse, indices]) <= bytes_of_q
     assert plan.needed > 0.1 * bytes_of_q, "matrices of several heads at once"

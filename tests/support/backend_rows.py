@@ -16,6 +16,6 @@ ROWS = [pytest.param("triton", id="triton"), pytest.param("hopper", id="hopper",
 rows = pytest.mark.parametrize("row", ROWS)
 
 
-def backend_of(row: str, dtype: torch.dtype = torch.float16, dim: int = 64, parts: int = 1) -> Backend:
+def backend_of(row: str, dtype: torch.dtype = torch.float16, dim: int = 64) -> Backend:
     """The steps of a row on ``DEVICE``, whatever attention itself can run there."""
-    return choose(row, Where(DEVICE.type, capability(DEVICE) if GPU else None, not GPU, dtype, dim), parts)
+    return choose(row, Where(DEVICE.type, capability(DEVICE) if GPU else None, not GPU, dtype, dim))

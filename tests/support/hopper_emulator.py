@@ -127,12 +127,12 @@ class Chunks(Tiles):
         return self.x[batch:batch + 1, head:head + 1, None, end - size:end]
 
 
-def tma_descriptor(x, rows):
-    return Tiles(x, x.shape, x.stride(), [1, 1, rows, x.shape[3]], None)
+def tma_descriptor(x, rows, columns=None):
+    return Tiles(x, x.shape, x.stride(), [1, 1, rows, columns or x.shape[3]], None)
 
 
-def tma_tiles(x, rows):
-    return quick_launch.Tiles(x, (), lambda x: tma_descriptor(x, rows))
+def tma_tiles(x, rows, columns=None):
+    return quick_launch.Tiles(x, (), lambda x: tma_descriptor(x, rows, columns))
 
 
 def copy_in(tiles, at, barrier, shared):
@@ -183,7 +183,8 @@ def warpgroup_mma_wait(pending, deps):
     while len(_local.products) > pending:
         token = _local.products.pop(0)
         token.value = token.run() if _late else token.value
-    values = [x.value if isinstance(x, SimpleNamespace) else x for x in deps]
+    # What is still in flight stays a token.
+    values = [x.value if isinstance(x, SimpleNamespace) and x.value is not None else x for x in deps]
     return values[0] if len(values) == 1 else values
 
 
@@ -374,7 +375,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "softmax", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_merge", "tail_statistics"):
+                     "backward_partitions", "backward", "tail_merge", "tail_product", "tail_statistics"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -64,7 +64,7 @@ class TailCase:
 
     def backend(self, row="triton") -> Backend:
         """Whose steps are those of a row of the backend table."""
-        return backend_of(row, self.q.dtype, self.q.shape[3], self.parts)
+        return backend_of(row, self.q.dtype, self.q.shape[3])
 
     def estimate(self, row="triton", q=None):
         return self.backend(row).estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)

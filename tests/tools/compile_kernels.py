@@ -122,7 +122,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
-    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim), parts)
+    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
     steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
     _, tail_lse, bias, mixture = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)

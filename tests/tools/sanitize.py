@@ -107,7 +107,7 @@ def estimate(row: str, dim: int, parts: int) -> None:
     mask[..., 4] = mask[..., 4, :] = True
     lists, blocks, scale = BlockLists.from_mask(mask, offsets, offsets), (offsets, 4, 150), dim**-0.5
     exact, exact_lse = block_sparse_attention(q, k, v, lists, return_lse=True)
-    steps = choose(row, Where("cuda", torch.cuda.get_device_capability(), False, torch.bfloat16, dim), parts)
+    steps = choose(row, Where("cuda", torch.cuda.get_device_capability(), False, torch.bfloat16, dim))
     known = steps.key_statistics(k, v, blocks, parts, True)
     found = steps.estimate(q, k, v, blocks, blocks, scale, parts)
     for estimates in (found, steps.estimate(q, k, v, blocks, blocks, scale, parts, found.useful, known)):
