@@ -73,7 +73,7 @@ ROWS = (
     Row("hopper", dict(
         key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
         estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics "
-                 "variances=hopper.tail_product:hopper_half_variances",
+                 "variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
         combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
                 "matrices=hopper.tail_product:hopper_matrices",
         combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),

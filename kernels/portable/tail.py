@@ -64,22 +64,23 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
              known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None,
-             variances: Callable[..., None] | None = None) -> BlockEstimates:
+             variances: Callable[..., None] | None = None, masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
     """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait.
-    ``variances``: ``hopper_half_variances``, which ``own_product`` takes where it is faster than torch's."""
+    ``variances``: ``hopper_half_variances``, which ``own_product`` takes where it is faster than torch's.
+    ``masses``: ``hopper_mass`` or the portable kernel."""
     q, judge = strided(q), useful is None
-    variances = own_product(variances, kv_blocks[1] * parts) or _half_variances
+    seeing = own_product(variances, kv_blocks[1] * parts) or _half_variances, masses
     if known is not None:
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
         order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
-            (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, variances, ESTIMATE_ROOM)
+            (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances)
     kernel = kernel if covariances_wait(q, k, kv_blocks[1]) and _whole(k, parts) else None
     k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, variances,
+        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, seeing,
         ESTIMATE_ROOM)
     useful = rest.pop(0) if useful is None else useful
     order = rest.pop(0) if parts > 1 else None
@@ -87,10 +88,10 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, variances: Callable[..., None],
+                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, seeing: tuple[Callable[..., None], ...],
                     room: float) -> None:
     """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
-    useful is asked."""
+    useful is asked. seeing: (variances, masses)."""
     (q, k, v), (q_offsets, kv_offsets) = xs, offsets
     log_count, k_mean, v_mean = _new_means(plan, k, kv_sizes[0] * parts)
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
@@ -108,11 +109,11 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
                     k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
         return moments
 
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, variances, room * mean_bytes(q, k))
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, seeing, room * mean_bytes(q, k))
 
 
 def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
-                       variances: Callable[..., None], room: float) -> None:
+                       seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """The plan of ``estimate`` where keys' statistics are known."""
     (q,), (q_offsets, log_count, k_mean, moments) = xs, others
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
@@ -120,7 +121,7 @@ def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor
         for x in plan.results:
             plan.call(_fill_with_ones, x)
         return
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, variances,
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, seeing,
                 room * mean_bytes(q, q))
 
 
@@ -159,10 +160,10 @@ def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
-                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, variances: Callable[..., None], room: float) -> None:
+                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """What query blocks see. keys_of: gives the moments of the units of some key heads, and makes ``made`` matrices a head for them. room:
     in bytes."""
-    (blocks, longest), (batch, heads, _, dim), kv_heads = sizes, q.shape, k_mean.shape[1]
+    (blocks, longest), (batch, heads, _, dim), kv_heads, (variances, masses) = sizes, q.shape, k_mean.shape[1], seeing
     sample, group = sampled_queries(longest), heads // kv_heads
     # Of symmetric matrices half is kept.
     entries = tail_statistics.packed_size(dim)
@@ -175,7 +176,7 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
         queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
         tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
         variances(plan, queries, keys, wide[own])
-    tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
+    masses(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
         tail_rows.useful_heads(plan, error, USELESS, seen.useful)
 

@@ -13,7 +13,7 @@ import time
 from functools import cache
 from math import prod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
 from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering import tma as real_tma
+from ssta.kernels.portable import tail_statistics as real_statistics
 
 FAR = real_tma.FAR.value
 _late = False
@@ -342,7 +343,10 @@ def _modules():
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=tma, warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
     names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out)
-    fakes = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language.nvidia.hopper": hopper,
+    # What the portable kernels share with them.
+    sampled_rows = FunctionType(real_statistics.sampled_rows.fn.__code__, dict(tl=language))
+    fakes = {"triton.experimental.gluon": gluon, "ssta.kernels.portable.tail_statistics": dict(sampled_rows=sampled_rows),
+             "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
              "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, chunks_ready=lambda x: x,
@@ -375,7 +379,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "softmax", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_merge", "tail_product", "tail_statistics"):
+                     "backward_partitions", "backward", "tail_mass", "tail_merge", "tail_product", "tail_statistics"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
