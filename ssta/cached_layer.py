@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .budget import counts_at
 from .config import SSTAConfig
-from .kernels.memo import remember
+from .kernels.memo import Unplanned, remember
 from .layer import Held, Tiled, prepared
 from .ring import ChunkPlaces, Counts, Geometry, chunk_places, put, ring_of, spread
 from .scoring import descriptors
@@ -19,6 +20,7 @@ from .selection import Selection
 from .spec import LayerSpec
 
 if TYPE_CHECKING:
+    from .kernels.lowering.plans import Plan
     from .kernels.tail import KeyStatistics
 
 # The fields of ``KeyStatistics`` that a cache keeps: which tokens are of which unit, "order", says nothing that these do not.
@@ -42,9 +44,14 @@ class Storage(NamedTuple):
     statistics: KeyStatistics | None
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def known(self) -> list[Tensor]:
+        """What is known of tiles."""
         known = [] if self.statistics is None else [getattr(self.statistics, name) for name in _STATISTICS]
-        return [self.k, self.v, *self.counts, *([] if self.k_means is None else [self.k_means]), *known]
+        return [*([] if self.k_means is None else [self.k_means]), *known]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.k, self.v, *self.counts, *self.known]
 
 
 def _by_means(spec: LayerSpec) -> bool:
@@ -79,6 +86,9 @@ class CachedLayer:
         self.rows = torch.arange(tiles.num_tiles + 1, dtype=torch.float64, device=device)
 
         self.one = self._statistics_of_one() if spec.estimates else None
+        # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
+        self._whole = self.backend.plans(self._write) if self.places.in_chunk is None else None
+        self._constants: dict[int, Tensor] = {}
 
     def _statistics_of_one(self) -> KeyStatistics:
         """Such as of one tile."""
@@ -135,6 +145,24 @@ class CachedLayer:
             dense: everything exactly.
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
+        if self._whole is not None:
+            held = (storage.k, storage.v, lengths, k_per_row, *storage.known)
+            planned = self._whole.planned((query, key, value), held, dense, describe)
+            if not isinstance(planned, Unplanned):
+                return planned(query, key, value, *[x for x in held if x is not None])[0]
+        return self._steps(query, key, value, storage, lengths, k_per_row, dense, describe)
+
+    def _write(self, plan: Plan, xs: Sequence[Any], held: Sequence[Any], dense: bool, describe: bool) -> None:
+        """The plan of ``attend``."""
+        (query, key, value), (k, v, lengths, k_per_row, *known) = xs, held
+        storage = self.storage([k, v, *self.ring.new_counts(), *known])
+        plan.results.append(self._steps(query, key, value, storage, lengths, k_per_row, dense, describe))
+        # They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone.
+        self._constants.update({id(x): x for x in plan.constants})
+
+    def _steps(self, query: Tensor, key: Tensor, value: Tensor, storage: Storage, lengths: Tensor, k_per_row: Tensor | None, dense: bool,
+               describe: bool) -> Tensor:
+        """``attend``, one step after the other."""
         move = self.layer.tiles.move
         into = [self.ring.tokens(x)[1] for x in (storage.k, storage.v)]
         if self.places.in_chunk is None:

@@ -241,6 +241,9 @@ class _Strict(TorchDispatchMode):
             if function is torch.ops.aten.clone.default:
                 result = self.plan._known(function(*args, **(kwargs or {})))
                 self.plan.call(Tensor.copy_, result, args[0])
+            elif function is torch.ops.aten.copy_.default:
+                result = args[0]
+                self.plan.call(Tensor.copy_, *args[:2])
             elif not any(looks) and "empty" not in function.name():
                 raise Unplanned(f"{function.name()} is computed of a tensor of a plan")
         return function(*args, **(kwargs or {})) if result is None else result

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ssta import SSTAConfig, TileCache, TokenLayout, ssta_attention
+from ssta.kernels.lowering.plans import Planned
 
 # (window, sink, frames of the chunks): windows that move by chunks, long enough to look the same each time, or by fewer frames than a tile
 # has; a sink that ends inside a tile; chunks that tiles do not divide; a first chunk that is shorter; one chunk that is all the window.
@@ -198,6 +199,9 @@ def test_kernels_do_what_plain_torch_does():
         q, k, v, thw = chunk(2, (4, 8), 1, 2, 1, 16, torch.float16)
         exact, out = plain.attend(q.double(), k.double(), v.double(), thw), mine.attend(q, k, v, thw)
         assert (out - exact).abs().mean() <= 0.01 * exact.abs().mean()
+    # A call is one plan.
+    planned, = mine._layer()._whole.kinds.values()
+    assert isinstance(planned, Planned)
 
 
 @pytest.mark.parametrize("config", [SSTAConfig((3, 2, 3), density=0.4, compensation="linear"), SOME[1]], ids=["linear", "dropped"])
