@@ -36,7 +36,9 @@ def test_streaming_is_checked_and_measured(script, tmp_path, monkeypatch, capsys
     rows = read(tmp_path / "streaming.csv")
     steps = {"step", "step, graph", "dense step", "dense step, graph"}
     assert {row["what"] for row in rows} == {"call", "call that keeps", "all tiles", "stateless", "dense"} | steps
-    assert all(float(row["median_ms"]) > 0 and float(row["of_plain"]) > 1 and row["note"] in ("", "from 2 blocks") for row in rows)
+    # A step's time is reckoned from those of one and of two blocks, of which noise may make anything.
+    assert all((float(row["median_ms"]) > 0 or row["what"] in steps) and float(row["of_plain"]) > 1 and row["note"] in ("", "from 2 blocks")
+               for row in rows)
     real = bench.TileCache.attend
     monkeypatch.setattr(bench.TileCache, "attend", lambda *args, **options: real(*args, **options) * 1.01)
     with pytest.raises(SystemExit, match="small, all tiles, is wrong"):
