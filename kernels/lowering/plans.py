@@ -95,6 +95,10 @@ class Plan:
         """Whether x is one of this plan's."""
         return x is not None and x.is_meta and x.untyped_storage()._cdata in self._numbers
 
+    def owns(self, x: Tensor) -> bool:
+        """Whether x, one of this plan's, is none of its inputs: others may lie where it was once it is read."""
+        return self._numbers[x.untyped_storage()._cdata] >= len(self.inputs)
+
     @property
     def constants(self) -> list[Tensor]:
         """What calls read that is the same in all of them."""
@@ -120,15 +124,39 @@ class Plan:
         """Bytes that a call works in, beside what it is given and what it returns and keeps."""
         return sum([room.size for room in self.rooms()[2]])
 
-    def rooms(self) -> tuple[dict[int, tuple[int, int]], list[Room], list[Room]]:
-        """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, memories of what is kept, and rooms to
-        work in; of these results and what is kept; the rooms to work in."""
+    def spare(self, still: Sequence[Tensor]) -> int:
+        """Bytes of its own that it has needed at once and does not now, while ``still``, some of its tensors, stay."""
+        end = len(self.steps)
+        uses = self._uses()
+        stays = [self._numbers.get(x.untyped_storage()._cdata) for x in still]
+        uses.update({number: (uses[number][0], end) for number in stays if number in uses})
+        spans = [(self._tensors[number].untyped_storage().nbytes(), *use) for number, use in uses.items() if number >= len(self.inputs)]
+        live = [sum([size for size, first, last in spans if first <= at <= last]) for at in range(end + 1)]
+        return max(live) - live[end]
+
+    def needs(self, write: Callable[[], Any], still: Sequence[Tensor]) -> tuple[int, int]:
+        """(Bytes of results and rooms, launches) with all that ``write`` would add, after which ``still`` stay; nothing of it remains."""
+        before = len(self.steps)
+        write()
+        self.call(lambda *xs: None, *still)
+        _, *rooms = self.rooms()
+        found = sum([room.size for of in rooms for room in of]), len(self.steps)
+        del self.steps[before:]
+        return found
+
+    def _uses(self) -> dict[int, tuple[int, int]]:
+        """The first and the last launch that uses a tensor, by its number."""
         uses: dict[int, tuple[int, int]] = {}
         for at, step in enumerate(self.steps):
             for place in step.places():
                 if isinstance(place, Place):
                     uses[place.base] = uses.get(place.base, (at, at))[0], at
-        end = len(self.steps)
+        return uses
+
+    def rooms(self) -> tuple[dict[int, tuple[int, int]], list[Room], list[Room]]:
+        """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, memories of what is kept, and rooms to
+        work in; of these results and what is kept; the rooms to work in."""
+        uses, end = self._uses(), len(self.steps)
         first = len(self.inputs)
         given = {number: (number, 0) for number in range(first)}
         rooms: list[Room] = []

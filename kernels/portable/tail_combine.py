@@ -7,6 +7,8 @@ float32 and contiguous. The same inputs give the same bits. Both steps are plann
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from .tail_groups import evenly, head_groups, mean_bytes, of_group
 MERGE_ROOM, BACKWARD_ROOM = 0.84, 0.4
 # Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
+# Bytes by which rooms may differ that hold as much, for where in them tensors begin.
+SLACK = 1 << 16
 
 
 def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
@@ -69,39 +73,67 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
     if keep:
         # Rows of other blocks have no estimate.
         plan.call(_fill_with_nothing, tail_lse)
-    else:
-        tail_lse = plan.working(batch, heads, tokens, dtype=torch.float32)
     left = plan.working(batch, heads, blocks, dtype=torch.int32)
     held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel()
     if covariances is not None:
         # Those that were found long before are no part of the layer's memory.
         held += min(2 * covariances.numel(), int(WAITING_ROOM * mean_bytes(q, k)))
-    made_of_a_head = 2 * dim * dim * (blocks * group + (units if covariances is None else 0))
-    many, few = _at_once(kv_heads, room * mean_bytes(q, k) - held, made_of_a_head, MADE_OF_A_PAIR * group * blocks * units)
-    # Biases and mixtures of many heads, and for some of these after others matrices and the merge.
-    for own, shared in head_groups(batch, kv_heads, group, batch * kv_heads if keep else many):
-        of_rows = of_group(own, out, lse, q, tail_lse, shares, left, useful)
-        of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
-        some = q[own].shape[:2]
-        made = (bias, mixture) if keep else (plan.working(*some, blocks, units, dtype=torch.float32),
-                                             plan.working(*some, blocks, row, dtype=torch.bfloat16))
-        made = made[0], made[1][..., :units]
-        lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
-        tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[0], left[own],
-                            made[1])
-        for mine, its in head_groups(some[0], some[1] // group, group, few):
-            _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge,
-                         matrices)
+    of_units, of_blocks, of_pairs = 2 * dim * dim * units, 2 * dim * dim * blocks * group, MADE_OF_A_PAIR * group * blocks * units
+    free, own_keys = room * mean_bytes(q, k) - held, covariances is None and plan.owns(k) and plan.owns(v)
+    if covariances is not None:
+        of_units = 0
+    elif own_keys and keep:
+        # The memory of the layer's result, which is to come; biases and mixtures stay.
+        free, of_pairs = max(free, mean_bytes(q, k)), 0
+
+    def write(many: int, few: int, last: int) -> None:
+        # Biases and mixtures of many heads, and for some of these after others matrices and the merge.
+        groups = [*head_groups(batch, kv_heads, group, *((batch * kv_heads,) if keep else (many, last)))]
+        for own, shared in groups:
+            of_rows = of_group(own, out, lse, q, shares, left, useful)
+            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
+            some = q[own].shape[:2]
+            made = (tail_lse, bias, mixture) if keep else (
+                plan.working(*some, tokens, dtype=torch.float32), plan.working(*some, blocks, units, dtype=torch.float32),
+                plan.working(*some, blocks, row, dtype=torch.bfloat16))
+            made = *made[:2], made[2][..., :units]
+            at_once = max(few, last) if own is groups[-1][0] else few
+            if some[0] * some[1] <= at_once * group:
+                of_keys[-1] = _write_covariances(plan, of_keys, kv_offsets, useful[own], parts)
+            lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
+            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[1], left[own],
+                                made[2])
+            for mine, its in head_groups(some[0], some[1] // group, group, at_once):
+                _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge,
+                             matrices)
+
+    grouping = *_at_once(kv_heads, free, of_units + of_blocks, of_pairs), 0
+    if own_keys and not keep:
+        # There is at least what attention's own lists took. Of the last heads all but covariances comes where keys and values were.
+        free, keys = max(free, plan.spare([*xs, *others])), k.numel() * k.element_size()
+        last = min(int((free - 8 * lse.numel() - 4 * k_mean.numel()) / of_units), keys // of_blocks, keys // of_pairs)
+        fewer = _fewer_groups(kv_heads, free, of_units + of_blocks, of_pairs, last)
+        needs = [plan.needs(partial(write, *of), [out, counts, indices]) for of in (grouping, fewer)]
+        if needs[1][0] <= needs[0][0] + SLACK and needs[1][1] < needs[0][1]:
+            grouping = fewer
+    write(*grouping)
+
+
+def _write_covariances(plan: Plan, of_keys: Sequence[Any], offsets: Tensor, useful: Tensor, parts: int) -> Tensor:
+    """Those of some heads, if they are not known."""
+    k, v, k_mean, v_mean, log_count, order, covariances = of_keys
+    if covariances is None:
+        covariances = plan.working(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
+        tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, useful, parts, covariances)
+    return covariances
 
 
 def _write_merge(plan: Plan, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, scale: float,
                  parts: int, merge: Callable[..., None], matrices: Callable[..., None]) -> None:
     """Matrices of some heads, and what is made of them."""
-    out, lse, q, tail_lse, shares, left, useful, bias, mixture = of_rows
-    k, v, k_mean, v_mean, log_count, order, covariances = of_keys
-    if covariances is None:
-        covariances = plan.working(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
-        tail_statistics.covariances(plan, k, v, kv_offsets, k_mean, v_mean, log_count, order, useful, parts, covariances)
+    out, lse, q, shares, left, useful, tail_lse, bias, mixture = of_rows
+    _, _, k_mean, v_mean, *_ = of_keys
+    covariances = _write_covariances(plan, of_keys, kv_offsets, useful, parts)
     matrix = plan.working(*mixture.shape[:3], covariances.shape[3], dtype=torch.bfloat16)
     matrices(plan, mixture, covariances, matrix)
     merge(plan, out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, q_offsets, scale, shares)
@@ -126,6 +158,16 @@ def _at_once(kv_heads: int, room: float, matrices: int, pairs: int) -> tuple[int
     if half > few and few * matrices + half * pairs <= room and 2 * -(-half // few) <= -(-kv_heads // few):
         return half, few
     return few, few
+
+
+def _fewer_groups(kv_heads: int, room: float, matrices: int, pairs: int, last: int) -> tuple[int, int, int]:
+    """The same and how many heads the last group may have, up to ``last``; of pairs as many as make no more groups of matrices."""
+    few = max(int(room / (matrices + pairs)), 1)
+    last = min(last, kv_heads) if last > few else 0
+    rest = kv_heads - last or kv_heads
+    few = evenly(rest, few)
+    spare = int((room - few * matrices) / (few * pairs))
+    return few * max(min(spare, -(-rest // few)), 1), few, last
 
 
 def combine_backward(

@@ -13,15 +13,19 @@ def evenly(heads: int, most: int) -> int:
     return most if most >= heads else -(-heads // -(-heads // max(most, 1)))
 
 
-def head_groups(batch: int, kv_heads: int, group: int, at_once: int) -> Iterator[tuple[tuple, tuple]]:
-    """Indices of groups' (query heads, key heads): ``at_once`` key heads of one batch element or, where there are no more, all of all. A
-    key head has ``group`` query heads."""
-    if batch * kv_heads <= at_once:
+def head_groups(batch: int, kv_heads: int, group: int, at_once: int, last: int = 0) -> Iterator[tuple[tuple, tuple]]:
+    """Indices of groups' (query heads, key heads): ``at_once`` key heads of one batch element, up to ``last`` at the end of all, or all of
+    all where there are no more than either. A key head has ``group`` query heads."""
+    last = max(at_once, last)
+    if batch * kv_heads <= last:
         yield (slice(None),) * 2, (slice(None),) * 2
         return
     for b in range(batch):
-        for h in range(0, kv_heads, at_once):
-            yield (slice(b, b + 1), slice(h * group, (h + at_once) * group)), (slice(b, b + 1), slice(h, h + at_once))
+        first = 0
+        while first < kv_heads:
+            end = kv_heads if b == batch - 1 and kv_heads - first <= last else min(first + at_once, kv_heads)
+            yield (slice(b, b + 1), slice(first * group, end * group)), (slice(b, b + 1), slice(first, end))
+            first = end
 
 
 def mean_bytes(q: Tensor, k: Tensor) -> int:

@@ -188,3 +188,14 @@ def test_what_is_there_at_once_lies_apart():
         assert not any(to[0] == room and first <= span.last and span.first <= last and place < to[1] + size and to[1] < place + span.size
                        for size, first, last, to in others)
     assert sum(room.size for room in rooms) <= sum(room.size for room in _placed(spans, [result], lambda of: of.size)[1])
+
+
+def test_what_was_needed_before_is_spare():
+    plan = Plan(torch.device("cpu"), [torch.empty(1000)])
+    stays, goes, then = (plan.working(size, dtype=torch.float32) for size in (100, 50, 20))
+    plan.call(torch.Tensor.copy_, stays, plan.inputs[0])
+    plan.call(torch.Tensor.copy_, goes, stays)
+    plan.call(torch.Tensor.copy_, then, goes)
+    assert plan.owns(stays) and not plan.owns(plan.inputs[0])
+    assert plan.spare([stays, torch.empty(7)]) == 4 * 70 and plan.spare([goes, then]) == 4 * 80
+    assert plan.needs(lambda: plan.call(torch.Tensor.copy_, goes, then), [stays])[1] == 5 and len(plan.steps) == 3

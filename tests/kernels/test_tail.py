@@ -9,7 +9,7 @@ from backend_rows import DEVICE, rows
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from tail_cases import no_worse, same_estimates, tail_case
 
-from ssta.kernels.portable import tail, tail_combine
+from ssta.kernels.portable import tail, tail_combine, tail_groups
 from ssta.kernels.tail import BlockEstimates, useful_heads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -109,6 +109,21 @@ def test_biases_of_more_heads_at_once_than_matrices(room, at_once):
     """As far as there is room, and never for more groups of matrices."""
     found = tail_combine._at_once(16, room, 63, 5.5)
     assert min(found) >= 16 if at_once == 16 else found == at_once
+
+
+@pytest.mark.parametrize("room, last, groups", [(270, 0, (12, 3, 0)), (230, 0, (6, 3, 0)), (200, 0, (12, 2, 0)), (270, 7, (9, 3, 7)),
+                                                (270, 3, (12, 3, 0)), (0, -1, (1, 1, 0)), (0, 40, (1, 1, 16))])
+def test_more_of_the_last_heads_at_once_make_fewer_groups(room, last, groups):
+    assert tail_combine._fewer_groups(16, room, 63, 5.5, last) == groups
+
+
+@pytest.mark.parametrize("batch, at_once, last, sizes", [
+    (1, 3, 7, [3, 3, 3, 7]), (1, 3, 8, [3, 3, 3, 7]), (1, 9, 7, [9, 7]), (1, 6, 0, [6, 6, 4]), (2, 6, 9, [6, 6, 4, 6, 6, 4]),
+    (2, 8, 16, [8, 8, 16]), (2, 8, 32, [32])])
+def test_groups_of_heads_are_all_heads(batch, at_once, last, sizes):
+    x = torch.arange(batch * 16).view(batch, 16)
+    found = [x[shared] for _, shared in tail_groups.head_groups(batch, 16, 2, at_once, last)]
+    assert [part.numel() for part in found] == sizes and torch.equal(torch.cat([part.flatten() for part in found]), x.flatten())
 
 
 def test_heads_whose_biases_are_made_together_are_the_heads(monkeypatch):

@@ -19,6 +19,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, 
 from ssta.attention import attend
 from ssta.kernels import Deferred, Projection
 from ssta.kernels.lowering.plans import Planned
+from ssta.kernels.portable import tail_combine
 from ssta.layer import Layer, prepared
 from ssta.spec import LayerSpec, Peers
 from ssta.text import TextMask
@@ -366,6 +367,26 @@ def test_by_kernels_all_steps_are_one_plan(name, recorded):
         assert all(x is y is None or torch.equal(x, y) for x, y in found) and (tape is None) == (others.tape is None) == (not recorded)
     planned = [isinstance(plan, Planned) for plan in whole._whole.kinds.values()]
     assert planned == [name != "threshold"] * 3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_matrices_of_the_last_heads_come_where_keys_and_values_were(recorded, monkeypatch):
+    """In groups of other sizes: the same bits, and with a tape, on which keys and values stay, what backward needs."""
+    tensors = inputs(torch.float16, 16, layout=FEW_TILES, key_heads=3)
+    of = layer_of(*tensors[:2], FEW_TILES, config_of("estimate"), impl="triton").spec._replace(recorded=recorded)
+    wanted, found = Layer(of), Layer(of)
+    monkeypatch.setattr(tail_combine, "_at_once", lambda *_: (1, 1))
+    monkeypatch.setattr(tail_combine, "_fewer_groups", lambda *_: (1, 1, 2))
+    with torch.no_grad():
+        ran = found.run(*tensors)
+        monkeypatch.undo()
+        monkeypatch.setattr(tail_combine, "MERGE_ROOM", 1e9)
+        expected = wanted.run(*tensors)
+    products = [sum(hasattr(step, "function") for step in next(iter(layer._whole.kinds.values())).steps) for layer in (found, wanted)]
+    assert products[0] - products[1] == (2 if recorded else 1)
+    assert torch.equal(ran.out, expected.out)
+    if recorded:
+        assert all(map(torch.equal, *[of.find(of.held).tape[:7] for of in (ran, expected)]))
 
 
 @pytest.mark.parametrize("impl, row", [("torch", "torch"), ("reference", "torch"), ("triton", "triton")])
