@@ -15,11 +15,7 @@ has one tile or two, 0.96 at 16 heads, and 0.98 over blocks of 128 at 30,720 tok
 Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
 of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
 tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it. Heads that
-fit into the cache together take turns, for programs of different heads never meet. Where blocks are single tiles, programs share no lists
-and meet by chance alone: they are staggered over no more of the queries than L2 holds.
-
-Without an order a tile is taken by whoever is free next, and such a tile begins where the head's other programs are by then: they tell, in
-the field ROTATION of the head's first tile.
+fit into the cache together take turns, for programs of different heads never meet.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from .quick_launch import QuickLaunch, fit, power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations, -1
 # of a part beyond the end of its block; the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of
-# their length; not ordered, in a head's first tile where those programs are that are at work on it.
+# their length.
 FIELDS = tl.constexpr(9)
 ROW, ROWS, BATCH, HEAD, BLOCK, PART, ITERATIONS, NEXT, ROTATION = map(tl.constexpr, range(9))
 ROTATION_UNITS = tl.constexpr(4096)
@@ -55,9 +51,6 @@ SEGMENT = 128
 LAST_TILES = 3
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
-# And so many over which they are staggered. Over blocks of 128 on an H200, of the time without that limit: 113,664 tokens and 16 heads .926
-# with 40 MiB, .939 with 60; 75,520 and 12 heads .974 and .977. Over blocks of 384 at 138,240 tokens and 2 heads both 1.03.
-NEAR = 40 << 20
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
@@ -65,7 +58,7 @@ _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
     "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
-    "shift", "tail", "share"]
+    "shift", "tail"]
 
 
 class Schedule(NamedTuple):
@@ -75,11 +68,9 @@ class Schedule(NamedTuple):
     #                             the last tiles, the longest first, and, persistent, to the first tile of each program
     number: int                 # how many tiles
     tail: int                   # how many of these, at the end, are taken the longest first
-    times: Tensor | None        # int32, persistent: when each tile begins; and what its kernel needs besides
+    lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int                  # entries that a list has room for
-    parts: int                  # tiles of a key block
-    together: int               # heads that take turns
 
 
 @triton.jit
@@ -135,11 +126,8 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr):
+def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
     """The last ``tail`` tiles, the longest first: NEXT of the rows behind all tiles."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     entry = tl.program_id(0) * OWN + tl.arange(0, OWN)
     tile = number - tail + entry
     length = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=entry < tail, other=-1)
@@ -153,17 +141,12 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   OTHERS: tl.constexpr, EARLY: tl.constexpr):
+def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+                   OTHERS: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
     The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
     """
-    if EARLY:
-        # This is one program: what is launched next, and needs nothing of it, has all other multiprocessors.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    loads = times + number
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -175,8 +158,7 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, 
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    span = tl.maximum(period * share // ROTATION_UNITS, 1)
-    place = program * stagger % span * ROTATION_UNITS // period
+    place = program * stagger % period * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + tail + program
     taken = 0
@@ -300,11 +282,6 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
         tl.store(lock_values + where, lock_value, mask=where >= 0)
 
 
-def bytes_of(rows: int, dim: int) -> int:
-    """Of what is read and added to for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
-    return rows * (8 * dim + 32)
-
-
 def heads_together(pairs: int, rows: int, dim: int) -> int:
     """How many of so many (batch element, key/value head) pairs take turns in the order of tiles: a divisor of ``pairs``.
 
@@ -312,17 +289,17 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     rows of a pair q, dO, lse_dpsum and the sums of dQ. On an H200, head_dim 128, 11,520 tokens, 12 of 30 blocks kept, one head at a time
     takes 1.95 ms, two 1.87, four longer than one; at 46,080 tokens, of which one head fills all of L2, two take 1.1 times as long as one.
     """
-    most = max(CACHE // max(bytes_of(rows, dim), 1), 1)
+    most = max(CACHE // max(rows * (8 * dim + 32), 1), 1)
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
              programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
-    """The tiles of all heads; ``ordered``: assigned to so many programs.
+    """The tiles of all heads; ``ordered``: assigned to so many programs, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
-    tiles that are not assigned is 0.
+    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. Tiles that are not assigned
+    begin at the first block of their lists.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
@@ -330,9 +307,6 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     number = batch * kv_heads * keys.number * parts
     together = heads_together(batch * kv_heads, queries.tokens * group, dim) if ordered else 1
     tail = min(number, LAST_TILES * programs)
-    share = ROTATION_UNITS.value
-    if parts == 1:
-        share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
     tiles = torch.empty(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
@@ -343,37 +317,27 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
-    # Each begins when the one before it is done, but is on the GPU by then; so is what the caller launches next.
-    early = dict(EARLY=counts.is_cuda)
-    options = dict(launch_pdl=True) if counts.is_cuda else {}
-    constants = dict(OWN=16, OTHERS=128) | early
+    constants = dict(OWN=16, OTHERS=128)
     _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,), (number, tail),
-                  constants, options)
-    times = None
-    if ordered:
-        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32) | early
-        times = torch.empty(number + constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
-        numbers = (number, programs, group, STAGGER, tail, share)
-        _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
-                       options)
-    return Schedule(tiles, number, tail, times, skipped, width, parts, together)
-
-
-def lock_values(plan: Schedule, blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int,
-                kv_heads: int) -> Tensor:
-    """int32 [B, Hq, key blocks, parts, width]: how many tiles of an ordered ``plan`` add to a query block before this one does."""
-    counts, indices, own_counts, own_indices = (x.contiguous() for x in (flipped.counts, flipped.indices, blocks.counts, blocks.indices))
+                  constants, {})
+    if not ordered:
+        return Schedule(tiles, number, tail, None, skipped, width)
+    times = torch.empty(number, dtype=torch.int32, device=counts.device)
+    numbers = (number, programs, group, STAGGER, tail)
+    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32)
+    loads = torch.empty(constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
+    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, loads), numbers, constants, {})
+    own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
-    whens = torch.empty(batch, heads, queries.number, 2, capacity, plan.parts, dtype=torch.int64, device=counts.device)
-    values = torch.empty(batch, heads, keys.number, plan.parts, plan.width, dtype=torch.int32, device=counts.device)
-    numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
-               plan.width, plan.parts, plan.together, plan.width.bit_length())
-    constants = dict(SEGMENT=32, OTHERS=32, CAUSAL=plan.skipped is not None)
-    _launch_lock_values((counts.get_device(), fit(numbers), *constants.values()), (queries.number, heads, batch), (),
-                        (own_counts, own_indices, counts, indices, plan.tiles, plan.times, plan.skipped, whens, values), numbers,
-                        constants, dict(num_warps=1))
-    return values
+    whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
+    lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
+    numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, together,
+               width.bit_length())
+    constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
+    _launch_lock_values((device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
+                        (own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values), numbers, constants, {})
+    return Schedule(tiles, number, tail, lock_values, skipped, width)
 
 
 _launch_tiles, _launch_order, _launch_assign, _launch_lock_values = map(
