@@ -15,7 +15,8 @@ has one tile or two, 0.96 at 16 heads, and 0.98 over blocks of 128 at 30,720 tok
 Lists are rotated, and where a tile begins its list follows the clock: all programs sweep over the queries at the same pace, so that most
 of what one brings into L2, the sums of dQ above all, the others find there. They are staggered, since programs side by side often have
 tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it. Heads that
-fit into the cache together take turns, for programs of different heads never meet.
+fit into the cache together take turns, for programs of different heads never meet. Where blocks are single tiles, programs share no lists
+and meet by chance alone: they are staggered over no more of the queries than L2 holds.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ SEGMENT = 128
 LAST_TILES = 3
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
+# And so many over which they are staggered. Over blocks of 128 on an H200, of the time without that limit: 113,664 tokens and 16 heads .926
+# with 40 MiB, .939 with 60; 75,520 and 12 heads .974 and .977. Over blocks of 384 at 138,240 tokens and 2 heads both 1.03.
+NEAR = 40 << 20
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker.
@@ -58,7 +62,7 @@ _NUMBERS = [f"{of}_{what}" for of in ("list", "listed", "kv", "q")
             for what in ("batch", "head", "head_stride", "group", "length", "tokens")]
 _NUMBERS += [
     "kv_heads", "group", "kv_blocks", "blocks", "capacity", "width", "parts", "together", "search_steps", "number", "programs", "stagger",
-    "shift", "tail"]
+    "shift", "tail", "share"]
 
 
 class Schedule(NamedTuple):
@@ -141,7 +145,7 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
                    OTHERS: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
@@ -158,7 +162,8 @@ def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, 
     # To change tiles takes about as long as an iteration. Every query head of a group has a list of its own, one after another.
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
-    place = program * stagger % period * ROTATION_UNITS // period
+    span = tl.maximum(period * share // ROTATION_UNITS, 1)
+    place = program * stagger % span * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + tail + program
     taken = 0
@@ -282,6 +287,11 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
         tl.store(lock_values + where, lock_value, mask=where >= 0)
 
 
+def bytes_of(rows: int, dim: int) -> int:
+    """Of what is read and added to for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
+    return rows * (8 * dim + 32)
+
+
 def heads_together(pairs: int, rows: int, dim: int) -> int:
     """How many of so many (batch element, key/value head) pairs take turns in the order of tiles: a divisor of ``pairs``.
 
@@ -289,7 +299,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     rows of a pair q, dO, lse_dpsum and the sums of dQ. On an H200, head_dim 128, 11,520 tokens, 12 of 30 blocks kept, one head at a time
     takes 1.95 ms, two 1.87, four longer than one; at 46,080 tokens, of which one head fills all of L2, two take 1.1 times as long as one.
     """
-    most = max(CACHE // max(rows * (8 * dim + 32), 1), 1)
+    most = max(CACHE // max(bytes_of(rows, dim), 1), 1)
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
@@ -323,7 +333,10 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     if not ordered:
         return Schedule(tiles, number, tail, None, skipped, width)
     times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    numbers = (number, programs, group, STAGGER, tail)
+    share = ROTATION_UNITS.value
+    if parts == 1:
+        share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
+    numbers = (number, programs, group, STAGGER, tail, share)
     constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32)
     loads = torch.empty(constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
     _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, loads), numbers, constants, {})

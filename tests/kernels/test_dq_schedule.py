@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 from cases import DEVICES, dq_patterns, spread  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
+from ssta.kernels.lowering import dq_schedule  # noqa: E402
 from ssta.kernels.lowering.chunks import kv_partition, q_partition  # noqa: E402
 from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
@@ -27,6 +28,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     ROW,
     ROWS,
     STAGGER,
+    bytes_of,
     heads_together,
     schedule,
 )
@@ -189,23 +191,27 @@ def test_the_last_tiles_are_taken_the_longest_first(device, ordered):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("share", [4096, 1024], ids=["all around", "near one another"])
 @pytest.mark.slow
-def test_programs_sweep_over_the_queries_at_the_same_pace(device):
-    """At any time all programs are where their places around the ring say, to within what lists of different lengths let them drift."""
+def test_programs_sweep_over_the_queries_at_the_same_pace(device, share, monkeypatch):
+    """At any time all programs are where their places say, to within what lists of different lengths let them drift."""
     number, programs = 20, 6
+    monkeypatch.setattr(dq_schedule, "CACHE", 0)
+    monkeypatch.setattr(dq_schedule, "NEAR", bytes_of(number * 128, 128) * share // ROTATION_UNITS.value)
     blocks = BlockLists.from_mask(torch.rand(2, 3, number, number, device=device) < 0.5, 128, 128)
     tiles, first, _ = plan(blocks, 3, 3, number * 128, number * 128, programs)
     period = sum(tile[ITERATIONS] for tile in tiles) // len(tiles) + 1
+    span = period * share // ROTATION_UNITS.value
     begins = set()
     for program, at in enumerate(first):
         work = 0
         while at >= 0:
-            clock, place = (iterations % period * ROTATION_UNITS.value // period for iterations in (work, program * STAGGER))
+            clock, place = (iterations % period * ROTATION_UNITS.value // period for iterations in (work, program * STAGGER % span))
             assert tiles[at][ROTATION] == (clock + place) % ROTATION_UNITS.value
             begins.add(tiles[at][ROTATION])
             work += tiles[at][ITERATIONS] + 1
             at = tiles[at][NEXT]
-    assert len(begins) > programs
+    assert len(begins) > min(programs, span)
 
 
 @pytest.mark.gpu
