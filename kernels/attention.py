@@ -60,8 +60,8 @@ def block_sparse_attention(
         deterministic: the backward gives bitwise the same gradients: dQ is added up in a fixed order, which on "hopper" a semaphore holds.
             Should Hopper's backward wait too long for that order, as where a list names a block twice, it goes on without it, the next
             backward warns once, and ``ssta.kernels.hopper.backward.spin_timeouts(device)`` counts that. False lets "hopper" add up dQ in
-            whatever order it comes (non-deterministic dQ), in 0.90 to 1.01 of the time, and lets "cudnn" use its own backward, which has no
-            fixed order; the others have only one order.
+            whatever order it comes (non-deterministic dQ), and over key blocks of up to 128 tokens dK and dV too, in 0.8 to 1.01 of the
+            time, and lets "cudnn" use its own backward, which has no fixed order; the others have only one order.
         impl: which implementation runs: "auto", "reference", "torch", "triton", "cudnn" or "hopper"; see
             ``choose_route``. A choice that cannot run raises.
 

@@ -136,7 +136,8 @@ def hopper_backward(
     """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
-    differ from run to run. So they may where a deterministic one waited too long; ``spin_timeouts`` counts that.
+    differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
+    too long; ``spin_timeouts`` counts that.
     """
     q, k, v, dout = map(loaded, (q, k, v, dout))
     out = strided(out)

@@ -34,7 +34,7 @@ class Lists:
     shift: gl.tensor            # under a causal mask query i sees the keys up to i + shift
     uniform: gl.constexpr       # whether all query blocks but the last have q_length tokens
     causal: gl.constexpr
-    deterministic: gl.constexpr  # then each list is rotated, else it begins at its first block
+    deterministic: gl.constexpr  # whether each list begins where the schedule says, else where the head's other programs are
 
 
 @aggregate
@@ -46,6 +46,7 @@ class Iteration:
     block: gl.tensor        # key block
     part: gl.tensor
     rotation: gl.tensor     # in 1 / ROTATION_UNITS: where each query head's list begins
+    cursor: gl.tensor       # pointer, not deterministic: where the head's programs are, see dq_schedule
     q_head: gl.tensor       # query head within the group, -1 before the first
     skipped: gl.tensor      # entries of that head's list that come before the first iteration, see Schedule
     count: gl.tensor        # entries from there on
@@ -68,8 +69,14 @@ def tile_field(work, tile, field):
 def before_first_iteration(lists, work, tile):
     """The state before the tile's first chunk."""
     none = gl.to_tensor(0)
+    # In a field of the head's first tile.
+    cursor = work.tiles + (tile - tile % (lists.blocks * lists.parts)) * FIELDS + ROTATION
+    if lists.deterministic:
+        rotation = tile_field(work, tile, ROTATION)
+    else:
+        rotation = gl.load(cursor, volatile=True)
     return Iteration(tile_field(work, tile, BATCH), tile_field(work, tile, HEAD) * lists.group, tile_field(work, tile, BLOCK),
-                     tile_field(work, tile, PART), tile_field(work, tile, ROTATION), none - 1, none, none, none - 1,
+                     tile_field(work, tile, PART), rotation, cursor, none - 1, none, none, none - 1,
                      none - 1, none, none, none, none, none)
 
 
@@ -83,10 +90,11 @@ def next_iteration(lists, at, QUERIES: gl.constexpr):
         chunks = gl.to_tensor(0)
         entry = entry + 1
         if entry < count:
-            place = entry
-            if lists.deterministic:
-                place = entry + at.rotation * count // ROTATION_UNITS
-                place = gl.where(place >= count, place - count, place)
+            place = entry + at.rotation * count // ROTATION_UNITS
+            place = gl.where(place >= count, place - count, place)
+            if not lists.deterministic:
+                # Tiles of one block would add to the same chunks at the same time.
+                gl.store(at.cursor, place * ROTATION_UNITS // count, mask=lists.parts == 1)
             if lists.causal:
                 place = place + skipped
             head = at.first_head + q_head
@@ -114,5 +122,5 @@ def next_iteration(lists, at, QUERIES: gl.constexpr):
                 if lists.causal:
                     skipped = gl.load(lists.skipped + (at.batch.to(gl.int64) * lists.heads + head) * lists.blocks + at.block)
                     count = count - skipped
-    return Iteration(at.batch, at.first_head, at.block, at.part, at.rotation, q_head, skipped, count, entry, chunk, chunks, start, size,
-                     slot, lock_value)
+    return Iteration(at.batch, at.first_head, at.block, at.part, at.rotation, at.cursor, q_head, skipped, count, entry, chunk,
+                     chunks, start, size, slot, lock_value)

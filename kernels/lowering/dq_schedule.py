@@ -17,6 +17,9 @@ of what one brings into L2, the sums of dQ above all, the others find there. The
 tiles of the same block and would want the same chunk at the same time: each is STAGGER iterations ahead of the one before it. Heads that
 fit into the cache together take turns, for programs of different heads never meet. Where blocks are single tiles, programs share no lists
 and meet by chance alone: they are staggered over no more of the queries than L2 holds.
+
+Without an order a tile is taken by whoever is free next, and such a tile begins where the head's other programs are by then: they tell, in
+the field ROTATION of the head's first tile.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from .quick_launch import QuickLaunch, fit, power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations, -1
 # of a part beyond the end of its block; the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of
-# their length.
+# their length; not ordered, in a head's first tile where those programs are that are at work on it.
 FIELDS = tl.constexpr(9)
 ROW, ROWS, BATCH, HEAD, BLOCK, PART, ITERATIONS, NEXT, ROTATION = map(tl.constexpr, range(9))
 ROTATION_UNITS = tl.constexpr(4096)
@@ -308,8 +311,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     """The tiles of all heads; ``ordered``: assigned to so many programs, with lock values.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. Tiles that are not assigned
-    begin at the first block of their lists.
+    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
+    tiles that are not assigned is 0.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     group, width = heads // kv_heads, indices.shape[3]
