@@ -2,9 +2,9 @@
 
 As many programs as multiprocessors take tile after tile: the query rows of two or three warpgroups, all of one block, the blocks with the
 longest lists first; of blocks of up to 64 rows two or three times as many programs, of one warpgroup. What a tile begins with is brought in
-while the one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the partial ones,
-which a ragged tail cuts; the scores of the next chunk are computed while the values of this one are added up. Of a causal mask the chunks
-that the diagonal cuts come first, one at a time.
+while the one before ends. A tile iterates over the chunks of keys that its block attends to: first the full ones, then the packed ones,
+where pieces of what a ragged tail leaves lie behind one another; the scores of the next chunk are computed while the values of this one are
+added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
 """
 
 from collections.abc import Sequence
@@ -43,18 +43,18 @@ _NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
+def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
                     width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, q_batch, k_batch,
                     v_batch, out_batch, scale_log2,
                     CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, Q_TILES: gl.constexpr,
-                    Q_REGISTERS: gl.constexpr):
+                    Q_REGISTERS: gl.constexpr, PIECES: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(dtype, [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
-    tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], word)
+    tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS + (2 if PIECES > 1 else 0), 1], word)
     again = gl.allocate_shared_memory(gl.int32, [2, 1], word)
     tile_full, tile_free, walked, q_full, v_zeroed = (
         barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(Q_TILES * WARPGROUPS), barrier_ring(1))
@@ -73,25 +73,25 @@ def _forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, queue, partial_rows, 
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
-                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, WARPGROUPS,
+                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, PIECES, WARPGROUPS,
                 Q_REGISTERS)
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
-            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)),
         ], [1], [40])
     elif WARPGROUPS == 2:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
             (attend, (work, 1, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
-            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)),
         ], [4, 1], [232, 40])
     else:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
             (attend, (work, 1, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
             (attend, (work, 2, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
-            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, CAUSAL)),
+            (load, (work, gl.program_id(0), q_desc, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])
 
 
@@ -121,7 +121,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
                                              processors, not listed.items.uniform)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(plan, listed, config.chunk, kv_len - q_len if causal else None)
+    queue = work_queue(plan, listed, config.chunk, kv_len - q_len if causal else None, config.pieces)
     out, lse = empty_outputs(q, rows, in_place)
     plan.results += [lse] if in_place else [lse, out]
     list_batch, list_heads, width = extent(listed, config.chunk)
@@ -137,7 +137,8 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
                 [Tiles(x, object(), partial(tma_chunks, rows=size)) for x, size in (
-                    (q, ROWS), (k, config.chunk), (v, config.chunk), (out, ROWS))],
+                    (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
+                    (out, ROWS))],
                 (lse, queue, *results), (*numbers, scale * LOG2E), kinds, options(config))
     if split_tiles:
         merge_parts(plan, results, splits, out, lse)
@@ -149,7 +150,7 @@ _launch, _forward = QuickLaunch(_forward_kernel), Plans(_write_forward)
 def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
     """Those of the kernel that follow from a configuration, in the kernel's order."""
     return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
-                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers)
+                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers, PIECES=config.pieces)
 
 
 def options(config: HopperForwardConfig) -> dict[str, int]:

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..lowering.chunks import ENTRY, HEADER
+from ..lowering.chunks import ENTRY, HEADER, SIZES
 from ..lowering.tma import FAR
 from .gluon_compat import aggregate, barrier, copy_in
 from .inline_asm import wait_for_previous_kernel
@@ -21,7 +21,7 @@ class Work:
     q: gl.shared_memory_descriptor         # [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D]: of one or two tiles
     k: gl.shared_memory_descriptor         # [STAGES, 1, 1, 1, CHUNK, D]
     v: gl.shared_memory_descriptor
-    tiles: gl.shared_memory_descriptor     # [2 * FIELDS, 1]: two tiles
+    tiles: gl.shared_memory_descriptor     # [2 * FIELDS, 1]: two tiles; behind them the tails of both, where there are pieces
     again: gl.shared_memory_descriptor     # [2, 1], of two tiles: not 0 if in a warpgroup a row overflowed
     tile_full: gl.shared_memory_descriptor  # one a tile: its numbers can be read
     tile_free: gl.shared_memory_descriptor  # one a tile: all warpgroups are through with it, and with its q
@@ -51,6 +51,7 @@ class Work:
     partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
     partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
     parts: gl.constexpr                    # tiles of a block
+    pieces: gl.constexpr                   # of a packed chunk
     warpgroups: gl.constexpr
     q_registers: gl.constexpr              # whether a warpgroup multiplies by q from registers
 
@@ -63,11 +64,12 @@ class Tile:
     row: gl.tensor             # first query row
     rows: gl.tensor            # rows from there to the end of the block; 0: there is no further tile
     full: gl.tensor            # number of full chunks
-    partial: gl.tensor         # number of partial chunks
+    partial: gl.tensor         # number of packed chunks, which are partial ones if they have one piece
     list_row: gl.tensor        # which row of the lists is its own
     full_before: gl.tensor     # full chunks that other parts of the list have
     partial_before: gl.tensor
     part: gl.tensor            # number among the parts of all split tiles; -1: not split
+    tails: gl.tensor           # number of partial chunks of all parts, where packed ones have several pieces
 
 
 @gluon.jit
@@ -81,14 +83,50 @@ def starts_of(work, tile):
 
 
 @gluon.jit
+def pieces_of(work, tile, packed):
+    """(first tokens, numbers of tokens) of the pieces of the ``packed``-th packed chunk: tuples, with no tokens behind the list's last
+    piece, and in all of them where ``packed`` is below 0."""
+    PIECES: gl.constexpr = work.pieces
+    PIECE: gl.constexpr = work.k.shape[4] // PIECES
+    _, ends, size_ends = starts_of(work, tile)
+    # Those of all parts.
+    ends, size_ends, at = ends + tile.partial_before, size_ends + tile.partial_before, packed + tile.partial_before
+    first = gl.load(size_ends - 1 - at, mask=(packed >= 0) & (at < tile.tails), other=0) // SIZES
+    number, within = first // PIECES, first % PIECES
+    # All partial chunks that it can have pieces of are read at once, though the first ones may fill it.
+    chunk_starts: gl.tuple = ()
+    chunk_sizes: gl.tuple = ()
+    for i in gl.static_range(PIECES):
+        there = (packed >= 0) & (number + i < tile.tails)
+        chunk_starts += (gl.load(ends - 1 - number - i, mask=there, other=0),)
+        chunk_sizes += (gl.load(size_ends - 1 - number - i, mask=there, other=0) % SIZES,)
+    starts: gl.tuple = ()
+    sizes: gl.tuple = ()
+    at = packed * 0
+    for i in gl.static_range(PIECES):
+        start, left = chunk_starts[0], chunk_sizes[0]
+        for chunk in gl.static_range(1, i + 1):
+            start, left = gl.where(at == chunk, chunk_starts[chunk], start), gl.where(at == chunk, chunk_sizes[chunk], left)
+        left = left - within * PIECE
+        starts += (start + within * PIECE,)
+        sizes += (gl.minimum(left, PIECE),)
+        at, within = gl.where(left > PIECE, at, at + 1), gl.where(left > PIECE, within + 1, 0)
+    return starts, sizes
+
+
+@gluon.jit
 def read_tile(work, n):
     """The program's ``n``-th tile, for a warpgroup."""
     ring_wait(work.tile_full, n, True)
     first = (n & 1) * FIELDS
+    tails = first
+    if work.pieces > 1:
+        tails = read_word(work.tiles.index(2 * FIELDS + (n & 1)), 4)
     return Tile(read_word(work.tiles.index(first), 4), read_word(work.tiles.index(first + 1), 4), read_word(work.tiles.index(first + 2), 4),
                 read_word(work.tiles.index(first + 3), 4), read_word(work.tiles.index(first + 4), 4),
                 read_word(work.tiles.index(first + 5), 4), read_word(work.tiles.index(first + 6), 4),
-                read_word(work.tiles.index(first + 7), 4), read_word(work.tiles.index(first + 8), 4))
+                read_word(work.tiles.index(first + 7), 4), read_word(work.tiles.index(first + 8), 4),
+                tails)
 
 
 @gluon.jit
@@ -110,7 +148,7 @@ def _take_tile(work, place):
     ROWS: gl.constexpr = work.warpgroups * work.q.shape[4]
     tiles = work.batches * work.heads * work.number * work.parts
     places = work.whole + (tiles - work.whole) * work.splits
-    tile = Tile(place, place, place * 0, place, place, place, place, place, place)
+    tile = Tile(place, place, place * 0, place, place, place, place, place, place, place)
     while (place < places) & (tile.rows <= 0):
         late = place - work.whole
         number = gl.where(late < 0, place, work.whole + late // work.splits)
@@ -121,9 +159,11 @@ def _take_tile(work, place):
         entry = work.queue + HEADER + (first_row + rank).to(gl.int64) * ENTRY
         before = number % work.parts * ROWS
         row, rows, full, partial = gl.load(entry) + before, gl.load(entry + 1) - before, gl.load(entry + 2), gl.load(entry + 3)
-        list_row = first_row + gl.load(entry + 4)
+        list_row, tails = first_row + gl.load(entry + 4), partial
+        if work.pieces > 1:
+            tails = gl.load(entry + 5)
         if late < 0:
-            tile = Tile(at_head, row, rows, full, partial, list_row, late * 0, late * 0, late * 0 - 1)
+            tile = Tile(at_head, row, rows, full, partial, list_row, late * 0, late * 0, late * 0 - 1, tails)
         else:
             gl.store(work.partial_rows + late * 4, at_head)
             gl.store(work.partial_rows + late * 4 + 1, row)
@@ -132,7 +172,7 @@ def _take_tile(work, place):
             first, last = (full + partial) * share // work.splits, (full + partial) * (share + 1) // work.splits
             full_first, partial_first = gl.minimum(first, full), gl.maximum(first - full, 0)
             tile = Tile(at_head, row, rows, gl.minimum(last, full) - full_first, gl.maximum(last - full, 0) - partial_first, list_row,
-                        full_first, partial_first, late)
+                        full_first, partial_first, late, tails)
         if tile.rows <= 0:
             place = next_place(work)
     return tile
@@ -163,6 +203,8 @@ def _give_tile(work, n, tile):
     _put(work.tiles.index(first + 6), tile.full_before)
     _put(work.tiles.index(first + 7), tile.partial_before)
     _put(work.tiles.index(first + 8), tile.part)
+    if work.pieces > 1:
+        _put(work.tiles.index(2 * FIELDS + (n & 1)), tile.tails)
     _put(work.again.index(n & 1), 0)
     barrier()
     ring_arrive(work.tile_full, n, True)
@@ -203,11 +245,52 @@ def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
 
 
 @gluon.jit
-def _load_list(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constexpr):
+def _load_part(work, desc, pieces_desc, before, head, start, starts, sizes, full, buffer):
+    """K or V of a full chunk from token ``start`` of a head on, ``before`` tokens behind the tensor's first; where ``start`` is below 0, of
+    a packed one's pieces, with zeros behind those that are short."""
+    CHUNK: gl.constexpr = work.k.shape[4]
+    PIECE: gl.constexpr = CHUNK // work.pieces
+    mbarrier.expect(full, desc.block_type.nbytes)
+    if start >= 0:
+        copy_in(desc, [FAR, head, before + start + CHUNK, FAR - CHUNK, 0], full, buffer)
+    else:
+        for i in gl.static_range(work.pieces):
+            copy_in(pieces_desc, [FAR, head, before + starts[i] + sizes[i], FAR - sizes[i], 0], full, buffer.slice(i * PIECE, PIECE, 3))
+
+
+@gluon.jit
+def _load_in_pieces(work, tile, first, begin, end, k_desc, v_desc, k_pieces, v_pieces):
+    """``_load_list`` where packed chunks have several pieces."""
+    batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
+    full_starts, _, _ = starts_of(work, tile)
+    for place in range(begin, end):
+        i = first + place
+        start = gl.load(full_starts + place, mask=place < tile.full, other=-1)
+        starts, sizes = pieces_of(work, tile, place - tile.full)
+        ring_free(work.done, i, True)
+        _load_part(work, k_desc, k_pieces, batch * work.k_batch, head, start, starts, sizes,
+                   ring_at(work.k_full, i, True), ring_at(work.k, i, True))
+        # As in ``_load_chunk``.
+        ring_free(work.done, i + 1, True)
+        _load_part(work, v_desc, v_pieces, batch * work.v_batch, head, start, starts, sizes,
+                   ring_at(work.v_full, i, True), ring_at(work.v, i, True))
+
+
+@gluon.jit
+def _load_list(work, tile, first, begin, end, k_desc, v_desc, k_pieces, v_pieces, CAUSAL: gl.constexpr):
     """K and V of the chunks ``begin`` to ``end`` of a tile, the first chunk of which is the ``first`` use of their rings.
 
-    Partial ones come last, but first under a causal mask.
+    Packed ones come last, but first under a causal mask.
     """
+    if work.pieces > 1:
+        _load_in_pieces(work, tile, first, begin, end, k_desc, v_desc, k_pieces, v_pieces)
+    else:
+        _load_whole(work, tile, first, begin, end, k_desc, v_desc, CAUSAL)
+
+
+@gluon.jit
+def _load_whole(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constexpr):
+    """``_load_list`` where packed chunks are partial ones."""
     CHUNK: gl.constexpr = work.k.shape[4]
     batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
     starts, partial_starts, partial_sizes = starts_of(work, tile)
@@ -239,7 +322,7 @@ def walk_again(work, n, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
+def load(work, program, q_desc, k_desc, v_desc, k_pieces, v_pieces, CAUSAL: gl.constexpr):
     """The loading partition: tile after tile its q and its list, and the list again if that is needed."""
     OPTIMISTIC: gl.constexpr = work.q.dtype == gl.bfloat16
     ONE_Q: gl.constexpr = work.q.shape[0] == work.warpgroups
@@ -252,7 +335,7 @@ def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
     ahead = gl.to_tensor(0)
     while tile.rows > 0:
         chunks = tile.full + tile.partial
-        _load_list(work, tile, uses, ahead, chunks, k_desc, v_desc, CAUSAL)
+        _load_list(work, tile, uses, ahead, chunks, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)
         following = _take_tile(work, next_place(work))
         # In the memory of two tiles the next one's q has room as soon as its numbers have.
         _give_tile(work, n + 1, following)
@@ -261,11 +344,11 @@ def load(work, program, q_desc, k_desc, v_desc, CAUSAL: gl.constexpr):
         uses = uses + chunks
         if OPTIMISTIC or ONE_Q:
             ahead = loaded_ahead(work, following)
-            _load_list(work, following, uses, 0, ahead, k_desc, v_desc, CAUSAL)
+            _load_list(work, following, uses, 0, ahead, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)
         if OPTIMISTIC:
             if walk_again(work, n, 1):
                 # The warpgroups drop what came too early.
-                _load_list(work, tile, uses + ahead, 0, chunks, k_desc, v_desc, CAUSAL)
+                _load_list(work, tile, uses + ahead, 0, chunks, k_desc, v_desc, k_pieces, v_pieces, CAUSAL)
                 uses = uses + ahead + chunks
                 ahead = gl.to_tensor(0)
         if ONE_Q:

@@ -12,10 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..lowering.primitives import LN2, LOWEST
 from ..lowering.tma import FAR
-from .forward_load import loaded_ahead, q_place, read_tile, starts_of, walk_again
+from .forward_load import loaded_ahead, pieces_of, q_place, read_tile, starts_of, walk_again
 from .gluon_compat import barrier, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
+    eighths,
     hide_columns,
     matrix,
     not_finite,
@@ -107,10 +108,22 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
 
 
 @gluon.jit
-def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, PARTIAL: gl.constexpr,
+def _piece_sizes(work, tile, packed):
+    """How many keys each piece of the ``packed``-th packed chunk has, for every eight columns; all that fit where it is below 0."""
+    PIECE: gl.constexpr = work.k.shape[4] // work.pieces
+    eighth = eighths(work.k.shape[4])
+    _, found = pieces_of(work, tile, packed)
+    sizes = eighth * 0
+    for i in gl.static_range(work.pieces):
+        sizes = gl.where(eighth // (PIECE // 8) == i, gl.where(packed < 0, PIECE, found[i]), sizes)
+    return sizes
+
+
+@gluon.jit
+def _step(work, tile, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, PARTIAL: gl.constexpr,
           FOLLOW: gl.constexpr, OVERLAP: gl.constexpr):
     """The scores of the ``i``-th chunk, of ``size`` keys, while the values of the one before are added up with its weights p: (p of this
-    chunk, acc, row_max, row_sum)."""
+    chunk, acc, row_max, row_sum). Of a chunk with several pieces ``size`` is its number among the packed ones."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(acc.shape[1]), 2)
     ring_wait(work.k_full, i, True)
     # An order between the warpgroups (ping-pong) measured 1 to 5 % slower on an H200.
@@ -123,7 +136,9 @@ def _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows,
         scores, acc = warpgroup_mma_wait(0, deps=[s_token, o_token])
         ring_arrive(work.done, i, True)
     if PARTIAL:
-        scores = hide_columns(scores, size)
+        if work.pieces > 1:
+            size = _piece_sizes(work, tile, size)
+        scores = hide_columns(scores, size, work.pieces)
     weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
     if OVERLAP:
         # Or the compiler would wait for both products before the exponentials.
@@ -159,7 +174,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
     every = gl.full([ROWS, 1], True, gl.int1, row_lanes(CHUNK))
     if CAUSAL:
         acc, row_max, row_sum = _causal_chunks(work, tile, first, group, q, zero, acc, row_max, row_sum, shift, scale_log2, every)
-    # Overlapped from here on: under a causal mask the full chunks, else all of them, partial ones last.
+    # Overlapped from here on: under a causal mask the full chunks, else all of them, packed ones last.
     if CAUSAL:
         begin = first + tile.partial
     else:
@@ -173,20 +188,26 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
         scores = warpgroup_mma_wait(0, deps=[token])
         ring_arrive(work.done, begin, True)
         if not CAUSAL:
-            size = CHUNK
-            if tile.full == 0:
-                size = gl.load(sizes - 1)
-            scores = hide_columns(scores, size)
+            if work.pieces > 1:
+                scores = hide_columns(scores, _piece_sizes(work, tile, 0 - tile.full), work.pieces)
+            else:
+                size = CHUNK
+                if tile.full == 0:
+                    size = gl.load(sizes - 1)
+                scores = hide_columns(scores, size, work.pieces)
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, every, True)
         acc = rescale(acc, alpha)
         p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
         for i in range(begin + 1, full_end):
-            p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
+            p, acc, row_max, row_sum = _step(work, tile, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
                                            FOLLOW, OVERLAP)
         if not CAUSAL:
             for i in range(gl.maximum(full_end, begin + 1), end):
-                size = gl.load(sizes - 1 - (i - full_end))
-                p, acc, row_max, row_sum = _step(work, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, True,
+                if work.pieces > 1:
+                    size = i - full_end
+                else:
+                    size = gl.load(sizes - 1 - (i - full_end))
+                p, acc, row_max, row_sum = _step(work, tile, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, follows, True,
                                                FOLLOW, OVERLAP)
         ring_wait(work.v_full, end - 1, True)
         token = warpgroup_mma(p, matrix(ring_at(work.v, end - 1, True)), acc, is_async=True)

@@ -113,16 +113,26 @@ def to_lanes(x, N: gl.constexpr):
 
 
 @gluon.jit
-def hide_columns(x, size):
-    """A product [64, N] with minus infinity in the columns from ``size`` on."""
+def eighths(N: gl.constexpr):
+    """0 to N / 8 - 1, as ``by_lane`` has the columns of a product [64, N] by eights: numbers of the compiler, which take no registers."""
+    return gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes(N)))))
+
+
+@gluon.jit
+def hide_columns(x, size, PIECES: gl.constexpr):
+    """A product [64, N] with minus infinity in the columns from ``size`` on, or in each of PIECES equal parts of them from the size on that
+    ``size`` [N / 8] has for every eight columns."""
     N: gl.constexpr = x.shape[1]
     registers: gl.constexpr = lanes(N)
-    # A thread's columns are numbers of the compiler beside one of its lane: they take no registers.
-    eighth = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, registers))))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, registers))))
     bit = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, registers))))
-    column = 8 * eighth[None, :, None, None] + bit[None, None, None, :]
-    return by_row(gl.where(column < (size - 2 * lane)[None, None, :, None], by_lane(x), float("-inf")))
+    # A thread's columns are numbers of the compiler beside one of its lane.
+    column = (8 * eighths(N) % (N // PIECES))[None, :, None, None] + bit[None, None, None, :]
+    if PIECES == 1:
+        end = (size - 2 * lane)[None, None, :, None]
+    else:
+        end = size[None, :, None, None] - (2 * lane)[None, None, :, None]
+    return by_row(gl.where(column < end, by_lane(x), float("-inf")))
 
 
 @gluon.jit

@@ -25,6 +25,8 @@ SEGMENT = 256
 # Parts of a work queue, in numbers of 4 bytes.
 HEADER = tl.constexpr(8)
 ENTRY = tl.constexpr(8)
+# No chunk has so many tokens.
+SIZES = tl.constexpr(256)
 
 
 class Partition(NamedTuple):
@@ -114,14 +116,16 @@ _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "r
 
 @triton.jit
 def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, width, parts, shift,
-                 CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
-    """Writes the chunks of one row to its ``starts`` and ``sizes``: (first token of the row, its tokens, full chunks, partial chunks)."""
+                 CHUNK: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+    """Writes the chunks of one row to its ``starts`` and ``sizes``: (first token of the row, its tokens, full chunks, partial chunks,
+    packed chunks)."""
+    PIECE: tl.constexpr = CHUNK // PIECES
     list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
     row_at = batch * bounds.batch + head // bounds.group * bounds.head
     item_at = batch * item_bounds.batch + head // item_bounds.group * item_bounds.head
     row_start, row_size = block_bounds(bounds.starts, bounds.sizes, row_at, row, bounds.length, bounds.tokens, bounds.starts is None)
     count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
-    n_full, n_partial = 0, 0
+    n_full, n_partial, n_pieces = 0, 0, 0
     for first in range(0, count * parts, SEGMENT):
         slot = first + tl.arange(0, SEGMENT)
         item = tl.load(lists.indices + list_row * lists.capacity + slot // parts, mask=slot < count * parts, other=-1)
@@ -142,14 +146,26 @@ def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, wi
                 complete = complete & (row_start + row_size - 1 <= start + shift)
         is_full, is_partial = seen & complete, seen & (complete == 0)
         at_front = n_full + tl.cumsum(is_full.to(tl.int32), 0) - 1
-        at_back = width - (n_partial + tl.cumsum(is_partial.to(tl.int32), 0))
+        before = n_partial + tl.cumsum(is_partial.to(tl.int32), 0) - 1
+        at_back = width - 1 - before
         tl.store(starts + at_front, start, mask=is_full)
         tl.store(starts + at_back, start, mask=is_partial)
         tl.store(sizes + at_back, size, mask=is_partial)
+        pieces = tl.where(is_partial, tl.cdiv(size, PIECE), 0)
+        if PIECES > 1:
+            pieces_before = n_pieces + tl.cumsum(pieces, 0) - pieces
+            # No two packed chunks begin in one partial one, and its number is not below theirs: the size that theirs adds to is stored.
+            packed = tl.cdiv(pieces_before, PIECES)
+            within = packed * PIECES - pieces_before
+            tl.debug_barrier()
+            place = sizes + width - 1 - packed
+            tl.store(place, tl.load(place, mask=within < pieces) + (before * PIECES + within) * SIZES, mask=within < pieces)
         n_full += tl.sum(is_full.to(tl.int32), 0)
         n_partial += tl.sum(is_partial.to(tl.int32), 0)
+        n_pieces += tl.sum(pieces, 0)
     # A row without real tokens attends to nothing.
-    return row_start, row_size, tl.where(row_size > 0, n_full, 0), tl.where(row_size > 0, n_partial, 0)
+    seen = (row_size > 0).to(tl.int32)
+    return row_start, row_size, n_full * seen, n_partial * seen, tl.cdiv(n_pieces, PIECES) * seen
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -162,8 +178,9 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
     item_bounds = Bounds(item_starts, item_sizes, item_batch, item_head, item_group, item_length, item_tokens)
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     out_row = (batch.to(tl.int64) * heads + head) * rows + row
-    _, _, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + out_row * width, sizes + out_row * width,
-                                           width, parts, shift, CHUNK, SEGMENT, CAUSAL, ROWS_ARE_QUERIES)
+    _, _, n_full, n_partial, _ = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + out_row * width,
+                                              sizes + out_row * width, width, parts, shift, CHUNK, 1, SEGMENT, CAUSAL,
+                                              ROWS_ARE_QUERIES)
     tl.store(full + out_row, n_full)
     tl.store(partial + out_row, n_partial)
 
@@ -172,7 +189,7 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
 def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr):
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr):
     """The same as ``work_queue`` says."""
     if EARLY:
         # A kernel that waits by itself for what this one writes may come onto the GPU.
@@ -186,15 +203,16 @@ def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
     starts = queue + HEADER + total * ENTRY
     sizes = starts + total * width
     at = (first_row + row) * width
-    row_start, row_size, n_full, n_partial = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at,
-                                                          width, parts, shift, CHUNK, SEGMENT, CAUSAL, True)
+    row_start, row_size, n_full, n_partial, n_packed = _list_chunks(
+        lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at, width, parts, shift, CHUNK, PIECES, SEGMENT, CAUSAL, True)
     rank = _rank(lists, row_of_lists(lists, batch.to(tl.int64), head, 0), row, rows, SEGMENT)
     entry = queue + HEADER + (first_row + rank) * ENTRY
     tl.store(entry, row_start)
     tl.store(entry + 1, row_size)
     tl.store(entry + 2, n_full)
-    tl.store(entry + 3, n_partial)
+    tl.store(entry + 3, n_packed)
     tl.store(entry + 4, row)
+    tl.store(entry + 5, n_partial)
     if first_row + row == 0:
         tl.store(queue, 0)
 
@@ -226,21 +244,25 @@ def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None
     return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), starts.shape[3])
 
 
-def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None) -> Tensor:
+def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None, pieces: int = 1) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
     A part of ``plan`` and written at every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
 
-    int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which five are used:
-    first token, tokens, full chunks, partial chunks, row; then, as in ``ChunkLists`` and indexed by row, all starts; then all sizes, but
-    where no chunk can be partial.
+    Packed chunks: every partial chunk is cut into pieces of ``chunk`` / ``pieces`` tokens, the last of which may be shorter, and of all
+    these, as they follow one another, ``pieces`` make a packed chunk. With one piece that is the partial chunk itself.
+
+    int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which six are used:
+    first token, tokens, full chunks, packed chunks, row, partial chunks; then, as in ``ChunkLists`` and indexed by row, all starts; then
+    all sizes, but where no chunk can be partial. Where ``pieces`` is more than 1, to the size of a row's i-th partial chunk SIZES times the
+    piece is added with which the i-th packed one begins: ``pieces`` times the number of its partial chunk, plus its own number in that.
     """
     (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
     partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
     queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
     # What is launched after a queue may begin before it is written.
-    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(EARLY=plan.device.type == "cuda"), [queue])
+    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(PIECES=pieces, EARLY=plan.device.type == "cuda"), [queue])
     return queue
 
 

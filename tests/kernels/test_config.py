@@ -84,6 +84,8 @@ def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_
     assert config.programs * (kept + 1700) <= HOPPER_SHARED_MEMORY + 1024
     others = [hopper_forward_config(head_dim, rows, kv_block, causal, optimistic) for rows, causal in ((65, False), (64, True))]
     assert all(other.warpgroups > 1 and other.programs == 1 for other in others)
+    # Where blocks may be shorter than a chunk, several fill one.
+    assert (config.pieces, hopper_forward_config(head_dim, 64, kv_block, False, optimistic, ragged=True).pieces) == (1, 4)
 
 
 @pytest.mark.parametrize("limits", [

@@ -125,9 +125,9 @@ def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts
     monkeypatch.setattr(module("forward"), "split", lambda tiles, *others: (tiles - 2, parts) if parts > 1 else (0, 1))
     mask = torch.rand(2, 6, 9) < 0.7
     mask[0, 2], mask[1, 3] = False, torch.arange(9) == 4
-    sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 50, keys, keys, 0, keys, keys]
+    sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 17, keys, 32, 0, keys, keys]
     blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
-    q, k, v = inputs(1, 4, 2, 249, 6 * keys + 53, dim, dtype=dtype)
+    q, k, v = inputs(1, 4, 2, 249, 5 * keys + 52, dim, dtype=dtype)
     expected = assert_right(q, k, v, blocks, False, late)
     assert programs == [6 if dim == 128 else 9]
     got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
@@ -135,16 +135,38 @@ def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts
 
 
 @pytest.mark.parametrize("config", [
-    (2, 64, 4, True, 1, True), (2, 128, 2, True, 1, True), (2, 64, 5, False, 1, True), (3, 64, 3, True, 1, False),
+    (2, 64, 4, True, 1, True), (2, 128, 2, True, 1, True, 8), (2, 64, 5, False, 1, True), (3, 64, 3, True, 1, False, 2),
     (2, 64, 2, True, 2, False)])
 def test_other_configurations_give_the_same(config, walks):
-    """Queries in registers, any number of stages, room for one tile's queries where warpgroups share them."""
+    """Queries in registers, any number of stages and of pieces, room for one tile's queries where warpgroups share them."""
     q, k, v, blocks = levels((128, 0), (384, 118), (200, 0))
     exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
     out, lse = run("forward", q, k, v, blocks, 0.125, False, late=True, config=HopperForwardConfig(*config))
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
     assert 1 in walks
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_packed_chunks_hold_every_key_of_the_partial_ones_once(pieces, monkeypatch):
+    """As they follow one another, each cut into pieces, and packed as densely as whole pieces allow."""
+    lengths = torch.randint(0, 64, (300,)).tolist()
+    blocks = BlockLists.from_mask(torch.ones(1, 300, dtype=torch.bool), 64, ragged(lengths, "cpu"))
+    load, found = module("forward_load"), []
+    take = load._take_tile
+    monkeypatch.setattr(load, "_take_tile", lambda work, place: (found.append((work, take(work, place))), found[-1][1])[1])
+    q, k, v = inputs(1, 1, 1, 64, sum(lengths), 64)
+    config = HopperForwardConfig(1, 64, 3, False, 1, pieces=pieces)
+    run("forward", q, k, v, blocks, 0.125, False, late=False, config=config)
+    work, tile = found[0]
+    chunks = [load.pieces_of(work, tile, torch.tensor(packed)) for packed in range(int(tile.partial))]
+    got = [(int(start), int(size)) for starts, sizes in chunks for start, size in zip(starts, sizes) if size > 0]
+    piece, first, wanted = 64 // pieces, 0, []
+    for length in lengths:
+        wanted += [(first + before, min(length - before, piece)) for before in range(0, length, piece)]
+        first += length
+    assert got == wanted and len(chunks) == -(-len(wanted) // pieces)
+    assert all(size <= 0 for size in load.pieces_of(work, tile, torch.tensor(-1))[1])
 
 
 def test_every_block_has_its_place():

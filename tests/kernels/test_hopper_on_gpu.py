@@ -60,6 +60,16 @@ def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, determin
     assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
 
 
+@both
+@pytest.mark.parametrize("kind", ["per batch element", "per key head"])
+def test_short_blocks_of_which_several_fill_a_chunk(kind, dtype, dim, monkeypatch):
+    """As the tiles of a canvas are that ends within some of them."""
+    monkeypatch.setitem(globals(), "LENGTHS", [64, 16, 8, 0, 64, 48, 3, 32, 64, 30, 17, 64, 1, 16, 16, 63, 64, 64, 24, 44] * 2)
+    blocks = lists(kind)
+    q, k, v = fused(2, sum(LENGTHS), dim, dtype)
+    assert_as_exact_as_torch(partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="hopper"), q, k, v, blocks, block=64)
+
+
 @orders
 @both
 @pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)

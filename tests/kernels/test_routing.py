@@ -30,7 +30,10 @@ def test_auto_follows_device_dtype_and_shape(capability):
     assert name("auto", CPU, torch.bfloat16, 128) == "torch"
     assert name("auto", GPU, torch.bfloat16, 128) == best
     assert name("auto", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_q_length=384)) == best
-    assert name("auto", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_q_length=64)) == "triton", "short query blocks"
+    assert name("auto", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_q_length=64)) == best
+    short = LONG_BLOCKS._replace(max_q_length=63), LONG_BLOCKS._replace(max_q_length=127)
+    found = [name("auto", GPU, torch.float16, 64, facts, causal=facts is short[1]) for facts in short]
+    assert found == ["triton"] * 2, "short query blocks"
     assert name("auto", GPU, torch.float16, 64, SHORT_KEYS._replace(uniform=False)) == "triton", "short key blocks are gathered"
     assert name("auto", GPU, torch.float16, 80) == "triton"
     assert name("auto", GPU, torch.float32, 128) == "torch"

@@ -197,11 +197,13 @@ def hopper_cases() -> dict[str, Case]:
         usual = (dim, rows, keys, name, causal) in {
             (64, 384, 384, "bf16", False), (128, 384, 384, "bf16", False), (128, 384, 384, "fp16", False), (128, 384, 64, "bf16", True),
             (128, 128, 384, "bf16", False), (128, 64, 64, "bf16", False)}
+        # Chunks are packed where such blocks may be partial.
+        ragged = rows == 64
         if rows == 64 and (causal or keys == 384):
             # Compiled as for 128 rows, and for 64 keys.
             continue
-        found[f"hopper forward {rows}x{keys} D={dim} {name}{' causal' * causal}"] = Case(
-            (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True), HOPPER_FORWARD,
+        found[f"hopper forward {rows}x{keys} D={dim} {name}{' ragged' * ragged}{' causal' * causal}"] = Case(
+            (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True, ragged), HOPPER_FORWARD,
             Allowed(reloads=RELOADS_OF_CAUSAL_FORWARD if causal else RELOADS_OF_THREE, spilled=SPILLS), usual=None if usual else (),
             processors=1, programs=(3 if dim == 64 else 2) if rows == 64 and not causal else 1)
     for dim, name, deterministic, ragged, causal in product((64, 128), ("bf16", "fp16"), (True, False), (False, True), (False, True)):
