@@ -22,6 +22,8 @@ CAP = 1.0
 USELESS = 3.0
 # Of the power iteration that finds a block's first principal direction.
 ITERATIONS = 10
+# Of the iteration that finds where two units of a block meet: k-means of two means, along that direction.
+CUTS = 4
 # Covariances that take no more, as a share of q's bytes, are computed with the moments, and wait for the merge.
 WAITING_ROOM = 0.42
 

@@ -1,9 +1,9 @@
 """The tail in plain torch, which specifies it: blocks' statistics, the merge of their estimate with the exact part, and its gradients.
 
-The formulas, for one head with scale s. Key blocks are estimated as units u: whole blocks, or with ``parts`` = 2 the halves of a block
-whose tokens are ordered by their projection on the block's first principal key direction. Unit u has n_u tokens, mean key and value kb_u
-and vb_u, covariances C_u of keys with values and S_u of keys; G_I is the second moment of some of query block I's queries, which speak for
-it. Then
+The formulas, for one head with scale s. Key blocks are estimated as units u: whole blocks, or with ``parts`` = 2 the tokens that lie
+lower on the block's first principal key direction, and the others, cut about where their means are as far away. Unit u has n_u tokens, mean
+key and value kb_u and vb_u, covariances C_u of keys with values and S_u of keys; G_I is the second moment of some of query block I's
+queries, which speak for it. Then
 
     h_Iu = s^2 / 2 <G_I, S_u>                                   half the variance of a unit's scores, as a query block sees it
     l_qu = s q . kb_u + log n_u + min(h_Iu, 1)                  the log of a unit's estimated mass
@@ -19,7 +19,7 @@ of its mean key. Real blocks have bounded tails, so both are damped where h > 1.
 spread over it: 32 or, of blocks of more than 128 tokens, 64. Errors are the same within 1 % as where all do. A head whose blocks' tokens
 differ too much to be estimated together (h above 3 in the mean, weighted by mass) does without.
 
-Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the halves count as constants.
+Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the cuts count as constants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..tail import CAP, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, per_query_head, sampled_queries, useful_heads
+from ..tail import CAP, CUTS, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, per_query_head, sampled_queries, useful_heads
 from .steps import compute_dtype
 
 LN2 = log(2.0)
@@ -50,10 +50,10 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
     blocks = _Cut(kv_blocks, k.shape[2])
     k, v = (x.to(compute_dtype(k)) for x in (k, v))
     finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
-    order = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else None
-    members, counts = blocks.members(parts)
+    order, lower = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else (None, None)
+    members, counts = blocks.members(lower)
     log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
     k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
     k_spread = blocks.deviations(k, k_mean, order, sound)
     moments = (k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
@@ -169,7 +169,8 @@ def combine_backward(
     """
     heads, kv_heads, wide = q.shape[1], k.shape[1], compute_dtype(q)
     rows, blocks = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2])
-    members, counts = blocks.members(bias.shape[3] // blocks.number)
+    parts = log_count.shape[2] // blocks.number
+    members, counts = blocks.members(blocks.lower(log_count))
     queries, do = q.to(wide), dout.to(wide)
     estimated = ~tail_lse.isneginf()
     of_exact, of_tail, _ = _shares(exact_lse, tail_lse)
@@ -193,11 +194,11 @@ def combine_backward(
 
     dk_mean, dv_mean = of_kv_heads(scale * dlogits.mT @ queries), of_kv_heads(weights.mT @ do)
     dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_tail[..., None] * do)
-    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, counts.shape)
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, (-1, parts))
+    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
 
     def of_tokens(x: Tensor, dmean: Tensor, spread: Tensor, dmatrix: Tensor) -> Tensor:
-        found = dmean.unflatten(2, counts.shape)[..., None, :] + spread @ dmatrix
+        found = dmean.unflatten(2, (-1, parts))[..., None, :] + spread @ dmatrix
         return blocks.scattered((found / counts.clamp(min=1)[..., None, None]).masked_fill(~sound[..., None], 0).sum(3), order).to(x.dtype)
 
     dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)
@@ -237,10 +238,17 @@ class _Cut:
         """int64 ``[B, H, P, 1]``: ``order``, which of other blocks' places holds anything, with their own tokens there."""
         return order.long().where(self.inside, self._token)[..., None]
 
-    def members(self, parts: int) -> tuple[Tensor, Tensor]:
-        """(bool ``[N, parts, L]``: the places of a block that a unit takes; int64 ``[N, parts]``: how many)."""
-        bounds = self.lengths[:, None] * torch.arange(parts + 1, device=self.lengths.device) // parts
-        return (self.place >= bounds[:, :-1, None]) & (self.place < bounds[:, 1:, None]), bounds.diff()
+    def members(self, lower: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(bool ``[..., N, parts, L]``: the places of a block that a unit takes; int64 ``[..., N, parts]``: how many). lower: ``[..., N]``,
+        how many the first of two units takes; None: a block is one."""
+        if lower is None:
+            return self.valid[:, None], self.lengths[:, None]
+        first = self.place < lower[..., None]
+        return torch.stack((first, self.valid & ~first), -2), torch.stack((lower, self.lengths - lower), -1)
+
+    def lower(self, log_count: Tensor) -> Tensor | None:
+        """What ``members`` wants to know of blocks with ``BlockEstimates.log_count``, where they are estimated."""
+        return None if log_count.shape[2] == self.number else log_count[..., ::2].exp().round().long()
 
     def units(self, x: Tensor, order: Tensor | None, members: Tensor) -> Tensor:
         """``[B, H, P, D]`` -> ``[B, H, N, parts, L, D]``, each unit's tokens at the places of ``order``, 0 elsewhere."""
@@ -264,9 +272,9 @@ class _Cut:
         # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
         return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 
-    def principal_order(self, k: Tensor) -> Tensor:
-        """``BlockEstimates.order`` of two halves, of finite keys ``[B, Hkv, N, L, D]``: tokens whose keys lie lower on the block's first
-        principal direction, then the others; of other blocks' places 0."""
+    def principal_order(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(``BlockEstimates.order`` of two units, of finite keys ``[B, Hkv, N, L, D]``: tokens whose keys lie lower on the block's first
+        principal direction, then the others; of other blocks' places 0; int64 ``[B, Hkv, N]``: how many lie lower)."""
         size = self.lengths.clamp(min=1)[:, None, None]
         spread = (k - k.sum(3, keepdim=True) / size).masked_fill(~self.valid[..., None], 0)
         variance = spread.mT @ spread
@@ -275,11 +283,18 @@ class _Cut:
         for _ in range(ITERATIONS):
             direction = variance @ direction
             direction = direction / torch.linalg.vector_norm(direction, dim=-2, keepdim=True).clamp(min=1e-20)
-        # Of equal ones the first are the lower half.
-        rank = (spread @ direction)[..., 0].masked_fill(~self.valid, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
-        upper = (rank >= self.lengths[:, None] // 2) & self.valid
-        places = (upper + 2 * (~self.valid).long()).argsort(dim=-1, stable=True)
-        return self.join((places + self.starts[:, None])[..., None])[..., 0].int()
+        found = (spread @ direction)[..., 0].masked_fill(~self.valid, 0)
+        # First at the mean, then half way between both units' means.
+        middle = torch.zeros_like(found[..., :1])
+        for _ in range(CUTS):
+            below = (found < middle) & self.valid
+            number, total = below.sum(-1, keepdim=True), found.where(below, 0).sum(-1, keepdim=True)
+            rest = self.lengths[:, None] - number
+            between = (total / number.clamp(min=1) + (found.sum(-1, keepdim=True) - total) / rest.clamp(min=1)) / 2
+            middle = torch.where((number > 0) & (rest > 0), between, middle)
+        lower = (found < middle) & self.valid
+        places = ((~lower).long() + (~self.valid).long()).argsort(dim=-1, stable=True)
+        return self.join((places + self.starts[:, None])[..., None])[..., 0].int(), lower.sum(-1)
 
 
 def _listed(counts: Tensor, indices: Tensor, rows: int, number: int, heads: int) -> Tensor:
@@ -307,8 +322,8 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float
 
 def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, blocks: _Cut) -> Tensor:
     """C, ``[B, Hkv, U, D * D]``."""
-    members, counts = blocks.members(log_count.shape[2] // blocks.number)
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape)[..., None]
+    members, counts = blocks.members(blocks.lower(log_count))
+    sound = members & ~log_count.isneginf().unflatten(2, counts.shape[-2:])[..., None]
     k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
     return (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3).flatten(3)
 

@@ -20,7 +20,7 @@ from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import launcher, strides
 from .tail_rows import part_shares
-from .tail_statistics import head_at
+from .tail_statistics import head_at, lower_tokens
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
@@ -192,8 +192,12 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
     unit, column = tl.program_id(0), tl.program_id(2) * C
     kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
     start, length = _block_rows(offsets, unit // PARTS)
-    first, last = unit % PARTS * length // PARTS, (unit % PARTS + 1) * length // PARTS
     of_unit = tl.program_id(1).to(tl.int64) * units + unit
+    first, last = 0, length
+    if PARTS == 2:
+        lower = lower_tokens(log_count + of_unit - unit, unit // 2)
+        first = tl.where(unit % 2 == 1, lower, 0)
+        last = tl.where(unit % 2 == 1, length, lower)
     sound = tl.load(log_count + of_unit) != float("-inf")
     factor = 1.0 / tl.maximum(last - first, 1).to(tl.float32)
     place, dims, columns = tl.arange(0, M), tl.arange(0, DIM_PAD), column + tl.arange(0, C)

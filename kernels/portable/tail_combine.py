@@ -208,17 +208,17 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
     # Those of units, and of blocks' queries with their gradients.
     most = int(room * mean_bytes(q, k) / (2 * dim * dim * (units + 2 * blocks * group)))
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
-        keys, values, counts, halves = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
+        keys, values, counts, places = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
         of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
         covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
-        tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, halves, None, parts, covariances)
+        tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, places, None, parts, covariances)
         mixed, matrix = mixture[own], plan.working(*mixture[own].shape[:3], dim * dim, dtype=torch.bfloat16)
         matrices(plan, mixed, covariances, matrix)
         # Their memory is that of their gradients.
         tail_backward.gradients(
             plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
             out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
-            halves, *of_units, matrix, mixed, covariances, scale)
+            places, *of_units, matrix, mixed, covariances, scale)
 
 
 def _fill_with_nothing(lse: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The portable kernel that cuts each block's tokens into two halves across the first principal direction of its keys."""
+"""The portable kernel that cuts each block's tokens into two units across the first principal direction of its keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.plans import Plan
-from ..lowering.primitives import ordered
 from ..lowering.quick_launch import power_of_2
+from ..tail import CUTS, ITERATIONS
 from .tail_config import launcher, strides, tail_config
 from .tail_statistics import centred_moments, fold, head_at, load_tokens, own_block, padded, shifted, unit_rows
 
-# Tokens whose projections are looked at at once, in large blocks; fewer than 1024.
+# Tokens whose projections are looked at at once, in large blocks.
 WIDTH = 512
 
 
@@ -29,31 +29,28 @@ def _in_two(direction, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _ordered_chunk(x, start, size, WIDTH: tl.constexpr):
-    """int32 in the order of WIDTH of ``size`` numbers from ``start`` on, the largest integer from the ``size``-th on."""
+def _chunk(x, start, size, WIDTH: tl.constexpr):
+    """WIDTH of ``size`` numbers from ``start`` on, +inf from the ``size``-th on."""
     place = start + tl.arange(0, WIDTH)
-    inside = place < size
-    return tl.where(inside, ordered(tl.load(x + place, mask=inside, other=0.0)), 0x7FFFFFFF)
+    return tl.load(x + place, mask=place < size, other=float("inf"))
 
 
 @triton.jit
-def _below_three(keys, bound, step):
-    """How many are below of bound + step, of bound + 2 step and of bound + 3 step: three sums of up to 1023 in one."""
-    counts = (keys < bound + step).to(tl.int32)
-    counts += (keys < bound + 2 * step).to(tl.int32) << 10
-    counts += (keys < bound + 3 * step).to(tl.int32) << 20
-    total = tl.sum(counts, 0)
-    return total & 1023, total >> 10 & 1023, total >> 20
+def _below(x, bound):
+    """(How many are below, their sum)."""
+    below = x < bound
+    return tl.sum(below.to(tl.int32), 0), tl.sum(tl.where(below, x, 0.0), 0)
 
 
 @triton.jit
-def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads, tokens, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
-                  SHIFTED: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A block's tokens, those of the lower half of the projections on its first principal key direction before the others, as a stable
-    sort would cut them; each half in its own order, as are all where keys are equal or one is not finite."""
+def _order_kernel(k, offsets, projections, order, log_count, k_batch, k_head, k_row, heads, tokens, units,
+                  ITERATIONS: tl.constexpr, CUTS: tl.constexpr, WIDTH: tl.constexpr, SHIFTED: tl.constexpr,
+                  ROWS: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """A block's tokens, those that lie lower on its first principal key direction before the others, either in their own order, as are all
+    where keys are equal or one is not finite; and the log of how many."""
     block, head, batch = own_block(heads)
     at = batch * heads + head
-    first, size = unit_rows(offsets, block, 1)
+    first, size = unit_rows(offsets, None, block, 1)
     k = head_at(k, batch, head, k_batch, k_head)
     _, acc, _ = centred_moments(k, None, None, first, size, k_row, 0, 0, SHIFTED, True, ROWS, FOLD, DIM_PAD, DIM, DIM_PAD)
     # From the diagonal, so that nothing is drawn; 1 keeps blocks of one key apart from 0 / 0. The trace is no less than the first principal
@@ -81,52 +78,52 @@ def _order_kernel(k, offsets, projections, order, k_batch, k_head, k_row, heads,
         tl.store(projections + row + rows, projected, mask=row + rows < size)
     # Other threads read them.
     tl.debug_barrier()
-    # The middle one in order: the largest number that no more than the lower half's are below of, found two bits at a time, until just the
-    # lower half's are. Of those that equal it the first fill the lower half.
-    lower_size = size // 2
-    own = _ordered_chunk(projections, 0, size, WIDTH)
-    middle = tl.full([], -(1 << 31), tl.int32)
-    wanted = lower_size
-    step = tl.full([], 1 << 30, tl.int32)
-    while (step > 0) & (wanted > 0):
-        one, two, three = _below_three(own, middle, step)
+    # First at the mean, then half way between both parts' means; what is not finite is never below.
+    own = _chunk(projections, 0, size, WIDTH)
+    total = tl.zeros([], tl.float32)
+    middle = tl.full([], float("inf"), tl.float32)
+    for cut in range(CUTS + 1):
+        number, some = _below(own, middle)
         for start in range(WIDTH, size, WIDTH):
-            more = _below_three(_ordered_chunk(projections, start, size, WIDTH), middle, step)
-            one += more[0]
-            two += more[1]
-            three += more[2]
-        below = tl.where(three <= lower_size, three, tl.where(two <= lower_size, two, one))
-        wanted = tl.where(one <= lower_size, lower_size - below, wanted)
-        middle += step * ((one <= lower_size).to(tl.int32) + (two <= lower_size).to(tl.int32) + (three <= lower_size).to(tl.int32))
-        step >>= 2
+            more = _below(_chunk(projections, start, size, WIDTH), middle)
+            number += more[0]
+            some += more[1]
+        if cut == 0:
+            total = some
+            middle = total / tl.maximum(number, 1)
+        else:
+            rest = size - number
+            between = (some / tl.maximum(number, 1) + (total - some) / tl.maximum(rest, 1)) * 0.5
+            middle = tl.where((number > 0) & (rest > 0), between, middle)
+    lower_size, _ = _below(own, middle)
+    for start in range(WIDTH, size, WIDTH):
+        lower_size += _below(_chunk(projections, start, size, WIDTH), middle)[0]
     # Of the chunks before.
-    lowers, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        keys = _ordered_chunk(projections, start, size, WIDTH)
-        # Both are counted at once.
-        marks = (keys < middle).to(tl.int32) + ((keys == middle).to(tl.int32) << 16)
-        before = tl.cumsum(marks, 0) - marks
-        equals_before = equals + (before >> 16)
-        lowers_before = lowers + (before & 0xFFFF) + tl.minimum(equals_before, wanted)
-        lower = (keys < middle) | (keys == middle) & (equals_before < wanted)
+        lower = _chunk(projections, start, size, WIDTH) < middle
+        marks = lower.to(tl.int32)
+        lowers_before = lowers + tl.cumsum(marks, 0) - marks
         tl.store(order + tl.where(lower, lowers_before, lower_size + place - lowers_before), first + place, mask=place < size)
-        if start + WIDTH < size:
-            total = tl.sum(marks, 0)
-            lowers += total & 0xFFFF
-            equals += total >> 16
+        lowers += tl.sum(marks, 0)
+    part = tl.arange(0, 2)
+    number = tl.where(part == 0, lower_size, size - lower_size)
+    known = tl.where(number > 0, tl.log(tl.maximum(number, 1).to(tl.float32)), float("-inf"))
+    tl.store(log_count + at * units + 2 * block + part, known)
 
 
 _launch_order = launcher(_order_kernel)
 
 
-def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, iterations: int, order: Tensor) -> None:
-    """Writes order of ``BlockEstimates`` for two units of a block."""
+def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, order: Tensor, log_count: Tensor) -> None:
+    """Writes order and log_count of ``BlockEstimates`` for two units of a block."""
     batch, heads, tokens, dim = k.shape
     projections = plan.working(batch, heads, tokens, dtype=torch.float32)
     config = tail_config("order", dim, k.dtype, device_limits(plan.device))
     # Blocks of the usual size fit; larger ones are looked at piece by piece.
     width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
-    constants = dict(ITERATIONS=iterations, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim), **padded(dim))
-    _launch_order(plan, (num_blocks * heads, batch, 1), (k, offsets, projections, order), (*strides(k), heads, tokens), (), constants,
-                  config)
+    constants = dict(ITERATIONS=ITERATIONS, CUTS=CUTS, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim),
+                     **padded(dim))
+    _launch_order(plan, (num_blocks * heads, batch, 1), (k, offsets, projections, order, log_count),
+                  (*strides(k), heads, tokens, log_count.shape[2]), (), constants, config)

@@ -31,13 +31,23 @@ def own_block(heads):
 
 
 @triton.jit
-def unit_rows(offsets, unit, PARTS: tl.constexpr):
-    """(first place, places) of a unit."""
-    block, part = unit // PARTS, unit % PARTS
-    start = tl.load(offsets + block)
-    length = tl.load(offsets + block + 1) - start
-    low = length * part // PARTS
-    return start + low, length * (part + 1) // PARTS - low
+def lower_tokens(log_count, block):
+    """How many tokens the first of a block's two units has, where it is estimated. log_count: of a head."""
+    return (tl.exp(tl.load(log_count + 2 * block)) + 0.5).to(tl.int32)
+
+
+@triton.jit
+def unit_rows(offsets, log_count, unit, PARTS: tl.constexpr):
+    """(first place, places) of a unit, where it is estimated. log_count: of a head."""
+    block = unit // PARTS
+    first = tl.load(offsets + block)
+    size = tl.load(offsets + block + 1) - first
+    if PARTS == 2:
+        lower = lower_tokens(log_count, block)
+        upper = unit % 2 == 1
+        first += tl.where(upper, lower, 0)
+        size = tl.where(upper, size - lower, lower)
+    return first, size
 
 
 @triton.jit
@@ -155,11 +165,12 @@ def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Of a block's units: means, log of the tokens and the keys' covariance."""
+    """Of a block's units: means, log of the tokens, which of two units is there before, and the keys' covariance."""
     block, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
+    log_count += (batch * heads + head) * units
     if order is not None:
         order += (batch * heads + head) * tokens
     dims = tl.arange(0, DIM_PAD)
@@ -168,7 +179,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
     # A NaN stays one, and infinity times zero is one.
     unsound = tl.full([], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
-        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
+        first, size = unit_rows(offsets, log_count, block * PARTS + part, PARTS)
         key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
                                                  ROWS, FOLD, COLS, DIM, DIM_PAD)
         covariance *= 1.0 / tl.maximum(size, 1)
@@ -186,9 +197,12 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
             _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
-        first, size = unit_rows(offsets, block * PARTS + part, PARTS)
-        known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
-        tl.store(log_count + at + part, known, mask=column == 0)
+        if PARTS == 1:
+            first, size = unit_rows(offsets, log_count, block, PARTS)
+            known = tl.where((unsound == 0.0) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+            tl.store(log_count + block, known, mask=column == 0)
+        else:
+            tl.store(log_count + block * PARTS + part, float("-inf"), mask=(column == 0) & (unsound != 0.0))
 
 
 @triton.jit
@@ -233,8 +247,9 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     unit, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + unit
-    first, size = unit_rows(offsets, unit, PARTS)
-    sound = tl.load(log_count + at) > float("-inf")
+    log_count += at - unit
+    first, size = unit_rows(offsets, log_count, unit, PARTS)
+    sound = tl.load(log_count + unit) > float("-inf")
     if useful is not None:
         some = tl.full([], 0, tl.int32)
         for of_group in range(0, group):

@@ -79,14 +79,19 @@ class TailCase:
                                                self.scale, False)
         return out, lse, shares.sum(-1)
 
-    def specified_estimates(self, order=None):
-        """In plain torch, of q, k and v in float64; ``order`` is taken instead of one of its own, in which ties of rounded numbers may
-        differ."""
+    def specified_estimates(self, cut=None):
+        """In plain torch, of q, k and v in float64; blocks are cut in two as those of the estimates ``cut``, where that is given: of
+        rounded numbers other tokens may be in between."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        if order is None:
+        if cut is None or cut.order is None:
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
-        with patch.object(eager._Cut, "principal_order", lambda *_: order):
+        with patch.object(eager._Cut, "principal_order", lambda *_: (cut.order, self.lower(cut))):
             return eager.estimate(q, k, v, *self.shape, self.scale, self.parts)
+
+    @staticmethod
+    def lower(estimates):
+        """int64 ``[B, Hkv, K]``: how many tokens the first of a block's two units has, 0 where none is estimated."""
+        return estimates.log_count[..., ::2].exp().round().long()
 
     def specified(self, out, lse, blocks, estimates):
         """(out, lse, share) in plain torch, all in float64."""
@@ -100,8 +105,8 @@ class TailCase:
         ``estimates``: the same unrounded."""
         q, k = self.q.double(), self.k.double()
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(self.parts)
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
+        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
+        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
         spread = kv_places.deviations(k, estimates.k_mean, estimates.order, sound)
         variance = self.rounded((spread.mT @ spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
         sampled, counted = places.sample()
@@ -120,8 +125,8 @@ class TailCase:
         dtype, estimates, heads = self.q.dtype, in_float64(estimates), self.q.shape[1]
         q, k, v, out, lse = (x.double() for x in (self.q, self.k, self.v, out, lse))
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(self.parts)
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, counts.shape)[..., None]
+        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
+        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
         k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
         covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
@@ -154,9 +159,10 @@ class TailCase:
         """The tokens of each unit of a key/value head."""
         bounds = self.kv_offsets.tolist()
         order = torch.arange(bounds[-1], device=self.q.device) if estimates.order is None else estimates.order[batch, head].long()
-        for start, end in zip(bounds[:self.kv_number], bounds[1:]):
-            for part in range(self.parts):
-                yield order[start + (end - start) * part // self.parts:start + (end - start) * (part + 1) // self.parts]
+        for block, (start, end) in enumerate(zip(bounds[:self.kv_number], bounds[1:])):
+            cuts = [start + int(self.lower(estimates)[batch, head, block])] if self.parts == 2 else []
+            for first, last in zip([start, *cuts], [*cuts, end]):
+                yield order[first:last]
 
     def formulas(self, out, lse, q, k, v, blocks, estimates):
         """(out, lse), head by head and block by block; h, mass and order are those of ``estimates``, means and covariances are not."""
