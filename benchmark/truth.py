@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssta.kernels import BlockLists
-from ssta.kernels.tail import ITERATIONS
+from ssta.kernels.tail import CUTS, ITERATIONS
 
 
 class Wrong(Exception):
@@ -105,7 +105,8 @@ def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, h
 
 
 def _units(k: Tensor, bounds: tuple[Tensor, Tensor], head: int, block: int, parts: int) -> list[Tensor]:
-    """The tokens of each unit of a block: all, or those whose keys lie lower and higher on the block's first principal direction."""
+    """The tokens of each unit of a block: all, or those whose keys lie lower and higher on the block's first principal direction, cut
+    where the means of both are as far away."""
     tokens = _tokens(bounds, 0, head, block)
     if parts == 1 or len(tokens) < 2:
         return [tokens]
@@ -116,8 +117,13 @@ def _units(k: Tensor, bounds: tuple[Tensor, Tensor], head: int, block: int, part
     for _ in range(ITERATIONS):
         direction = variance @ direction
         direction = direction / direction.norm().clamp(min=1e-20)
-    order = (spread @ direction).argsort(stable=True)
-    return [tokens[order[:len(tokens) // 2]], tokens[order[len(tokens) // 2:]]]
+    along, middle = spread @ direction, 0.0
+    for _ in range(CUTS):
+        lower = along < middle
+        if lower.any() and not lower.all():
+            middle = float(along[lower].mean() + along[~lower].mean()) / 2
+    lower = along < middle
+    return [tokens[lower], tokens[~lower]] if lower.any() else [tokens]
 
 
 def _sampled(tokens: int, number: int) -> list[int]:

@@ -12,10 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..lowering.plans import Plan
-from ..lowering.primitives import LOG2E
+from ..lowering.primitives import LOG2E, sampled_rows
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
-from ..portable.tail_statistics import sampled_rows
 from .gluon_compat import aggregate, barrier, copy_in
 from .primitives import barrier_ring, matrix, not_finite, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, row_lanes
 from .softmax import softmax_step

@@ -184,3 +184,16 @@ def ordered(scores):
 def tanh(x):
     # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
     return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)
+
+
+@triton.jit
+def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
+    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered
+    ``run``."""
+    inside = block < blocks
+    start = tl.load(offsets + block, mask=inside, other=0)
+    size = tl.load(offsets + block + 1, mask=inside, other=0) - start
+    low = run * size // SAMPLE
+    length = (run + 1) * size // SAMPLE - low
+    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
+    return start + low + ((run * 40503 % 65536) * length >> 16), length > 0

@@ -10,11 +10,11 @@ from ..device import device_limits
 from ..lowering.arguments import Lists
 from ..lowering.chunks import shared_strides
 from ..lowering.plans import Plan
-from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, softmax_step
+from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
-from .tail_statistics import head_at, sampled_rows
+from .tail_statistics import head_at
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.plans import Plan
+from ..lowering.primitives import sampled_rows
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
@@ -203,19 +204,6 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             tl.store(log_count + block, known, mask=column == 0)
         else:
             tl.store(log_count + block * PARTS + part, float("-inf"), mask=(column == 0) & (unsound != 0.0))
-
-
-@triton.jit
-def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
-    """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered
-    ``run``."""
-    inside = block < blocks
-    start = tl.load(offsets + block, mask=inside, other=0)
-    size = tl.load(offsets + block + 1, mask=inside, other=0) - start
-    low = run * size // SAMPLE
-    length = (run + 1) * size // SAMPLE - low
-    # Places spread evenly by the golden ratio, and not in step with the lines of a picture.
-    return start + low + ((run * 40503 % 65536) * length >> 16), length > 0
 
 
 @triton.jit

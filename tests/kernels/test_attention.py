@@ -156,7 +156,9 @@ def test_calls_of_a_kind_follow_one_plan(impl):
         wanted = run_forward(route, x, k, v, of, scale or 0.125, False)
         assert all(map(torch.equal, found, wanted)) and found[0].stride() == wanted[0].stride()
     planned = [of.plans for of in attention._known.values() if of.route == route]
-    assert {None if plan is None else len(plan.results) for plans in planned for plan in plans.values()} == {None, 2}
+    results = {None if plan is None else len(plan.results) for plans in planned for plan in plans.values()}
+    # Ragged blocks may have another route.
+    assert 2 in results and results <= {None, 2}
 
 
 @pytest.mark.gpu

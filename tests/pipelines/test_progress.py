@@ -289,6 +289,6 @@ def test_every_pipeline_of_diffusers_says_which_step_it_is():
     # Mochi keeps 1000 - t.
     assert {name: ways for name, ways in found.items() if "none" in ways} == {}
     others = {f"{name}Pipeline" for name in (
-        "AnyFlow", "ConsisID", "Cosmos2_5_PredictBase", "Cosmos2_5_Transfer", "EasyAnimate", "EasyAnimateControl", "EasyAnimateInpaint",
-        "HeliosPyramid", "Kandinsky5I2I", "Kandinsky5I2V", "Kandinsky5T2I", "Kandinsky5T2V", "Mochi")}
+        "AnyFlow", "AnyFlowFAR", "ConsisID", "Cosmos2_5_PredictBase", "Cosmos2_5_Transfer", "EasyAnimate", "EasyAnimateControl",
+        "EasyAnimateInpaint", "HeliosPyramid", "Kandinsky5I2I", "Kandinsky5I2V", "Kandinsky5T2I", "Kandinsky5T2V", "Mochi")}
     assert {name for name, ways in found.items() if ways != {"current"}} == others

@@ -25,9 +25,9 @@ import ssta.kernels
 # Triton, what lowers the lists and what counts must be the real ones, so they are imported before anything is replaced.
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
+from ssta.kernels.lowering import primitives as real_primitives
 from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering import tma as real_tma
-from ssta.kernels.portable import tail_statistics as real_statistics
 
 FAR = real_tma.FAR.value
 _late = False
@@ -343,9 +343,9 @@ def _modules():
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=tma, warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
     names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out)
-    # What the portable kernels share with them.
-    sampled_rows = FunctionType(real_statistics.sampled_rows.fn.__code__, dict(tl=language))
-    fakes = {"triton.experimental.gluon": gluon, "ssta.kernels.portable.tail_statistics": dict(sampled_rows=sampled_rows),
+    # What portable kernels share with them.
+    sampled_rows = FunctionType(real_primitives.sampled_rows.fn.__code__, dict(tl=language))
+    fakes = {"triton.experimental.gluon": gluon, "ssta.kernels.lowering.primitives": dict(vars(real_primitives), sampled_rows=sampled_rows),
              "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
