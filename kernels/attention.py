@@ -197,7 +197,8 @@ def _planned(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, 
         plan.results += route.run(q, k, v, BlockLists.trusted(*lists, *others), scale, causal)
 
     planned = Plans(write).planned((q, k, v, blocks.counts, blocks.indices), ())
-    return None if isinstance(planned, Unplanned) else planned
+    # Constants hold nothing yet where a capture makes them; none is known to come of blocks of one size.
+    return None if isinstance(planned, Unplanned) or planned.constants else planned
 
 
 def _operate(name: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool,
