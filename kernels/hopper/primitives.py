@@ -164,6 +164,20 @@ def fill_selector(selector):
         selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
 
 
+@gluon.constexpr_function
+def biases_layout():
+    """[N, 16] in one warp: a lane has whole rows, two stores each."""
+    return gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
+
+
+@gluon.jit
+def three_parts(x):
+    """float32 numbers as three that 16 bits hold, the last but for rounding, in float32."""
+    high = x.to(gl.bfloat16).to(gl.float32)
+    middle = (x - high).to(gl.bfloat16).to(gl.float32)
+    return high, middle, x - high - middle
+
+
 @gluon.jit
 def matrix(buffer):
     """A [1, ..., rows, D] tile as the matrix it is."""

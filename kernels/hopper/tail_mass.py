@@ -16,7 +16,20 @@ from ..lowering.primitives import LOG2E, sampled_rows
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in
-from .primitives import barrier_ring, matrix, not_finite, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, row_lanes
+from .primitives import (
+    barrier_ring,
+    biases_layout,
+    matrix,
+    not_finite,
+    product_layout,
+    ring_arrive,
+    ring_at,
+    ring_free,
+    ring_init,
+    ring_wait,
+    row_lanes,
+    three_parts,
+)
 from .softmax import softmax_step
 
 ROWS = 64          # queries of a warpgroup: the height of one wgmma
@@ -53,12 +66,6 @@ class Work:
 
 
 @gluon.constexpr_function
-def _biases_layout():
-    """[UNITS, 16] in one warp: a lane has whole rows, two stores each."""
-    return gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
-
-
-@gluon.constexpr_function
 def _h_layout(blocks):
     """[UNITS, blocks] in one warp: whole rows too."""
     return gl.BlockedLayout([1, blocks], [32, 1], [1, 1], [1, 0])
@@ -81,9 +88,8 @@ def _by_block(blocks):
 @gluon.jit
 def _parts(x, columns, FIRST: gl.constexpr, others):
     """[N, 16] of N numbers as three of 16 bits each, from column FIRST on, which the matrix unit adds up again; ``others`` elsewhere."""
-    high = x.to(gl.bfloat16).to(gl.float32)
-    middle = (x - high).to(gl.bfloat16).to(gl.float32)
-    last = gl.where(columns == FIRST + 2, (x - high - middle)[:, None], others)
+    high, middle, rest = three_parts(x)
+    last = gl.where(columns == FIRST + 2, rest[:, None], others)
     return gl.where(columns == FIRST, high[:, None], gl.where(columns == FIRST + 1, middle[:, None], last))
 
 
@@ -115,7 +121,7 @@ def _load_h(work, half_variance, step, BLOCKS: gl.constexpr):
 def _load_count(work, log_count, step):
     """[UNITS], -inf where there are none."""
     UNITS: gl.constexpr = work.k.shape[3]
-    unit = _first_unit(work, step) + gl.arange(0, UNITS, layout=gl.SliceLayout(1, _biases_layout()))
+    unit = _first_unit(work, step) + gl.arange(0, UNITS, layout=gl.SliceLayout(1, biases_layout()))
     return gl.load(log_count + unit, mask=unit < work.units, other=float("-inf"))
 
 
@@ -124,7 +130,7 @@ def _load(work, k_desc, batch, kv_head, log_count, half_variance, inverse, CAP: 
     """The loading partition: all units twice. ``inverse``: 1 over the factor on scores. BLOCKS: of a warpgroup."""
     UNITS: gl.constexpr = work.k.shape[3]
     WARPGROUPS: gl.constexpr = work.q.shape[0]
-    layout: gl.constexpr = _biases_layout()
+    layout: gl.constexpr = biases_layout()
     columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([UNITS, 16], gl.int32, layout)
     ones = gl.where((columns >= 4) & (columns < 7), 1.0, 0.0)
     count, h = _load_count(work, log_count, 0), _load_h(work, half_variance, 0, WARPGROUPS * BLOCKS)

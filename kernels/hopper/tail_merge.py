@@ -24,6 +24,7 @@ from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
     barrier_ring,
+    biases_layout,
     fill_selector,
     matrix,
     one_word,
@@ -36,6 +37,7 @@ from .primitives import (
     ring_init,
     ring_wait,
     row_lanes,
+    three_parts,
 )
 from .softmax import overflown, softmax_step
 
@@ -77,20 +79,13 @@ class Work:
     rows: gl.tensor                          # rows from there to the end of the block
 
 
-@gluon.constexpr_function
-def _biases_layout():
-    """[UNITS, 16] in one warp: a lane has whole rows, two stores each."""
-    return gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
-
-
 @gluon.jit
 def _write_biases(buffer, biases, LAYOUT: gl.constexpr):
     """Leaves UNITS numbers as three of 16 bits each, which the matrix unit adds up again."""
     UNITS: gl.constexpr = buffer.shape[0]
-    high = biases.to(gl.bfloat16).to(gl.float32)
-    middle = (biases - high).to(gl.bfloat16).to(gl.float32)
+    high, middle, rest = three_parts(biases)
     columns = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([UNITS, 16], gl.int32, LAYOUT)
-    parts = gl.where(columns == 0, high[:, None], gl.where(columns == 1, middle[:, None], (biases - high - middle)[:, None]))
+    parts = gl.where(columns == 0, high[:, None], gl.where(columns == 1, middle[:, None], rest[:, None]))
     buffer.store(gl.where(columns < 3, parts, 0.0).to(gl.bfloat16))
 
 
@@ -106,7 +101,7 @@ def _load_k(work, i, desc, head, row):
 def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
     """All units, which use the rings from ``first_k`` and ``first_v`` on."""
     UNITS: gl.constexpr = work.k.shape[3]
-    layout: gl.constexpr = _biases_layout()
+    layout: gl.constexpr = biases_layout()
     lines = gl.arange(0, UNITS, layout=gl.SliceLayout(1, layout))
     values = gl.load(bias + lines, mask=lines < units, other=float("-inf"))
     for step in range(work.steps):

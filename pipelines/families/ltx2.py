@@ -20,7 +20,7 @@ from ..patch.processor import SSTAProcessor
 from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
 
-_ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
+ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
 
 class LTX2SSTAProcessor(SSTAProcessor):
@@ -49,7 +49,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
             x = norm(linear(hidden_states))
             if rotary_emb is not None:
-                x = _ROPE[attn.rope_type](x, rotary_emb)
+                x = ROPE[attn.rope_type](x, rotary_emb)
             return x.unflatten(2, (attn.heads, -1))
 
         # v comes from outside, where it may be all that is asked for.
