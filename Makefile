@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU; make quick: the faster half of them
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
-# Others: make mutants, make compat (every supported Triton), make gpu-test, make gate, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
+# Others: make compile, make mutants, make compat (every supported Triton), make gpu-test, make gate, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test quick mutants gpu-test gate sanitize bench lint wheel check-wheel hub clean compat
+.PHONY: help demo test quick compile mutants gpu-test gate sanitize bench lint wheel check-wheel hub clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +47,10 @@ quick: $(STAMP)
 
 gpu-test: $(STAMP)
 	$(BIN)/pytest -m gpu
+
+# What the compiler makes of the kernels, for kinds of GPUs that are not there.
+compile: $(STAMP)
+	$(BIN)/python tests/tools/compile_kernels.py
 
 # Deliberate faults in the sources, each of which the tests must catch.
 mutants: $(STAMP)
@@ -83,7 +87,8 @@ compat: $(STAMP)
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version "triton==$$version.*" && \
 		PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto tests/kernels \
 			tests/interfaces/test_compressed_blocks.py tests/interfaces/test_native_sparse_attention.py \
-			tests/interfaces/test_seer_attention.py tests/interfaces/test_seer_decode.py || exit 1; \
+			tests/interfaces/test_seer_attention.py tests/interfaces/test_seer_decode.py && \
+		PYTHONPATH=$(CURDIR)/build/triton-$$version $(BIN)/python tests/tools/compile_kernels.py || exit 1; \
 	done
 
 lint: $(STAMP)

@@ -1,6 +1,6 @@
 """Compiles what the package launches for GPUs of several kinds, without one, and prints a line of what the compiler says of each kernel.
 
-    python tests/tools/compile_kernels.py [--all] [WORD ...]
+    python tests/tools/compile_kernels.py [--all] [--jobs N] [WORD ...]
 
 Too much shared or tensor memory, registers reloaded in a loop over chunks, many bytes spilled elsewhere, a serialised wgmma (C751x),
 registers that are not reassigned (C7507), or one copy of a tile where it should be loaded ahead makes it exit with 1: such a kernel would
@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
 import triton
-from pretend import CARDS, TENSOR_MEMORY, Compiled, Compiler
+from pretend import CARDS, TENSOR_MEMORY, Card, Compiled, Compiler
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -269,34 +273,49 @@ def line(label: str, kernel: Compiled, wrong: list[str]) -> str:
     return f"{label}, {kernel.name} {kernel.launched}: {', '.join(words)}: {', '.join(wrong) or 'fine'}"
 
 
+COMPILER = Compiler()
+
+
+def compiled_well(cases: list[tuple[str, Case, Card]], everything: bool) -> bool:
+    """Compiles the cases, which have a label and a card, prints a line of each kernel, and says whether nothing is wrong with any."""
+    from ssta.kernels.lowering.plans import Plans
+
+    fine = True
+    for label, case, card in cases:
+        pretended = card if case.processors is None else card._replace(multiprocessors=case.processors)
+        # Of each program a multiprocessor keeps a KiB for itself.
+        pretended = pretended._replace(shared_memory=(pretended.shared_memory + 1024) // case.programs - 1024)
+        assembled = case.assembled and (everything or case.asked is None or card.architecture in case.asked)
+        looped = case.allowed.first is not None or case.allowed.reloads is not None
+        # Each card has plans of its own.
+        for plans in [x for x in gc.get_referrers(Plans) if isinstance(x, Plans)]:
+            plans.kinds.clear()
+        for kernel in COMPILER.compile(case.call, pretended, case.kernels, assembled, looped):
+            wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
+            print(f"{label}: {kernel}" if isinstance(kernel, str) else line(label, kernel, wrong), flush=True)
+            fine = fine and not wrong
+    return fine
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="of a label, such as sm_80|sm_89, forward or causal; all must be in it")
     parser.add_argument("--all", action="store_true", help="the rare cases too")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time (default %(default)s)")
     options = parser.parse_args(argv)
-    compiler = Compiler()
-    compiler.install()
-    from ssta.kernels.lowering.plans import Plans
-
-    fine = True
+    # By card and kind of kernels, which have none in common.
+    groups: dict[str, list[tuple[str, Case, Card]]] = {}
     for name, case in cases().items():
         for card in case.cards:
             label = f"{CARDS[card]} {name}"
-            if not (options.all or case.usual is None or card in case.usual) or not chosen(label, options.words):
-                continue
-            pretended = CARDS[card] if case.processors is None else CARDS[card]._replace(multiprocessors=case.processors)
-            # Of each program a multiprocessor keeps a KiB for itself.
-            pretended = pretended._replace(shared_memory=(pretended.shared_memory + 1024) // case.programs - 1024)
-            assembled = case.assembled and (options.all or case.asked is None or card in case.asked)
-            looped = case.allowed.first is not None or case.allowed.reloads is not None
-            # Each card has plans of its own.
-            for plans in [x for x in gc.get_referrers(Plans) if isinstance(x, Plans)]:
-                plans.kinds.clear()
-            for kernel in compiler.compile(case.call, pretended, case.kernels, assembled, looped):
-                wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
-                print(f"{label}: {kernel}" if isinstance(kernel, str) else line(label, kernel, wrong), flush=True)
-                fine = fine and not wrong
-    return int(not fine)
+            if (options.all or case.usual is None or card in case.usual) and chosen(label, options.words):
+                groups.setdefault(" ".join(label.split()[:2]), []).append((label, case, CARDS[card]))
+    if not groups:
+        parser.error(f"words must choose a case, got {' '.join(options.words)}")
+    # Forked, so that torch and Triton are imported once. Hopper's kernels, which take longest, begin.
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(options.jobs, get_context("fork"), COMPILER.install) as pool:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        return int(not all([*pool.map(partial(compiled_well, everything=options.all), [*groups.values()][::-1])]))
 
 
 if __name__ == "__main__":
