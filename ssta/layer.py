@@ -21,6 +21,7 @@ from .text import TextMask
 if TYPE_CHECKING:
     from .kernels.lowering.plans import Plan, Planned, Plans
     from .kernels.tail import BlockEstimates, KeyStatistics
+    from .ranks.shares import Sent
 
 
 class Held(NamedTuple):
@@ -148,7 +149,7 @@ class Layer:
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
-        self.rows = all_rows(self.tiles) if spec.rows is None else some_rows(self.tiles, spec.rows)
+        self.rows = all_rows(self.tiles, spec.returned) if spec.rows is None else some_rows(self.tiles, spec.rows)
         self._routes: dict[tuple, Route] = Kept(64)
         self._constants: dict[int, Tensor] = {}
         self._whole: Plans | None = None
@@ -158,47 +159,54 @@ class Layer:
         if not torchs and self.tiles.num_slots == spec.layout.length:
             self._whole = self.backend.plans(self._write)
 
-    def run(self, q: Input | Tiled, k: Input | None = None, v: Input | None = None, text_mask: TextMask | Tensor | None = None,
-            selection: Selection | None = None, *, keep_scores: bool = False, returned: Tensor | None = None,
+    def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, keep_scores: bool = False,
             apart: bool = False) -> Ran:
         """Attention over the layer's sequences.
 
         Args:
-            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as one Tiled.
+            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as other ranks
+                sent them, or as one Tiled.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
             keep_scores: the selection keeps its scores.
-            returned: int64, the slots that the result takes, in its order; None = the sequence's.
             apart: everything that is given has memory of its own, as an operator must have it.
         """
         left = self.left(text_mask) if isinstance(text_mask, TextMask) else None
-        special = apart or keep_scores or selection is not None or returned is not None
-        if self._whole is not None and not special and isinstance(q, Tensor):
-            assert isinstance(k, Tensor) and isinstance(v, Tensor)
+        special = apart or keep_scores or selection is not None or isinstance(q, (Tiled, Deferred))
+        if self._whole is not None and not special:
             ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left)
             if ran is not None:
                 return ran
-        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection, keep_scores, returned)
+        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection, keep_scores)
 
-    def _planned(self, q: Tensor, k: Tensor, v: Tensor, text_mask: Tensor | None, left: Left | None) -> Ran | None:
+    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None) -> Ran | None:
         """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        qkv: tuple[Any, ...] = q, k, v
+        waits: tuple[Callable[[], object], ...] = ()
+        if not isinstance(q, Tensor):
+            # The layer has their memory for itself.
+            qkv, waits = (q.memory, k.memory, v.memory, q.sent, k.sent, v.sent), (q.wait, k.wait, v.wait)
+        if (qkv[0].data_ptr() | qkv[1].data_ptr() | qkv[2].data_ptr()) % 16:
             return None
         assert self._whole is not None
-        inputs = [x for x in (q, k, v, text_mask, *(left or ())) if x is not None]
-        planned = self._whole.planned((q, k, v, text_mask), left or (None, None))
+        own = [x for x in qkv if x is not None]
+        inputs = [*own, *[x for x in (text_mask, *(left or ())) if x is not None]]
+        planned = self._whole.planned((*qkv, text_mask), left or (None, None))
         if isinstance(planned, Unplanned):
             return None
-        held: list[Any] = planned.run(inputs)
-        out = held[len(inputs)]
+        held: list[Any] = planned.run(inputs, waits)
+        out = planned.result(held, 0)
         if not self.spec.recorded:
             # Of these nothing is asked for again.
-            held[:3] = None, None, None
+            held[:len(own)] = [None] * len(own)
         return Ran(out, planned.note, held, partial(self._found, planned))
 
     def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
         """The plan of a run."""
-        q, k, v, text_mask = xs
+        q, k, v, *sent, text_mask = xs
+        if sent:
+            q, k, v = map(plan.arriving, (q, k, v), sent)
         ran = self._steps(q, k, v, self.left(text_mask) if text_mask is not None else Left(*left))
         plan.results.append(ran.out)
         # A tape goes with the backward, and what is known of a selection may stay.
@@ -215,8 +223,8 @@ class Layer:
         mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
-    def _steps(self, q: Input | Tiled, k: Input | None, v: Input | None, left: Left, selection: Selection | None = None,
-               keep_scores: bool = False, returned: Tensor | None = None) -> Ran:
+    def _steps(self, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
+               selection: Selection | None = None, keep_scores: bool = False) -> Ran:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
         if isinstance(q, Tiled):
             tiled = q
@@ -243,12 +251,12 @@ class Layer:
         del rows, q, k, v
         blocks = selection.blocks
         held = (blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful, None if mass is None else mass.shares, *(tape or ()))
-        return Ran(self.take(out, returned), route, held,
+        return Ran(self.take(out), route, held,
                    lambda held: Found(selection, mass, Tape._make(held[_KNOWN:]) if held[_KNOWN:] else None), means)
 
     # The steps
 
-    def gather(self, q: Input, k: Input, v: Input) -> Tiled:
+    def gather(self, q: Input | Sent, k: Input | Sent, v: Input | Sent) -> Tiled:
         """Tokens into tiles."""
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
@@ -329,13 +337,11 @@ class Layer:
             tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
             v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
 
-    def take(self, out: Tensor, returned: Tensor | None = None) -> Tensor:
-        """Back to the order of the sequence."""
-        if returned is None:
-            if not self.moves and self.spec.rows is None:
-                return out
-            returned = self.rows.returned if not self.estimates else self.rows.slot_of_token
-        return self.backend.take(out, returned)
+    def take(self, out: Tensor) -> Tensor:
+        """Back to the order of the sequence, or the one that the result is wanted in."""
+        if not self.moves and self.spec.rows is None and self.spec.returned is None:
+            return out
+        return self.backend.take(out, self.rows.slot_of_token if self.estimates else self.rows.returned)
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.

@@ -18,7 +18,7 @@ from .kernels import BlockLists, Route
 from .kernels.memo import traced
 from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
 from .layer import Found, Layer, Ran, Tape, prepared
-from .layout import Input, TileLayout
+from .layout import Input
 from .mass import ExactMass
 from .returns import TAPE, everything, own_tensors, results, tensors
 from .selection import Selection
@@ -99,8 +99,7 @@ def layer_of(spec: LayerSpec) -> Layer:
 
 def run_layer(
     query: Input, key: Input, value: Input, spec: LayerSpec, world: World, text_mask: Tensor | TextMask | None,
-    selection: Selection | None = None, *, returned: Callable[[TileLayout], Tensor] | None = None,
-    layers: Callable[[LayerSpec], Layer] = layer_of,
+    selection: Selection | None = None, *, layers: Callable[[LayerSpec], Layer] = layer_of,
 ) -> LayerResult:
     """The layer of ``spec`` on tensors that it describes.
 
@@ -109,8 +108,6 @@ def run_layer(
         world: in which they come.
         text_mask: of the keys' dense runs, checked.
         selection: attend to what an earlier call with the same layouts, config and text_mask selected, instead of selecting anew.
-        returned: gives for the queries' tiles the int64 slots that out consists of, in its order; None = the sequence's. Without a
-            gradient.
         layers: gives the layer of a spec.
     """
     if world.watched and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -119,7 +116,7 @@ def run_layer(
     layer = layers(spec)
     if not spec.recorded:
         with on_device(query), torch.no_grad():
-            ran = layer.run(query, key, value, text_mask, selection, returned=None if returned is None else returned(layer.tiles))
+            ran = layer.run(query, key, value, text_mask, selection)
         return LayerResult(ran.out, ran, ran.means)
     kept: list[Ran] = []
     out, *means = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)

@@ -45,8 +45,8 @@ def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts: Te
         lists = batch, 1 if config.mask_share_within_head else heads
     else:
         lists = batch if masked and whole else 1, 1
-    found = {"out": _tokens(spec, query, _rows(spec, spec.layout.length)), "counts": Like((*lists, cut.num_tiles)),
-             "indices": Like((*lists, cut.num_tiles, kv_cut.num_tiles))}
+    out = _tokens(spec, query, _tokens_of(spec.returned or spec.rows, spec.layout.length))
+    found = {"out": out, "counts": Like((*lists, cut.num_tiles)), "indices": Like((*lists, cut.num_tiles, kv_cut.num_tiles))}
     if masked and not whole:
         found["lengths"] = Like((batch, 1, kv_cut.num_tiles))
     if spec.estimates:
@@ -95,7 +95,7 @@ def own_tensors(found: dict[str, Tensor | None], expected: dict[str, Tensor], in
 def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
     """The fields of the ``Tape`` of a layer that records a gradient; what is not there is None, or one of the layer's inputs."""
     batch, heads, kv_heads, dim, wide, (cut, kv_cut) = query.shape[0], spec.heads, spec.kv_heads, spec.head_dim, _wide(spec), spec.cuts
-    slots, rows, parts = cut.num_slots, _rows(spec, cut.num_slots), spec.config.compensation_parts
+    slots, rows, parts = cut.num_slots, _tokens_of(spec.rows, cut.num_slots), spec.config.compensation_parts
     found = {"out": _tokens(spec, query, rows), "lse": Like((batch, heads, rows), wide)}
     moves = cut.moves or kv_cut.moves
     if moves or spec.rows is not None:
@@ -126,9 +126,9 @@ def _tokens(spec: LayerSpec, query: Tensor, number: int, heads: int | None = Non
     return Like((query.shape[0], heads, number, dim), spec.dtype, strides)
 
 
-def _rows(spec: LayerSpec, every: int) -> int:
-    """How many rows are computed."""
-    return every if spec.rows is None else sum([count for _, count in spec.rows])
+def _tokens_of(spans: tuple[tuple[int, int], ...] | None, every: int) -> int:
+    """How many there are in ``spans``; None = ``every``."""
+    return every if spans is None else sum([count for _, count in spans])
 
 
 def _wide(spec: LayerSpec) -> torch.dtype:

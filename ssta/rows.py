@@ -22,7 +22,7 @@ class AllRows:
     """Every row of ``tiles``: nothing is to be done.
 
     Args:
-        returned: int64, the row of each computed token, in the sequence's order.
+        returned: int64, the row of each token of the result, in its order.
         held: int64, which of these tokens each row holds, -1 = padding.
         slot_of_token, token_of_slot: the same of the slots of all rows.
     """
@@ -111,8 +111,10 @@ class SomeRows:
 Rows = AllRows | SomeRows
 
 
-def all_rows(tiles: TileLayout) -> AllRows:
-    return AllRows(tiles, tiles.inverse, tiles.returned, tiles.inverse, tiles.returned)
+def all_rows(tiles: TileLayout, returned: tuple[tuple[int, int], ...] | None = None) -> AllRows:
+    """returned: as ``LayerSpec`` has it."""
+    slots = tiles.inverse if returned is None else torch.cat([tiles.inverse.narrow(0, first, count) for first, count in returned])
+    return AllRows(tiles, slots, tiles.returned, slots, tiles.returned)
 
 
 @remember(64)

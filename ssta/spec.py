@@ -43,6 +43,8 @@ class LayerSpec(NamedTuple):
         rows: (first token, tokens) of the only queries that are computed; None = all.
         peers: the ranks with the other heads, where they are needed to select.
         means: whether the means of the video tiles of query, key and value are given too, through which gradients flow.
+        returned: (first token, tokens) of what the result consists of, in its order, as ranks send it to one another; None = the computed
+            queries, in the sequence's. Without a gradient.
     """
 
     layout: TokenLayout
@@ -60,6 +62,7 @@ class LayerSpec(NamedTuple):
     rows: tuple[tuple[int, int], ...] | None = None
     peers: Peers | None = None
     means: bool = False
+    returned: tuple[tuple[int, int], ...] | None = None
 
     @property
     def cuts(self) -> tuple[Cut, Cut]:
@@ -87,7 +90,7 @@ class LayerSpec(NamedTuple):
         peers = None if self.peers is None else tuple(self.peers)
         return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale.hex(), str(self.dtype), index(self.heads),
                      index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.rows, peers,
-                     self.means))
+                     self.means, self.returned))
 
     @classmethod
     def from_text(cls, text: str, device: torch.device) -> LayerSpec:
@@ -101,7 +104,8 @@ class LayerSpec(NamedTuple):
 
 @remember_plain
 def _from_text(text: str, device: torch.device) -> LayerSpec:
-    layout, kv_layout, config, scale, dtype, heads, kv_heads, dim, impl, deterministic, recorded, rows, peers, mean = ast.literal_eval(text)
+    (layout, kv_layout, config, scale, dtype, heads, kv_heads, dim, impl, deterministic, recorded, rows, peers, means,
+     returned) = ast.literal_eval(text)
     return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig.from_plain(config), float.fromhex(scale),
                      getattr(torch, dtype.removeprefix("torch.")), device, heads, kv_heads, dim, impl, deterministic, recorded, rows,
-                     None if peers is None else Peers(*peers), mean)
+                     None if peers is None else Peers(*peers), means, returned)

@@ -55,17 +55,21 @@ class Constant(NamedTuple):
         return -1, self.x.data_ptr()
 
 
+# Takes a call's stream, the addresses and the tensors of its ByAddress, all its tensors, and what it has to wait for.
+Step = Callable[[int, list[int], list[Tensor], list[Tensor], Sequence[Callable[[], object]]], object]
+
+
 class ByAddress:
     """The steps of a plan, which all take what they need from two lists that a call makes once."""
 
     def __init__(self) -> None:
-        self.steps: list[Callable[[int, list[int], list[Tensor], list[Tensor]], None]] = []
+        self.steps: list[Step] = []
         # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
         self._addresses: dict[tuple[int, int], int] = {}
         self._tensors: dict[Place | Constant | None, int] = {}
 
     @classmethod
-    def of(cls, steps: Sequence[Launch | Call]) -> ByAddress | None:
+    def of(cls, steps: Sequence[Launch | Call | Wait]) -> ByAddress | None:
         """None unless all kernels are compiled, and launched directly."""
         found = cls()
         for step in steps:
@@ -84,12 +88,12 @@ class ByAddress:
         """Picks the places' tensors."""
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
-    def __call__(self, stream: int, bases: list[Tensor], begins: list[int]) -> None:
+    def __call__(self, stream: int, bases: list[Tensor], begins: list[int], waits: Sequence[Callable[[], object]] = ()) -> None:
         begins.append(0)
         addresses = [begins[base] + offset for base, offset in self._addresses]
         tensors: list[Any] = [None if place is None else place.of(bases) for place in self._tensors]
         for step in self.steps:
-            step(stream, addresses, tensors, bases)
+            step(stream, addresses, tensors, bases, waits)
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:
@@ -127,12 +131,12 @@ class Launch(NamedTuple):
         return self._replace(spots=[None if spot is None else spot._replace(place=final(spot.place)) for spot in self.spots],
                              where=[final(place) for place in self.where])
 
-    def with_tensors(self, bases: list[Tensor]) -> None:
+    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.kind, spot.make) for spot in self.spots]
         tensors = [None if place is None else place.of(bases) for place in self.where]
         self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
 
-    def by_address(self, call: ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None] | None:
+    def by_address(self, call: ByAddress) -> Step | None:
         """The same for later calls; None where it is not launched directly."""
         direct = self.quick.direct(self.key, [0 if place is None else place.begin()[1] for place in self.where])
         if direct is None:
@@ -141,7 +145,7 @@ class Launch(NamedTuple):
         rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.where)
         described = self._described(direct, call) if self.spots else None
 
-        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor]) -> None:
+        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor], waits: Sequence) -> None:
             descriptors = described(addresses, bases) if described else ()
             if flat:
                 launch(*grid, stream, *settled, *descriptors, *pointers(addresses), *rest)
@@ -186,9 +190,32 @@ class Call(NamedTuple):
     def moved(self, final: Callable) -> Call:
         return self._replace(where=[final(place) for place in self.where])
 
-    def with_tensors(self, bases: list[Tensor]) -> None:
+    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         self.function(*[None if place is None else place.of(bases) for place in self.where])
 
-    def by_address(self, call: ByAddress) -> Callable[[int, list[int], list[Tensor], list[Tensor]], None]:
+    def by_address(self, call: ByAddress) -> Step:
         function, arguments = self.function, call.tensors_of(self.where)
-        return lambda stream, addresses, tensors, bases: function(*arguments(tensors))
+        return lambda stream, addresses, tensors, bases, waits: function(*arguments(tensors))
+
+
+class Wait(NamedTuple):
+    """That an input has arrived, which was on its way when the call began.
+
+    Attributes:
+        number: of all inputs that arrive.
+    """
+
+    number: int
+
+    def places(self) -> list[Place | Constant | None]:
+        return []
+
+    def moved(self, final: Callable) -> Wait:
+        return self
+
+    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
+        waits[self.number]()
+
+    def by_address(self, call: ByAddress) -> Step:
+        number = self.number
+        return lambda stream, addresses, tensors, bases, waits: waits[number]()

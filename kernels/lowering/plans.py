@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
-from .by_address import ByAddress, Call, Constant, Launch, Place, Spot
+from .by_address import ByAddress, Call, Constant, Launch, Place, Spot, Wait
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
 
@@ -45,11 +46,27 @@ class Plan:
         self.device = device
         self.results: list[Tensor] = []
         self.kept: list[tuple[Tensor | None, ...]] = []
-        self.steps: list[Launch | Call] = []
+        self.steps: list[Launch | Call | Wait] = []
         # All that is known, by storage; the tensors are held, so that no other storage has the same number.
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
+        # Inputs that are a call's own, and the last step that still needs them as they are; None = as its code says.
+        self._own: dict[int, int | None] = {}
+        self._waits = 0
         self.inputs = [self._known(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
+
+    def arriving(self, x: Tensor, sent: Tensor | None) -> Arriving:
+        """The input x, which is on its way when a call begins, while the input ``sent`` goes the other way. Both are a call's own: what is
+        made after the last use of x may lie there, and where ``sent`` is once x has arrived."""
+        self._own[self._number(x)], self._waits = None, self._waits + 1
+        if sent is not None:
+            self._own[self._number(sent)] = len(self.steps)
+        return Arriving(x, partial(self._wait, Wait(self._waits - 1), sent))
+
+    def _wait(self, wait: Wait, sent: Tensor | None) -> None:
+        if sent is not None:
+            self._own[self._number(sent)] = len(self.steps)
+        self.steps.append(wait)
 
     def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that the step returns, in the order of these."""
@@ -104,6 +121,9 @@ class Plan:
         """What calls read that is the same in all of them."""
         return [place.x for step in self.steps for place in step.places() if isinstance(place, Constant)]
 
+    def _number(self, x: Tensor) -> int:
+        return self._numbers[x.untyped_storage()._cdata]
+
     def _known(self, x: Tensor) -> Tensor:
         self._numbers[x.untyped_storage()._cdata] = len(self._tensors)
         self._tensors.append(x)
@@ -155,35 +175,62 @@ class Plan:
 
     def rooms(self) -> tuple[dict[int, tuple[int, int]], list[Room], list[Room]]:
         """(Base, bytes before it) of each tensor by its number, for a call's bases: inputs, results, memories of what is kept, and rooms to
-        work in; of these results and what is kept; the rooms to work in."""
+        work in; of these results and what is kept; the rooms to work in. Inputs that are a call's own are rooms too, in which results
+        may lie."""
         uses, end = self._uses(), len(self.steps)
         first = len(self.inputs)
         given = {number: (number, 0) for number in range(first)}
         rooms: list[Room] = []
-        for result in self.results:
-            number, span = self._span(result, uses, end)
-            given[number] = first + len(rooms), 0
+        for number, last in self._own.items():
+            span = Span(self._tensors[number].untyped_storage().nbytes(), 0, uses.get(number, (0, 0))[1] if last is None else last)
             rooms.append(Room(span.size))
             rooms[-1].place(span)
+        bases = [*self._own, *range(first, first + len(self._tensors))]
+        for result in self.results:
+            number, span = self._span(result, uses, end)
+            own = ((at, room.place(span)) for at, room in enumerate(rooms[:len(self._own)]))
+            within = next(((at, before) for at, before in own if before is not None), None)
+            if within is None:
+                within = len(rooms), 0
+                rooms.append(Room(span.size))
+                rooms[-1].place(span)
+            given[number] = bases[within[0]], within[1]
         for xs in self.kept:
             kept = Room(None)
             for x in xs:
                 if x is not None and self.has(x):
                     number, span = self._span(x, uses, end)
                     if number not in given:
-                        given[number] = first + len(rooms), kept.place(span) or 0
+                        given[number] = bases[len(rooms)], kept.place(span) or 0
             kept.capacity = kept.size
             rooms += [kept] if kept.size else []
         stay = len(rooms)
         inner = [number for number in uses if number not in given]
         spans = [Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner]
         places, rooms = shared(spans, rooms)
-        given.update({number: (first + room, place) for number, (room, place) in zip(inner, places)})
-        return given, rooms[:stay], rooms[stay:]
+        given.update({number: (bases[room], place) for number, (room, place) in zip(inner, places)})
+        return given, rooms[len(self._own):stay], rooms[stay:]
 
     def _span(self, x: Tensor, uses: dict[int, tuple[int, int]], end: int) -> tuple[int, Span]:
-        number = self._numbers[x.untyped_storage()._cdata]
+        number = self._number(x)
         return number, Span(x.untyped_storage().nbytes(), uses.get(number, (0, 0))[0], end)
+
+
+class Arriving(NamedTuple):
+    """An input of a plan that is on its way when a call begins.
+
+    Attributes:
+        x: the input.
+        arrive: writes down that a call waits for it here.
+    """
+
+    x: Tensor
+    arrive: Callable[[], None]
+
+    def wait(self) -> Tensor:
+        """The input, from then on."""
+        self.arrive()
+        return self.x
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -199,6 +246,7 @@ class Planned:
 
     Attributes:
         kept: where the tensors that a call gives have what the step keeps.
+        results: what those are like that lie in no input.
         note: what the step's code has returned.
         constants: what calls read that is the same in all of them.
     """
@@ -215,28 +263,38 @@ class Planned:
 
         self.steps = [step.moved(final) for step in plan.steps]
         self.kept = [None if x is None else final(plan._place(x)) for xs in plan.kept for x in xs]
+        self._inputs, self._stay = len(plan.inputs), len(plan.inputs) + len(stay)
+        self._places = [place for x in plan.results if isinstance(place := final(plan._place(x)), Place)]
         # An empty one is the same for all calls, and may be saved for a backward pass.
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
-                            for x in plan.results]
-        self._inputs, self._stay = len(plan.inputs), len(plan.inputs) + len(stay)
+                            for x, place in zip(plan.results, self._places) if place.base >= self._inputs]
         # In numbers of two bytes.
-        self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(plan.results):], *rooms)]
+        self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(self.results):], *rooms)]
         self.by_address: ByAddress | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The results, on the current device and stream."""
         return self.run(inputs)[self._inputs:self._inputs + len(self.results)]
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Inputs, results, and the memories of what is kept, in which ``kept`` has its places."""
+    def run(self, inputs: Sequence[Tensor], waits: Sequence[Callable[[], object]] = ()) -> list[Tensor]:
+        """Inputs, results, and the memories of what is kept, in which ``kept`` has its places.
+
+        Args:
+            waits: of each input that arrives, in the order of ``Plan.arriving``, what waits for it.
+        """
         bases = self.memory(inputs)
         begins = [x.data_ptr() for x in bases]
         if self.by_address is None or not aligned(begins) or hooked():
-            self._with_tensors(bases, aligned(begins))
+            self._with_tensors(bases, aligned(begins), waits)
         else:
-            self.by_address(current_stream(), bases, begins)
+            self.by_address(current_stream(), bases, begins, waits)
         return bases[:self._stay]
+
+    def result(self, held: Sequence[Tensor], number: int) -> Tensor:
+        """Of what ``run`` gave a result, which may lie in an input that arrived."""
+        place = self._places[number]
+        return held[place.base] if place.base >= self._inputs else place.of(held)
 
     def memory(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """All of a call's tensors, of which all but the inputs are new."""
@@ -247,9 +305,9 @@ class Planned:
         bases += [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self._sizes]
         return bases
 
-    def _with_tensors(self, bases: list[Tensor], usual: bool) -> None:
+    def _with_tensors(self, bases: list[Tensor], usual: bool, waits: Sequence[Callable[[], object]] = ()) -> None:
         for step in self.steps:
-            step.with_tensors(bases)
+            step.with_tensors(bases, waits)
         if usual and any([isinstance(step, Launch) for step in self.steps]):
             self.by_address = ByAddress.of(self.steps)
 

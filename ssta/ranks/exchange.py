@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
-from ..kernels.memo import remember
+from ..kernels.memo import remember_plain
 from .runs import Place
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..layout import TileLayout
     from ..spec import LayerSpec
     from .shards import Shards
 
@@ -86,16 +85,28 @@ class Incoming:
         """Whether what comes has its memory already; in a graph waiting makes it."""
         return self._buffer is not None
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What ``wait`` is going to give, where it is ``in_place``."""
+        assert self._buffer is not None, "it is in place"
+        return self._apart(self._buffer)
+
+    @property
+    def sent(self) -> Tensor | None:
+        """What goes to the other ranks meanwhile, where that is one tensor; no one's any more once this was waited for."""
+        only = self._coming[0] if len(self._coming) == 1 else None
+        return only.sent if isinstance(only, Collective) else None
+
     def wait(self) -> tuple[Tensor, ...]:
         if self._buffer is not None:
             for coming in self._coming:
                 coming.wait()
-            return self._apart(self._buffer)
+            return self.memory
         parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
         return self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return tuple([x.permute(1, 2, 0, 3) for x in buffer.split(self._own, 2)])
+        return tuple([x.permute(1, 2, 0, 3) for x in (buffer.split(self._own, 2) if len(self._own) > 1 else (buffer,))])
 
 
 class Batch:
@@ -130,7 +141,7 @@ class Batch:
 def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
-    places = [place for place in shards.places if place.shared or gather]
+    places = tuple([place for place in shards.places if place.shared or gather])
     if not places:
         # Each rank has what it wants of whole runs: there is nothing to send.
         return tuple([_with_own_heads(shards, x, x, own).transpose(1, 2) for x, own in zip(xs, deals)])
@@ -139,32 +150,22 @@ def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool
     if len(places) == 1 and places[0].shared:
         packets = joined.narrow(0, places[0].start, places[0].length)
     else:
-        packets = torch.cat([joined.narrow(0, first, count) for first, count in _spans(places, shards.ranks)])
+        packets = torch.cat([joined.narrow(0, first, count) for first, count in packet_spans(places, shards.ranks)])
     outs = _return_packets(shards, packets, deals, places)
     if len(places) < len(shards.places):
         outs = [_with_own_heads(shards, out, x, own) for out, x, own in zip(outs, xs, deals)]
     return tuple([out.transpose(1, 2) for out in outs])
 
 
-def packet_slots(shards: Shards, tiles: TileLayout) -> Tensor:
-    """int64: the slot of ``tiles`` of each token of each packet, so that a layer writes its result into packets at once."""
-    return _packet_slots(tiles, shards.places, shards.ranks)
-
-
 def send_packets(shards: Shards, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
-    """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_slots`` -> ``[B, H, S_r, D]``. Not differentiable."""
+    """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_spans`` -> ``[B, H, S_r, D]``. Not differentiable."""
     return _return_packets(shards, packets.permute(2, 0, 1, 3), (deal,), shards.places)[0].transpose(1, 2)
 
 
-def _spans(places: Sequence[Place], ranks: int) -> list[tuple[int, int]]:
+@remember_plain
+def packet_spans(places: tuple[Place, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """(first token, tokens) of what each rank is sent, one after the other: its shares, and what is whole."""
-    return [(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places]
-
-
-@remember(64)
-def _packet_slots(tiles: TileLayout, places: tuple[Place, ...], ranks: int) -> Tensor:
-    """int64: the slot of each token of each packet."""
-    return torch.cat([tiles.inverse.narrow(0, first, count) for first, count in _spans(places, ranks)])
+    return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
 def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
@@ -173,19 +174,22 @@ def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Seque
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes).wait().view(-1, dim))
+    received, = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes).wait().view(-1, dim))
     parts = [part.view(counts[rank], batch, total, received.shape[1]).split([own[of] for own in deals], 2)
              for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
     return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
 
 
-def _in_words(x: Tensor) -> Tensor:
-    """x, whose last dimension is contiguous, seen as words of 16 bytes where it can be: a copy in pieces then moves as much at once."""
-    per_word = 16 // x.element_size()
-    if in_graph(x) or x.storage_offset() % per_word or x.shape[-1] % per_word or x.stride(-1) != 1 \
-            or any([stride % per_word for stride in x.stride()[:-1]]) or x.data_ptr() % 16:
-        return x
-    return x.view(torch.complex128)
+def _in_words(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once."""
+    per_word = 16 // xs[0].element_size()
+    if in_graph(*xs):
+        return xs
+    for x in xs:
+        *strides, last = x.stride()
+        if last != 1 or any([number % per_word for number in (x.storage_offset(), x.shape[-1], *strides)]) or x.data_ptr() % 16:
+            return xs
+    return tuple([x.view(torch.complex128) for x in xs])
 
 
 def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
@@ -222,12 +226,9 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     if all([len(set(counts)) == 1 for counts in deals]):
         own = [counts[0] for counts in deals]
         packets = xs[0].new_empty(ranks, tokens, batch, sum(own), dim)
-        words = _in_words(packets)
-        for piece, into, into_words in zip(pieces, packets.split(own, 3), words.split(own, 3)):
-            piece = piece.view(batch, ranks, into.shape[3], tokens, dim).permute(1, 3, 0, 2, 4)
-            piece_words = _in_words(piece)
-            (into_words if piece_words.dtype == words.dtype else into).copy_(
-                piece_words if piece_words.dtype == words.dtype else piece)
+        for piece, into in zip(pieces, packets.split(own, 3)):
+            into, piece = _in_words(into, piece.view(batch, ranks, into.shape[3], tokens, dim).permute(1, 3, 0, 2, 4))
+            into.copy_(piece)
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
@@ -260,7 +261,7 @@ class Collective:
 
     def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
         if in_graph(send):
-            self._work = None
+            self._work, self.sent = None, None
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
         self._received = send.new_empty(sum(comes)) if into is None else into.view(-1)
@@ -269,14 +270,14 @@ class Collective:
         self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
                                             async_op=True)
         # Its memory is the collective's until then.
-        self._send: Tensor | None = send
+        self.sent = send
 
     def wait(self) -> Tensor:
         """What came, flat. On a GPU the stream waits for it, the host does not."""
         if self._work is None:
             return torch.ops._c10d_functional.wait_tensor(self._received)
         self._work.wait()
-        self._send = None
+        self.sent = None
         return self._received
 
 
@@ -307,14 +308,12 @@ class Exchange:
 
     Attributes:
         arriving: q, k and v with all tokens of this rank's heads, as a layer takes them; its own from then on.
-        spec: the layer of this rank: of its heads, or of its rows.
-        returned: gives for the queries' tiles the order in which ``back`` wants the result; None = the sequence's.
+        spec: the layer of this rank: of its heads, or of its rows, and in which order its result is.
     """
 
     def __init__(self, arriving: tuple[Any, Any, Any], spec: LayerSpec, back: Callable[[Tensor], Tensor],
-                 returned: Callable[[TileLayout], Tensor] | None = None, back_packed: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.arriving, self.spec, self.returned = arriving, spec, returned
-        self._back, self._back_packed = back, back_packed
+                 back_packed: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.arriving, self.spec, self._back, self._back_packed = arriving, spec, back, back_packed
 
     def take(self) -> tuple[Any, Any, Any]:
         """``arriving``, of which nothing is kept here."""
@@ -324,13 +323,13 @@ class Exchange:
     def ready(self) -> tuple[Tensor, Tensor, Tensor]:
         """``take`` for attention of another kind than a layer's: tensors, and the result in the sequence's order."""
         q, k, v = self.take()
-        self.returned = None
+        self.spec = self.spec._replace(returned=None)
         v, k, q = (x.wait() if hasattr(x, "wait") else x for x in (v, k, q))
         return q, k, v
 
     def back(self, out: Tensor) -> Tensor:
-        """What the layer gave of its rows, ``[B, H_r, n, D]``, in the order of ``returned`` -> this rank's ``[B, H, S_r, D]``."""
-        if self.returned is None:
+        """What the layer gave, ``[B, H_r, n, D]``, in the spec's order -> this rank's ``[B, H, S_r, D]``."""
+        if self.spec.returned is None:
             return self._back(out)
-        assert self._back_packed is not None, "it comes with returned"
+        assert self._back_packed is not None, "it comes with the order"
         return self._back_packed(out)

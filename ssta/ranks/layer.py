@@ -45,7 +45,7 @@ def attend_between(exchange: Exchange, text_mask: Tensor | TextMask | None, sele
     """The layer of this rank, and the way back of its result."""
     world = world_of(*exchange.arriving, text_mask)
     # Held here by nobody, what arrived is gone once the layer has read it.
-    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, returned=exchange.returned)
+    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection)
     note("attended")
     return result._replace(out=exchange.back(result.out))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..sequence import TokenLayout
 from ..spec import LayerSpec
-from .exchange import Deals, Exchange, Incoming, ToTokens, packet_slots, send_packets, send_tokens
+from .exchange import Deals, Exchange, Incoming, ToTokens, packet_spans, send_packets, send_tokens
 from .group import resolve_group
 from .runs import runs_of
 from .shares import Sent, Shares, check_sent, own_spec
@@ -69,27 +69,29 @@ class Shards(Shares):
 
     def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
                  ) -> Exchange:
-        deals = q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
-        back = partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads)
+        q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
         own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
-        # Without gradients and graphs the layer gives packets, so that nothing is packed again.
-        packed = partial(packet_slots, self), lambda out: send_packets(self, out, q_deal)
         if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            plain = not (spec.recorded or in_graph(query, key, value))
-            if not plain or not query.is_cuda:
-                arriving: tuple = self._send((query, key, value), (*deals, kv_deal)).wait()
-                note("arrived")
-                return Exchange(arriving, own, back, *(packed if plain else ()))
-            # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-            value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
-            query = self._send((query,), (q_deal,))
-        assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
-        check_sent(self, spec, query, key, value)
-        if query.waits and key.waits and value.waits:
-            return Exchange((query.then(note), key, value), own, back, *packed)
-        arriving = query.wait(), key.wait(), value.wait()
-        note("arrived")
-        return Exchange(arriving, own, back)
+            if spec.recorded or in_graph(query, key, value):
+                arriving: tuple = self._send((query, key, value), (q_deal, kv_deal, kv_deal)).wait()
+            else:
+                # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+                value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
+                arriving = self._send((query,), (q_deal,)), key, value
+        else:
+            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
+            check_sent(self, spec, query, key, value)
+            arriving = query, key, value
+            if not all([x.waits for x in arriving]):
+                arriving = query.wait(), key.wait(), value.wait()
+        if isinstance(arriving[0], Sent):
+            arriving[0].then(note)
+            # The layer gives packets, so that nothing is packed again.
+            own = own._replace(returned=packet_spans(self.places, self.ranks))
+        else:
+            note("arrived")
+        return Exchange(arriving, own, partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads),
+                        lambda out: send_packets(self, out, q_deal))
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...

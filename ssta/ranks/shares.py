@@ -137,6 +137,18 @@ class Sent:
         """Whether what comes may be waited for as late as it is read: nobody differentiates it, and it is no part of a graph."""
         return not self.requires_grad and self._incoming is not None and self._incoming.in_place
 
+    @property
+    def memory(self) -> Tensor:
+        """Of one tensor that ``waits``: what ``wait`` is going to give, which holds nothing yet."""
+        assert self._incoming is not None, "it was waited for"
+        return self._incoming.memory[0]
+
+    @property
+    def sent(self) -> Tensor | None:
+        """What goes to the other ranks meanwhile, where that is one tensor, which nobody needs any more once this was waited for."""
+        assert self._incoming is not None, "it was waited for"
+        return self._incoming.sent
+
     def then(self, note: Callable[[str], object]) -> Sent:
         """Itself, which calls ``note`` with "arrived" after it was waited for."""
         self._arrived = note

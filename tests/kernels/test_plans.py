@@ -1,5 +1,6 @@
 """A step that is planned once for a kind of tensors launches the same by address as it does with tensors, and mixes up no kinds."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,34 @@ def test_steps_within_a_step_are_a_part_of_it():
         planned = step.planned((y,), ())
         assert len(planned.steps) == 3 and torch.equal(planned.kept[0].of(planned.run((y,))), y.T + 2 * fixed)
     assert len(step.kinds) == 1 and not more.kinds
+
+
+def test_a_plan_works_where_its_inputs_arrived_and_were_sent_from():
+    """Each is waited for where the code does, read before anything else lies there, and what was sent is kept until then."""
+    def write(plan, xs, others):
+        late = plan.arriving(xs[0], xs[2]), plan.arriving(xs[1], None)
+        one, two, three = (plan.working(6, dtype=torch.float32) for _ in range(3))
+        y = late[1].wait()
+        plan.call(lambda out, x: torch.add(x, 1, out=out), one, y)
+        x = late[0].wait()
+        plan.call(lambda out, x, y: torch.add(x, y, out=out), two, x, one)
+        plan.call(lambda out, x, y: torch.mul(x, y, out=out), three, two, x)
+        plan.call(lambda out, x, y: torch.add(x, y, out=out), plan.result(6, dtype=torch.float32), three, two)
+
+    def arrive(memory, number, x, waits):
+        assert not memory[2].any(), "it is on its way"
+        waits.append(number)
+        memory[number].copy_(x)
+
+    step, x, y = Plans(write), torch.arange(6.0), torch.arange(6.0) * 10
+    for _ in range(2):
+        memory, waits = [torch.full((6,), float("nan")), torch.full((6,), float("nan")), torch.zeros(6)], []
+        planned = step.planned(memory, ())
+        held = planned.run(memory, [partial(arrive, memory, 0, x, waits), partial(arrive, memory, 1, y, waits)])
+        out = planned.result(held, 0)
+        assert torch.equal(out, (x + y + 1) * x + x + y + 1) and waits == [1, 0] and len(held) == 3
+        assert out.untyped_storage().data_ptr() in [of.untyped_storage().data_ptr() for of in memory]
+        assert len(planned.memory(memory)) == 4, "one tensor has no room until something is read"
 
 
 @pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (11, 9, 20))])

@@ -294,9 +294,9 @@ class Watched(Layer):
         self.held = [weakref.ref(x) for x in tiled[1:3]]
         return tiled
 
-    def take(self, out, returned=None):
+    def take(self, out):
         assert [x() for x in self.held] == [None, None]
-        return super().take(out, returned)
+        return super().take(out)
 
 
 @pytest.mark.parametrize("name", ["topk", "padding", "estimate"])
@@ -389,6 +389,38 @@ def test_matrices_of_the_last_heads_come_where_keys_and_values_were(recorded, mo
         assert all(map(torch.equal, *[of.find(of.held).tape[:7] for of in (ran, expected)]))
 
 
+class Late:
+    """As other ranks send a tensor: its memory holds nothing before it was waited for, and is the layer's from then on."""
+
+    def __init__(self, name, x, steps):
+        self.memory, self.x, self.name, self.steps = torch.full_like(x, float("nan")), x, name, steps
+        self.sent = None if name == "k" else torch.full((x.numel(),), float("nan"), dtype=x.dtype, device=x.device)
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+
+    def wait(self):
+        self.steps.append(self.name)
+        return self.memory.copy_(self.x)
+
+
+@pytest.mark.parametrize("name", ["topk", "estimate", "threshold"])
+def test_what_is_on_its_way_is_waited_for_where_it_is_read(name):
+    """Twice, by one plan where there is one: the same bits, here of tokens in the order in which ranks send them on."""
+    mask = MASK.to(DEVICE)
+    of = layer_of(*inputs(torch.float16, 16, layout=FEW_TILES)[:2], FEW_TILES, config_of(name), impl="triton").spec
+    plain, late = Layer(of), Layer(of._replace(returned=((20, 16), (36, 5), (0, 20), (36, 5))))
+    order = torch.cat([torch.arange(first, first + count, device=DEVICE) for first, count in late.spec.returned])
+    assert LayerSpec.from_text(late.spec.text, of.device) == late.spec
+    for _ in range(2):
+        q, k, v = inputs(torch.float16, 16, layout=FEW_TILES)
+        steps = []
+        with torch.no_grad():
+            wanted = plain.run(q, k, v, mask)
+            ran = late.run(*[Late(name, x, steps) for name, x in zip("qkv", (q, k, v))], mask)
+        assert torch.equal(ran.out, wanted.out[:, :, order]) and steps == ["v", "k", "q"]
+        assert torch.equal(ran.found.selection.blocks.to_mask(), wanted.found.selection.blocks.to_mask())
+    assert [isinstance(plan, Planned) for plan in late._whole.kinds.values()] == [name != "threshold"]
+
+
 @pytest.mark.parametrize("impl, row", [("torch", "torch"), ("reference", "torch"), ("triton", "triton")])
 def test_impl_reaches_every_step_and_a_report_says_so(impl, row):
     q, k, v = inputs(torch.float16, 16)
@@ -427,6 +459,43 @@ def test_deferred_projections_are_taken_by_layers_in_plain_torch(layout, impl):
 
 
 # CUDA graphs
+
+
+class Copied(Late):
+    """On its way on a stream of its own, which takes its time."""
+
+    def __init__(self, name, x, steps):
+        super().__init__(name, x, steps)
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(1_000_000)
+            self.memory.copy_(x)
+
+    def wait(self):
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return self.memory
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["topk", "estimate", "halves"])
+def test_on_a_gpu_the_device_waits_for_what_is_on_its_way(name):
+    layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(**{**BASE, **CONFIGS[name], "tile_thw": (4, 4, 8)})
+    q, k, v = (torch.randn(1, layout.length, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    plain = layer_of(q, k, layout, config)
+    late = Layer(plain.spec._replace(returned=((700, 560), (1260, 30), (0, 700), (1260, 30))))
+    order = torch.cat([torch.arange(first, first + count, device="cuda") for first, count in late.spec.returned])
+    for turn in range(3):
+        wanted = plain.run(q, k, v)
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            ran = late.run(*[Copied(name, x, []) for name, x in zip("qkv", (q, k, v))])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(ran.out, wanted.out[:, :, order], rtol=2**-7, atol=2e-3)
+        assert torch.equal(ran.found.selection.blocks.to_mask(), wanted.found.selection.blocks.to_mask())
+        q, k, v = k, q, v
+    assert [isinstance(plan, Planned) for plan in late._whole.kinds.values()] == [True]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """What ranks do in the tests of several ranks: each case compares with one process, which every rank is beside its part in the exchange."""
 
 import gc
+import os
 import time
 import traceback
 import weakref
@@ -16,6 +17,7 @@ from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_o
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
 from ssta.kernels import Deferred, Projection, RMSNorm
+from ssta.kernels.lowering.plans import Planned
 from ssta.layer import Layer
 from ssta.ranks import Shards
 from ssta.ranks.exchange import Incoming
@@ -43,7 +45,7 @@ def same(layout=TEXT, split="video", heads=4, key_heads=None, batch=1, dtype=tor
 
 def agrees(out, expected):
     """To rounding: fewer heads are matrix products of another shape, which a CPU may add up in another order."""
-    atol = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3}[expected.dtype]
+    atol = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 2e-3}[expected.dtype]
     torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=atol)
 
 
@@ -111,6 +113,23 @@ def sent_in_turn():
         out = attend_layer(*sent[::-1], TEXT, config(), shares=shards, note=steps.append).out
     agrees(out, expected)
     assert steps == ["wait", "take", "wait", "gather_one", "wait", "arrived", "gather_one", "take", "attended"], steps
+
+
+def by_kernels():
+    """As one plan, which waits for what arrives, twice; one rank has two of three heads."""
+    layout, settings = TokenLayout.video_text((3, 4, 3), 5), config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2, compensation="linear")
+    shards, text_mask, qkv = Shards.of(None, layout), mask(layout, 1), inputs(layout, 3, dtype=torch.float16)
+    expected = local(ssta_attention(*qkv, layout, settings, text_mask=text_mask, impl="triton"), shards)
+    for _ in range(2):
+        out = ssta_attention(*[local(x, shards) for x in qkv], layout, settings, text_mask=text_mask, group=dist.group.WORLD, impl="triton")
+        agrees(out, expected)
+    are_plans()
+
+
+def are_plans():
+    """What the layers on ranks have run."""
+    plans = [plan for layer in op.prepared.kept.values() if layer.spec.returned and layer._whole for plan in layer._whole.kinds.values()]
+    assert plans and all(isinstance(plan, Planned) for plan in plans)
 
 
 def by_hand():
@@ -302,8 +321,10 @@ CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
          "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "freed": freed,
          "traced": traced, "cache": cache, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
-# Tracing takes seconds a rank; a mesh of rings needs four.
-ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name != "traced"]}
+if os.environ.get("TRITON_INTERPRET") == "1":
+    CASES["by kernels"] = by_kernels
+# Tracing and Triton's interpreter take seconds a rank; a mesh of rings needs four.
+ON_RANKS = {2: [name for name in CASES if name != "in a mesh"], 4: [name for name in CASES if name not in ("traced", "by kernels")]}
 
 
 def on_gpus(rank, ranks):
@@ -355,6 +376,7 @@ def on_gpus(rank, ranks):
         errors["ahead"] = distance(ahead, local(ssta_attention(*qkv, layout, settings, text_mask=text_mask), shards))
         normed = Deferred((Projection(own[0], RMSNorm(torch.full((64,), 1.5, device="cuda", dtype=torch.bfloat16), 1e-6)),))
         assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
+    are_plans()
     assert max(errors.values()) < 5e-3, errors
 
 
