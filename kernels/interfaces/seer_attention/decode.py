@@ -41,12 +41,8 @@ def block_sparse_flash_decode_gqa_indice(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
-    cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
-    cache.check_capacity(max_cache_seqlen)
-    cache.check_indices(block_indices)
-    if require_int("max_selected_blocks", max_selected_blocks, 0) != block_indices.shape[2]:
-        raise ValueError(f"max_selected_blocks must be block_indices' {block_indices.shape[2]}, got {max_selected_blocks}")
-    return cache.attend(cache.listed(block_indices, left=False), sm_scale, impl)
+    return _attend(q, k_cache, v_cache, cache_seqlens, "block_indices", block_indices, block_size, sm_scale, impl, left=False,
+                   max_cache_seqlen=max_cache_seqlen, max_selected_blocks=max_selected_blocks)
 
 
 def block_sparse_flash_decode_gqa_mask(
@@ -59,10 +55,8 @@ def block_sparse_flash_decode_gqa_mask(
         block_mask: bool ``[B, Hkv, ceil(Smax / block_size)]``, True keeps the block.
         The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``.
     """
-    cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
-    cache.check_capacity(max_cache_seqlen)
-    cache.check_mask(block_mask)
-    return cache.attend(cache.masked(block_mask, left=False, impl=impl), sm_scale, impl)
+    return _attend(q, k_cache, v_cache, cache_seqlens, "block_mask", block_mask, block_size, sm_scale, impl, left=False,
+                   max_cache_seqlen=max_cache_seqlen)
 
 
 def block_sparse_flash_decode_leftpad_gqa_indice(
@@ -77,9 +71,7 @@ def block_sparse_flash_decode_leftpad_gqa_indice(
         The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``. Upstream has no such function; it
         completes the four.
     """
-    cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
-    cache.check_indices(block_indices)
-    return cache.attend(cache.listed(block_indices, left=True), sm_scale, impl)
+    return _attend(q, k_cache, v_cache, cache_seqlens, "block_indices", block_indices, block_size, sm_scale, impl, left=True)
 
 
 def block_sparse_flash_decode_leftpad_gqa_mask(
@@ -99,64 +91,50 @@ def block_sparse_flash_decode_leftpad_gqa_mask(
     require_bool("debug", debug)
     if debug:
         raise ValueError("debug must be False: upstream's internal buffers do not exist here, got True")
-    cache = _Cache(q, k_cache, v_cache, cache_seqlens, block_size)
-    cache.check_mask(block_mask)
-    if first_block_unmasked:
-        block = torch.arange(block_mask.shape[2], device=block_mask.device)
-        first = (cache.capacity - cache.lengths.clamp(0, cache.capacity)) // block_size
-        block_mask = block_mask | (block == first[:, None, None])
-    return cache.attend(cache.masked(block_mask, left=True, impl=impl), sm_scale, impl)
+    return _attend(q, k_cache, v_cache, cache_seqlens, "block_mask", block_mask, block_size, sm_scale, impl, left=True,
+                   keep_first=first_block_unmasked)
 
 
-class _Cache:
-    """Checked arguments of a decode call, with the caches flat: [rows, Hkv, D], a sequence every ``pitch`` rows."""
-
-    def __init__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_size: int) -> None:
-        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1:
-            q = q[:, 0]
-        if not isinstance(q, Tensor) or q.dim() != 3:
-            raise ValueError(f"q must be [batch, heads, head_dim] or [batch, 1, heads, head_dim], got "
-                             f"{tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__}")
-        q, k, v = check_token_inputs(q[:, None], k_cache, v_cache, dims="[batch, tokens, heads, head_dim]", key_name="k_cache",
-                                     value_name="v_cache")
-        if k.shape[0] != q.shape[0]:
-            raise ValueError(f"k_cache must have q's batch {q.shape[0]}, got {k.shape[0]}")
-        check_tensor("cache_seqlens", cache_seqlens, INTEGERS, (q.shape[0],), "[B]", q.device)
-        self.q, self.lengths, self.block_size = q[:, 0], cache_seqlens, require_int("block_size", block_size, 1)
-        self.capacity, self.kv_heads = k.shape[1], k.shape[2]
-        pitch = _pitch(k)
-        if pitch is None or _pitch(v) != pitch:
-            # A tensor with a dimension of 1 may call itself contiguous whatever its stride there, which a clone does not keep.
-            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-            pitch = self.capacity
-        self.pitch = pitch
-        rows = (len(k) - 1) * self.pitch + self.capacity if len(k) and self.capacity else 0
-        self.k, self.v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
-
-    def check_capacity(self, max_cache_seqlen: int) -> None:
-        if require_int("max_cache_seqlen", max_cache_seqlen, 0) != self.capacity:
-            raise ValueError(f"max_cache_seqlen must be k_cache's {self.capacity} tokens, got {max_cache_seqlen}")
-
-    def check_indices(self, block_indices: Tensor) -> None:
-        check_tensor("block_indices", block_indices, (torch.int32,), (self.q.shape[0], self.kv_heads, None), "[B, Hkv, S]", self.q.device)
-
-    def check_mask(self, block_mask: Tensor) -> None:
-        blocks = -(-self.capacity // self.block_size)
-        check_tensor("block_mask", block_mask, (torch.bool,), (self.q.shape[0], self.kv_heads, blocks), "[B, Hkv, blocks]", self.q.device)
-
-    def listed(self, block_indices: Tensor, left: bool) -> TokenLists:
-        return TokenLists(block_indices.contiguous(), None, self.lengths, self.block_size, cache=self.padded(left))
-
-    def masked(self, block_mask: Tensor, left: bool, impl: str) -> TokenLists:
-        impl = choose_token_impl(impl, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1])
-        return lists_from_rows(block_mask, self.lengths, self.padded(left), self.block_size, impl)
-
-    def padded(self, left: bool) -> PaddedCache:
-        return PaddedCache(self.pitch, self.capacity, left)
-
-    def attend(self, lists: TokenLists, scale: float | None, impl: str) -> Tensor:
-        with torch.no_grad():
-            return token_attention(self.q, self.k, self.v, lists, scale=scale, impl=impl)[0]
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, name: str, chosen: Tensor, block_size: int, scale: float | None,
+            impl: str, *, left: bool, keep_first: bool = False, **sizes: int) -> Tensor:
+    """Each token's attention to the blocks of its cache, padded on the ``left`` or behind, that ``chosen`` keeps: a mask, or where ``name``
+    says so indices. ``sizes``: what else the caller says of the cache and of these, by name."""
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1:
+        q = q[:, 0]
+    if not isinstance(q, Tensor) or q.dim() != 3:
+        raise ValueError(f"q must be [batch, heads, head_dim] or [batch, 1, heads, head_dim], got "
+                         f"{tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__}")
+    q, k, v = check_token_inputs(q[:, None], k_cache, v_cache, dims="[batch, tokens, heads, head_dim]", key_name="k_cache",
+                                 value_name="v_cache")
+    (batch, room, kv_heads), listed = k.shape[:3], name == "block_indices"
+    if batch != q.shape[0]:
+        raise ValueError(f"k_cache must have q's batch {q.shape[0]}, got {batch}")
+    check_tensor("cache_seqlens", lengths, INTEGERS, (batch,), "[B]", q.device)
+    block_size = require_int("block_size", block_size, 1)
+    check_tensor(name, chosen, (torch.int32 if listed else torch.bool,), (batch, kv_heads, None if listed else -(-room // block_size)),
+                 "[B, Hkv, S]" if listed else "[B, Hkv, blocks]", q.device)
+    for size, given in sizes.items():
+        there, whose = (room, f"k_cache's {room} tokens") if size == "max_cache_seqlen" else (chosen.shape[2], f"{name}' {chosen.shape[2]}")
+        if require_int(size, given, 0) != there:
+            raise ValueError(f"{size} must be {whose}, got {given}")
+    if keep_first:
+        first = (room - lengths.clamp(0, room)) // block_size
+        chosen = chosen | (torch.arange(chosen.shape[2], device=chosen.device) == first[:, None, None])
+    # The caches flat, [rows, Hkv, D], a sequence every ``pitch`` rows.
+    pitch = _pitch(k)
+    if pitch is None or _pitch(v) != pitch:
+        # A tensor with a dimension of 1 may call itself contiguous whatever its stride there, which a clone does not keep.
+        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+        pitch = room
+    rows = (batch - 1) * pitch + room if batch and room else 0
+    q, k, v = q[:, 0], *(x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+    cache = PaddedCache(pitch, room, left)
+    if listed:
+        lists = TokenLists(chosen.contiguous(), None, lengths, block_size, cache=cache)
+    else:
+        lists = lists_from_rows(chosen, lengths, cache, block_size, choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1]))
+    with torch.no_grad():
+        return token_attention(q, k, v, lists, scale=scale, impl=impl)[0]
 
 
 def _pitch(x: Tensor) -> int | None:
