@@ -50,7 +50,7 @@ class SSTAPreset:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict:
-        means = "; ".join(f"{name}: {preset.density:.0%} of the pairs of tiles exactly" for name, preset in PRESETS.items())
+        means = "; ".join(f"{name}: {density:.0%} of the pairs of tiles exactly" for name, density in PRESETS.items())
         return {"required": {"model": ("MODEL",), "preset": (list(PRESETS), {"default": "balanced", "tooltip": means})}}
 
     def apply(self, model, preset: str) -> tuple:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ssta import SSTAConfig
@@ -13,30 +12,19 @@ if TYPE_CHECKING:
     from ..patch.family import Family
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Settings for weights that were trained densely. Tile, window and dense layers are the family's; the tiles that are left out are
-    estimated in two parts each.
-
-    Attributes:
-        density: share of the video's tile pairs that is computed exactly.
-        reason: why.
-    """
-
-    density: float
-    reason: str
-
-
 # Time is best spent on a second part of the estimate, then on density, and on dense steps last: on the noisiest steps attention is so
 # diffuse that the estimate is nearly exact. benchmark/quality.md has what was measured; the decibels are means of a small model's three
 # trainings, those for few steps of one that was trained for so few, and no promise about others. Of all configurations there none takes as
 # little time and is more than 0.5 dB nearer to the dense video.
-PRESETS: dict[str, Preset] = {
-    "near": Preset(density=0.30, reason="to stay with the dense model's video: 43 dB from it"),
-    "balanced": Preset(density=0.15, reason="the family's default: 35 dB"),
-    "fast": Preset(density=0.10, reason="for drafts, and to choose among many seeds: 32 dB"),
-    "8 steps": Preset(density=0.15, reason="for models distilled to about 8 steps, all sparse: the default's density, 47 dB"),
-    "4 steps": Preset(density=0.20, reason="for 3 to 5 steps, all sparse; each is a larger part of the way, and time is short: 50 dB"),
+#
+# By name the share of the video's tile pairs that is computed exactly, for weights that were trained densely. Tile, window and dense layers
+# are the family's; the tiles that are left out are estimated in two parts each.
+PRESETS: dict[str, float] = {
+    "near": 0.30,      # to stay with the dense model's video: 43 dB from it
+    "balanced": 0.15,  # the family's default: 35 dB
+    "fast": 0.10,      # for drafts, and to choose among many seeds: 32 dB
+    "8 steps": 0.15,   # for models distilled to about 8 steps, all sparse: the default's density, 47 dB
+    "4 steps": 0.20,   # for 3 to 5 steps, all sparse; each is a larger part of the way, and time is short: 50 dB
 }
 # The fields that a preset takes from a variant for short videos.
 _SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
@@ -48,12 +36,7 @@ def preset_names(family: Family) -> tuple[str, ...]:
 
 
 def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
-    """The configuration and schedule that ``name`` stands for; a family's own preset comes before one that all families have.
-
-    Raises:
-        TypeError: a preset of the family returns something else.
-        ValueError: there is none of that name; the message names those there are.
-    """
+    """The configuration and schedule that ``name`` stands for; a family's own preset comes before one that all families have."""
     if name in family.presets:
         made: Any = family.presets[name]()
         if not isinstance(made, tuple) or len(made) != 2:
@@ -66,8 +49,7 @@ def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
 
 def apply_preset(name: str, default: SSTAConfig) -> SSTAConfig:
     """What one of ``PRESETS`` makes of a model's default configuration, whose tiles and window stay."""
-    preset = PRESETS[name]
     shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
                     for frames, overrides in default.variants])
-    return SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=preset.density,
+    return SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=PRESETS[name],
                       compensation="linear", compensation_parts=2, variants=shapes)

@@ -64,7 +64,7 @@ def test_presets_are_the_library_s(pack, wan):
         (patched,) = node(pack, "SSTAPreset")(model=wan, preset=name)
         patch = patched.get_attachment(KEY)
         given[name] = {config.density for config in patch.configs if config}, patch.schedule.dense_steps, patch.configs[0]
-    assert given == {name: ({preset.density}, 0, None) for name, preset in PRESETS.items()}
+    assert given == {name: ({density}, 0, None) for name, density in PRESETS.items()}
     by_hand = patch_model(wan, small_tiles(), Schedule(dense_layers=(0,))).run(VIDEO, CONTEXT)
     (balanced,) = node(pack, "SSTAPreset")(model=wan, preset="balanced")
     assert torch.equal(balanced.run(VIDEO, CONTEXT), by_hand)
