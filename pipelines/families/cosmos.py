@@ -12,7 +12,7 @@ from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, ends_of, gathered, split, split_outputs
+from ..ranks.split import Split, gathered, split, split_outputs
 from ..schedule.progress import read
 
 
@@ -56,14 +56,10 @@ def _noise(timestep: Tensor | float) -> float:
     return level
 
 
-def _plan(model: nn.Module) -> Plan:
-    """Conditioned frames have a timestep of their own, so that modulations are the tokens', also after the last block."""
-    first, last = ends_of(model, "transformer_blocks")
-    of_tokens = ("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual")
-    return {"rope": split_outputs(2, 0), first: {"hidden_states": split()},
-            "transformer_blocks.*": {name: split() for name in of_tokens}, last: gathered()}
-
-
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=CosmosAttnProcessor2_0, replacement=CosmosSSTAProcessor)
+# Conditioned frames have a timestep of their own, so that modulations are the tokens', also after the last block.
+_OF_TOKENS = ("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual")
+_PLAN = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()},
+         "transformer_blocks.*": {name: split() for name in _OF_TOKENS}, "transformer_blocks.-1": gathered()}
 COSMOS = Family("CosmosTransformer3DModel", _SITES, from_bcfhw, noise=_noise,
-                split=Split(_plan, ("transformer_blocks.*.attn2",), hooks=partial(shared_gradients, gather="transformer_blocks")))
+                split=Split(_PLAN, ("transformer_blocks.*.attn2",), hooks=partial(shared_gradients, gather="transformer_blocks")))

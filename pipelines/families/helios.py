@@ -18,7 +18,7 @@ from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
 from ..patch.streams import Projected, projection_of, projections
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, ends_of, gathered, split
+from ..ranks.split import Split, gathered, split
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
@@ -59,12 +59,6 @@ class HeliosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-def _plan(model: nn.Module) -> Plan:
-    """The chunk and its histories are one run of tokens, which the output's norm wants whole."""
-    first, last = ends_of(model, "blocks")
-    return {first: {"hidden_states": split()}, "blocks.*": {"temb": split(4), "rotary_emb": split()}, last: gathered()}
-
-
 def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
     return grids
 
@@ -85,8 +79,10 @@ def _own_context(call: Callable[[], CallState], block: nn.Module, args: tuple) -
     return *others, max(0, min(ranks.share(ranks.tokens), end - (ranks.tokens - context)))
 
 
+# The chunk and its histories are one run of tokens, which the output's norm wants whole.
+_PLAN = {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4), "rotary_emb": split()}, "blocks.-1": gathered()}
 HELIOS = Family(
     "HeliosTransformer3DModel",
     partial(stack_sites, stack="blocks", attention="attn1", stock=HeliosAttnProcessor, replacement=HeliosSSTAProcessor), from_bcfhw,
     before=partial(histories_before, ("latents_history_long", "latents_history_mid", "latents_history_short")),
-    split=Split(_plan, ("blocks.*.attn2",), _tokens, hooks=_hooks))
+    split=Split(_PLAN, ("blocks.*.attn2",), _tokens, hooks=_hooks))

@@ -13,7 +13,7 @@ from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Plan, Split, ends_of, gathered, split
+from ..ranks.split import Split, gathered, split
 
 
 class Kandinsky5SSTAProcessor(SSTAProcessor):
@@ -57,12 +57,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     return stack_sites(model, "visual_transformer_blocks", "self_attention", Kandinsky5AttnProcessor, Kandinsky5SSTAProcessor)
 
 
-def _plan(model: nn.Module) -> Plan:
-    """Tokens are made, and put back in their places, by functions, which are no modules: so between the first and the last block."""
-    first, last = ends_of(model, "visual_transformer_blocks")
-    return {first: {"visual_embed": split()}, "visual_transformer_blocks.*": {"rope": split(6, 1)}, last: gathered()}
-
-
+# Tokens are made, and put back in their places, by functions, which are no modules: so between the first and the last block.
+_PLAN = {"visual_transformer_blocks.0": {"visual_embed": split()}, "visual_transformer_blocks.*": {"rope": split(6, 1)},
+         "visual_transformer_blocks.-1": gathered()}
 KANDINSKY5 = Family("Kandinsky5Transformer3DModel", _sites, from_bfhwc, split=Split(
-    _plan, ("text_transformer_blocks.*.self_attention", "visual_transformer_blocks.*.cross_attention"), stock=True,
+    _PLAN, ("text_transformer_blocks.*.self_attention", "visual_transformer_blocks.*.cross_attention"), stock=True,
     hooks=partial(shared_gradients, gather="visual_transformer_blocks")))

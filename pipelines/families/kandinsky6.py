@@ -14,7 +14,7 @@ from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Plan, Split, ends_of, gathered, split
+from ..ranks.split import CROSS_LENGTHS, Split, gathered, split
 
 
 class Kandinsky6SSTAProcessor(SSTAProcessor):
@@ -42,14 +42,6 @@ class Kandinsky6SSTAProcessor(SSTAProcessor):
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
-def _plan(model: nn.Module) -> Plan:
-    """Video and audio, each by itself: they attend to one another by diffusers' own exchange. Between the first and the last block, because
-    the output layer wants the video in its frames."""
-    first, last = ends_of(model, "visual_transformer_blocks")
-    return {first: {"vis": split(), "aud": split()}, "visual_transformer_blocks.*": {"vis_rope": split(5, 0), "aud_rope": split(5, 0)},
-            last: [gathered()] * 2}
-
-
 def _needs_audio(call: Callable[[], CallState], block: nn.Module, args: tuple) -> None:
     """In the place of what diffusers says of outputs that are no tensors, after the last block."""
     if call().ranks is not None and args[1] is None:
@@ -62,5 +54,10 @@ def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[Removabl
 
 _SITES = partial(stack_sites, stack="visual_transformer_blocks", attention="video_dec_block.self_attention", stock=Kandinsky6AttnProcessor,
                  replacement=Kandinsky6SSTAProcessor)
+# Video and audio, each by itself: they attend to one another by diffusers' own exchange. Between the first and the last block, because the
+# output layer wants the video in its frames.
+_PLAN = {"visual_transformer_blocks.0": {"vis": split(), "aud": split()},
+         "visual_transformer_blocks.*": {"vis_rope": split(5, 0), "aud_rope": split(5, 0)},
+         "visual_transformer_blocks.-1": [gathered()] * 2}
 KANDINSKY6 = Family("Kandinsky6Transformer3DModel", _SITES, from_bfhwc, split=Split(
-    _plan, ("*_text_transformer_blocks.*.attn", "visual_transformer_blocks.*.cross_attention"), trains=CROSS_LENGTHS, hooks=_hooks))
+    _PLAN, ("*_text_transformer_blocks.*.attn", "visual_transformer_blocks.*.cross_attention"), trains=CROSS_LENGTHS, hooks=_hooks))

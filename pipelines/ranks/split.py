@@ -33,7 +33,8 @@ class Split:
     """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
 
     Attributes:
-        plan: as diffusers' ``enable_parallelism`` takes it, or ``plan(model)`` that is; see ``of``.
+        plan: as diffusers' ``enable_parallelism`` takes it, or ``plan(model)`` that is; a list of blocks' name and ".-1" is the name of its
+            last one, which must not be its first.
         whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
             alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
         tokens: ``tokens(arguments, grids)`` is the length of the whole sequence where the plan splits it as one run, ``grids`` being the
@@ -67,8 +68,19 @@ class Split:
             raise TypeError(f"Split.trains must be True, or a sentence that says why not, got {self.trains!r}")
 
     def of(self, model: nn.Module) -> Plan:
-        """The plan of ``model``."""
-        return dict(self.plan) if isinstance(self.plan, dict) else self.plan(model)
+        """The plan of ``model``; ValueError where a list of which it wants the last block has just one."""
+        plan = self.plan if isinstance(self.plan, dict) else self.plan(model)
+        return {_counted(name, model): part for name, part in plan.items()}
+
+
+def _counted(name: str, model: nn.Module) -> str:
+    stack, _, number = name.rpartition(".")
+    if number != "-1":
+        return name
+    blocks: Any = model.get_submodule(stack)
+    if len(blocks) < 2:
+        raise ValueError(f"model must have at least 2 {stack} to be split over ranks, got {len(blocks)}")
+    return f"{stack}.{len(blocks) - 1}"
 
 
 def split(dims: int = 3, dim: int = 1) -> ContextParallelInput:
@@ -91,18 +103,6 @@ def stock_plan(model: nn.Module) -> Plan:
     kind: Any = type(model)
     plan: Plan = kind._cp_plan
     return plan
-
-
-def ends_of(model: nn.Module, stack: str) -> tuple[str, str]:
-    """Names of the first and the last block of the list ``stack``, where tokens are split and gathered.
-
-    Raises:
-        ValueError: they are the same one.
-    """
-    blocks: Any = model.get_submodule(stack)
-    if len(blocks) < 2:
-        raise ValueError(f"model must have at least 2 {stack} to be split over ranks, got {len(blocks)}")
-    return f"{stack}.0", f"{stack}.{len(blocks) - 1}"
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
