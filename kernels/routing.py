@@ -140,10 +140,6 @@ def _triton_cannot(problem: Problem) -> str | None:
     return None if where.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {where.dtype}"
 
 
-def _triton_suits_not(problem: Problem) -> str | None:
-    return None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests"
-
-
 @dataclass(frozen=True)
 class Implementation:
     """A row of TABLE.
@@ -182,7 +178,8 @@ TABLE = (
                    deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
     Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
                    backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
-    Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot, _triton_suits_not,
+    Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
+                   lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests",
                    gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
@@ -202,11 +199,7 @@ class Pass(NamedTuple):
     path: str     # "module:function"
 
     def load(self) -> Callable:
-        """The function, imported when first asked for.
-
-        Raises:
-            ImportError: it needs triton, which is not installed.
-        """
+        """The function, imported when first asked for."""
         return _load(self)
 
 
@@ -316,11 +309,7 @@ def choose_route(
 
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
-    """``impl``, which must be one of ``choices``.
-
-    Raises:
-        ValueError: none of them.
-    """
+    """``impl``, which must be one of ``choices``."""
     if impl not in choices:
         raise ValueError(f"impl must be one of {', '.join(map(repr, choices))}, got {impl!r}")
     return impl

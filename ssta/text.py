@@ -62,11 +62,6 @@ class TextMask:
         return text or cls(mask if mask.dtype == torch.bool else mask != 0, tokens)
 
     @property
-    def counts(self) -> Tensor:
-        """int32 ``[B, runs]``: the valid tokens of each dense run."""
-        return self._view("counts", self._count)
-
-    @property
     def in_sequence(self) -> Tensor:
         """bool ``[B, S]``: the valid tokens of the whole sequence, of which video tokens all are."""
         return self._view("in_sequence", self._spread)
@@ -85,12 +80,7 @@ class TextMask:
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
-        return tuple(self.counts.sum(1).tolist())
-
-    def _count(self) -> Tensor:
-        runs = [run.length for run in self.tokens.dense]
-        counts = [part.sum(1, keepdim=True, dtype=torch.int32) for part in (self.valid.split(runs, 1) if len(runs) > 1 else (self.valid,))]
-        return torch.cat(counts, 1) if len(counts) > 1 else counts[0]
+        return tuple(self.valid.sum(1).tolist())
 
     def _spread(self) -> Tensor:
         batch, runs = len(self.valid), iter(self.valid.split([run.length for run in self.tokens.dense], 1))

@@ -182,7 +182,7 @@ def _best(kernel: str, head_dim: int, limits: DeviceLimits, turned: bool = False
     rules for short blocks still apply."""
     own = measured(kernel, head_dim, limits.name)
     if own is not None:
-        return LaunchConfig(own.block_n, own.block_m, own.num_warps, own.num_stages) if turned else LaunchConfig(*own)
+        return LaunchConfig(**own | (dict(block_m=own["block_n"], block_n=own["block_m"]) if turned else {}))
     without = "tma" if limits.tma else "large" if limits.shared_memory >= LARGE_SHARED_MEMORY else "small"
     row = _TABLE[kernel]["asynchronous" if limits.asynchronous else without]
     return row.narrow if head_dim <= 64 else row.usual if head_dim <= 128 else row.wide

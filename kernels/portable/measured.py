@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "configs"
 # A file may hold what benchmark/tune.py measures. Short blocks are not among it: config.py has rules of its own for them.
@@ -14,13 +13,8 @@ HEAD_DIMS = (64, 128, 256)
 ALLOWED = {"block_m": (16, 32, 64, 128, 256), "block_n": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3, 4, 5)}
 
 
-class Measured(NamedTuple):
-    """The fields of LaunchConfig, which mean what they mean there: of dkv ``block_n`` keys stay and ``block_m`` queries are streamed."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+# The fields of a LaunchConfig, which mean what they mean there: of dkv ``block_n`` keys stay and ``block_m`` queries are streamed.
+Measured = dict[str, int]
 
 
 def measured(kernel: str, head_dim: int, gpu: str) -> Measured | None:
@@ -68,7 +62,7 @@ def _read(gpu: str) -> dict[tuple[str, int], Measured]:
             numbers = {name: value for name, value in given.items() if type(value) is int and value in ALLOWED[name]}
             for name in given.keys() - numbers.keys():
                 raise ValueError(f"{path}: {kernel} at {head_dim}: {name} must be among {ALLOWED[name]}, got {given[name]!r}")
-            table[kernel, int(head_dim)] = Measured(**numbers)
+            table[kernel, int(head_dim)] = numbers
     return table
 
 

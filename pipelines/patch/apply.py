@@ -192,11 +192,7 @@ class SSTAHandle:
 
 
 def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
-    """(attribute name, transformer) for a pipeline, ("", model) for a transformer.
-
-    Raises:
-        TypeError: neither.
-    """
+    """(attribute name, transformer) for a pipeline, ("", model) for a transformer."""
     if isinstance(model, nn.Module):
         return [("", model)]
     named = [(name, getattr(model, name, None)) for name in _TRANSFORMERS]

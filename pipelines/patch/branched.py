@@ -40,9 +40,6 @@ class BranchedProcessor(SSTAProcessor):
                 ``[B, H, S, D]``, on several ranks all tokens of the rank's own heads.
             query, key, value, layout: as ``attend`` takes them.
             others: tensors like query.
-
-        Raises:
-            ValueError: more ranks than heads.
         """
         given: list[Any]
         if isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent):

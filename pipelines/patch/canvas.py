@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,29 +16,20 @@ from ssta import DenseRun, VideoGrid
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def from_bcfhw(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The canvas of latents ``[batch, channels, frames, height, width]``."""
-    return _patched(model, arguments, (2, 3, 4), "[batch, channels, frames, height, width]")
-
-
-def from_bfchw(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The canvas of latents ``[batch, frames, channels, height, width]``."""
-    return _patched(model, arguments, (1, 3, 4), "[batch, frames, channels, height, width]")
-
-
-def from_bfhwc(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The canvas of latents ``[batch, frames, height, width, channels]``."""
-    return _patched(model, arguments, (1, 2, 3), "[batch, frames, height, width, channels]")
-
-
-def _patched(model: nn.Module, arguments: Mapping[str, Any], axes: tuple[int, int, int], wanted: str) -> tuple[int, int, int]:
+def _patched(names: str, axes: tuple[int, int, int], model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The canvas of latents with such axes, of which three are frames, height and width."""
     shape = tuple(arguments["hidden_states"].shape)
     if len(shape) != 5:
-        raise ValueError(f"hidden_states must be {wanted}, got shape {shape}")
+        raise ValueError(f"hidden_states must be [{names}], got shape {shape}")
     patch = _patch(model)
     # The models round frames up where they patch them (CogVideoX 1.5), and require the rest to be whole.
     t, h, w = (shape[axis] for axis in axes)
     return -(-t // patch[0]), h // patch[1], w // patch[2]
+
+
+from_bcfhw = partial(_patched, "batch, channels, frames, height, width", (2, 3, 4))
+from_bfchw = partial(_patched, "batch, frames, channels, height, width", (1, 3, 4))
+from_bfhwc = partial(_patched, "batch, frames, height, width, channels", (1, 2, 3))
 
 
 def _patch(model: nn.Module) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,17 @@ class _StepCount:
             self.index = index
         self.seen += 1
         self.dense += dense
+
+
+@contextmanager
+def having(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it the attribute ``name`` of ``owner`` is ``value``; afterwards what it was, or None."""
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class ModelContext:
@@ -158,25 +169,13 @@ class ModelContext:
             state = state._replace(dense_step=dense, density=density)
         self._calls.state = self._latest = state
 
-    @contextmanager
-    def densely(self) -> Iterator[None]:
+    def densely(self) -> AbstractContextManager[None]:
         """Within it this thread's forwards are dense whatever the schedule says, and are no steps of the report's."""
-        before = getattr(self._calls, "densely", False)
-        self._calls.densely = True
-        try:
-            yield
-        finally:
-            self._calls.densely = before
+        return having(self._calls, "densely", True)
 
-    @contextmanager
-    def resumed(self, state: CallState) -> Iterator[None]:
+    def resumed(self, state: CallState) -> AbstractContextManager[None]:
         """Within it ``state`` is that of this thread's forward, which gradient checkpointing takes up again in whatever thread it likes."""
-        before = getattr(self._calls, "state", None)
-        self._calls.state = state
-        try:
-            yield
-        finally:
-            self._calls.state = before
+        return having(self._calls, "state", state)
 
     def finish(self, model: nn.Module, args: tuple, output: object) -> None:
         """Forward hook of the transformer."""
@@ -203,7 +202,10 @@ class ModelContext:
             # Where a trained branch stays, all tiles are no dense attention.
             dense = dense or density == 1 and self.method is None
         elif schedule.counts_steps:
-            self._warn()
+            warn_once(f"steps of {self.family.model}", f"schedule has densities = {schedule.densities}, dense_steps = "
+                      f"{schedule.dense_steps}, but nothing says which step this forward of {self.family.model} is: neither its timestep, "
+                      f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline "
+                      "that SSTA was applied to, or use a schedule that goes by the noise level")
         if schedule.dense_above is not None:
             dense = dense or self._noise(step, timestep) > schedule.dense_above
         with self._counting:
@@ -222,9 +224,3 @@ class ModelContext:
         if isinstance(timestep, bool) or not isinstance(timestep, (Tensor, int, float)):
             raise TypeError(f"timestep must be a tensor or a number for schedule's dense_above, got {type(timestep).__name__}")
         return read(self.family.noise(timestep))
-
-    def _warn(self) -> None:
-        warn_once(f"steps of {self.family.model}", f"schedule has densities = {self.schedule.densities}, dense_steps = "
-                  f"{self.schedule.dense_steps}, but nothing says which step this forward of {self.family.model} is: neither its timestep, "
-                  f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline that "
-                  "SSTA was applied to, or use a schedule that goes by the noise level")

@@ -211,11 +211,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def family_of_class(kind: type) -> Family | None:
-    """The family that models of class ``kind`` belong to, by it or the nearest base class; None if there is none.
-
-    Raises:
-        ImportError, TypeError: as ``family_of``.
-    """
+    """The family that models of class ``kind`` belong to, by it or the nearest base class; None if there is none."""
     return next((_registered(base.__name__) for base in kind.__mro__ if base.__name__ in _FAMILIES), None)
 
 
@@ -242,11 +238,7 @@ def _registered(model: str) -> Family:
 
 
 def imported(place: str, model: str) -> Any:
-    """What lies at ``"module:NAME"``.
-
-    Raises:
-        ImportError: nothing, or it needs what the installed diffusers does not have; names family, model and version.
-    """
+    """What lies at ``"module:NAME"``."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -89,11 +89,7 @@ def sites_of(family: Family, model: nn.Module) -> list[Site]:
 
 
 def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site, SSTAProcessor]]:
-    """A processor for each site, with the configuration that the context's schedule has for it. Changes nothing yet.
-
-    Raises:
-        TypeError, ValueError: what a ``Site.replacement`` returned does not fit, or the schedule does not fit the sites.
-    """
+    """A processor for each site, with the configuration that the context's schedule has for it. Changes nothing yet."""
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, context.schedule.for_layers([site.name for site in sites], context.config)):
         processor = site.replacement(context)

@@ -326,7 +326,7 @@ class SSTAProcessor:
             # Inside a compiled graph, which asked for the same when it ran.
             route = choose_route(self.context.impl, *run.kind)
         name = (run.backend or "") if route is None else str(route)
-        density = 1.0 if run.counts is None or run.tiles is None else share_of(run.counts, run.tiles)
+        density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
         steps, always_dense = self.context.steps, self.config is None
         dense = steps if always_dense or steps is None else self.context.dense_steps
         seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
@@ -348,8 +348,3 @@ class SSTAProcessor:
 
 def _given(x: Given) -> Any:
     return x
-
-
-def share_of(counts: Tensor, tiles: int) -> float:
-    """The share of all pairs of ``tiles`` tiles that lists with ``counts`` hold. Synchronises the device."""
-    return float(counts.double().mean()) / tiles

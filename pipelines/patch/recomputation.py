@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,10 @@ class _Checkpoint:
 
     def __call__(self, block: Callable, *args: Any) -> Any:
         # A model that torch.compile compiles whole recomputes as it sees fit.
-        return self.function(block if torch.compiler.is_compiling() else _Resumed(self.context, self.context.call, block), *args)
+        return self.function(block if torch.compiler.is_compiling() else partial(_resumed, self.context, self.context.call, block), *args)
 
 
-class _Resumed:
-    """A block that runs with the state of one forward, whenever it is called."""
-
-    def __init__(self, context: ModelContext, state: CallState, block: Callable) -> None:
-        self.context, self.state, self.block = context, state, block
-
-    def __call__(self, *args: Any) -> Any:
-        with self.context.resumed(self.state):
-            return self.block(*args)
+def _resumed(context: ModelContext, state: CallState, block: Callable, *args: Any) -> Any:
+    """What a block gives with the state of one forward, whenever it is called."""
+    with context.resumed(state):
+        return block(*args)

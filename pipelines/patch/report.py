@@ -175,12 +175,6 @@ class Stopwatch:
             lap.note(1, lap.device)
             self._last = lap
 
-    @property
-    def device(self) -> torch.device:
-        """What this thread's last start was for; a CPU where it timed nothing."""
-        lap = getattr(self._threads, "lap", None)
-        return torch.device("cpu") if lap is None or lap.device is None else lap.device
-
     def seconds(self) -> float | None:
         """The time that was stopped last; None if nothing was stopped since the last start. Waits for the device."""
         lap = self._last

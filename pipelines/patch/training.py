@@ -15,7 +15,7 @@ from ssta.kernels.checks import require_int, require_number
 
 from ..schedule.changes import changed
 from .apply import SSTAHandle
-from .context import CallState, ModelContext
+from .context import CallState, ModelContext, having
 from .kept_selection import KeptSelection
 from .processor import SSTAProcessor
 
@@ -273,14 +273,10 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
 @contextmanager
 def _with_selections(kept: list[tuple[SSTAProcessor, KeptSelection]]) -> Iterator[None]:
     """Within it layers of this thread keep what they select, or attend to what was kept."""
-    before = [layer.holder.frozen for layer, _ in kept]
-    for layer, selection in kept:
-        layer.holder.frozen = selection
-    try:
+    with ExitStack() as stack:
+        for layer, selection in kept:
+            stack.enter_context(having(layer.holder, "frozen", selection))
         yield
-    finally:
-        for (layer, _), frozen in zip(kept, before):
-            layer.holder.frozen = frozen
 
 
 @contextmanager
@@ -317,14 +313,10 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
     By the flag that PEFT's layers look at: its ``enable_adapters`` also takes the adapters' gradients away and gives them to all that are
     active, whoever had frozen some.
     """
-    before = [(layer, layer._disable_adapters) for layer in _adapter_layers(model)]
-    for layer, _ in before:
-        layer._disable_adapters = True
-    try:
+    with ExitStack() as stack:
+        for layer in _adapter_layers(model):
+            stack.enter_context(having(layer, "_disable_adapters", True))
         yield
-    finally:
-        for layer, off in before:
-            layer._disable_adapters = off
 
 
 @contextmanager

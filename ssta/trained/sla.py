@@ -114,24 +114,18 @@ def sla_layer(
     if selection is None:
         with torch.no_grad(), without_autocast(q.device.type):
             selection = Selection(_select(q, k, density, q_block, kv_block))
-    exact = block_sparse_attention(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
+    out = block_sparse_attention(q, k, v, selection.blocks, scale=scale, deterministic=deterministic, impl=impl)
     # A pure function: what block_sparse_attention chose by the same facts.
     route = choose_route(impl, *facts, PatternFacts.of(selection.blocks), heads=q.shape[1], kv_heads=k.shape[1],
                          deterministic=deterministic)
-    if weight is None:
-        return LayerResult(exact, Ran.of(exact, route, Found(selection)))
-    with without_autocast(q.device.type):
-        linear = _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    out = exact + linear
+    if weight is not None:
+        with without_autocast(q.device.type):
+            out = out + _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
     return LayerResult(out, Ran.of(out, route, Found(selection)))
 
 
 def check_density(density: float) -> float:
-    """``density`` as a float in (0, 1].
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """``density`` as a float in (0, 1]."""
     density = require_number("density", density)
     if not 0 < density <= 1:
         raise ValueError(f"density must lie in (0, 1], a share of the key blocks, got {density}")

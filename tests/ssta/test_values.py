@@ -80,7 +80,7 @@ def test_layers_may_share_a_text_mask(padding):
         assert torch.equal(ssta_attention(q, k, v, LAYOUT, config, text_mask=shared), expected)
     layout = tile_layout(LAYOUT, config.tile_thw, padding)
     plain = backend_of("torch")
-    assert shared.left(layout, plain) is shared.left(layout, plain) and shared.counts.tolist() == [[2, 5], [3, 9]]
+    assert shared.left(layout, plain) is shared.left(layout, plain)
     assert shared.valid_tokens() == (7, 12)
     assert shared.in_sequence.tolist() == [row[:3] + [True] * 32 + row[3:] for row in (MASK != 0).tolist()]
     with pytest.raises(ValueError, match="text_mask must be of this sequence, TokenLayout of 13 tokens.* got one of TokenLayout of 44"):
