@@ -15,12 +15,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def require_int(name: str, value: Any, least: int) -> int:
-    """``value`` as an int of at least ``least``; numpy's integers count, a bool does not.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: too small.
-    """
+    """``value`` as an int of at least ``least``; numpy's integers count, a bool does not."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
@@ -31,11 +26,7 @@ def require_int(name: str, value: Any, least: int) -> int:
 
 
 def require_number(name: str, value: float) -> float:
-    """``value``, an int or a float; numpy's numbers as Python's.
-
-    Raises:
-        TypeError: neither.
-    """
+    """``value``, an int or a float; numpy's numbers as Python's."""
     if type(value) in (int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     numpy = hasattr(value, "__float__") and getattr(value, "shape", None) == ()
@@ -45,32 +36,20 @@ def require_number(name: str, value: float) -> float:
 
 
 def require_bool(name: str, value: bool) -> bool:
-    """``value``, a bool.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """``value``, a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return value
 
 
 def require_strided(name: str, x: Tensor) -> None:
-    """Refuses tensors whose memory strides do not describe: sparse, nested, mkldnn.
-
-    Raises:
-        TypeError: ``name`` and its layout.
-    """
+    """Refuses tensors whose memory strides do not describe: sparse, nested, mkldnn."""
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense, strided tensor, got {'a nested tensor' if x.is_nested else x.layout}")
 
 
 def require_mask(name: str, x: Tensor | None) -> Tensor:
-    """``x``, a bool tensor.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """``x``, a bool tensor."""
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
         raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     require_strided(name, x)
@@ -78,11 +57,7 @@ def require_mask(name: str, x: Tensor | None) -> Tensor:
 
 
 def require_integers(name: str, x: Tensor | None) -> Tensor:
-    """``x``, an int32 or int64 tensor.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """``x``, an int32 or int64 tensor."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     require_strided(name, x)
@@ -90,12 +65,7 @@ def require_integers(name: str, x: Tensor | None) -> Tensor:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: not positive and finite, or no head_dim of at least 1.
-    """
+    """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None."""
     if head_dim < 1:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     if scale is None:
@@ -108,9 +78,6 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 def autocast_inputs(**inputs: Any) -> tuple[Tensor, ...]:
     """The inputs in autocast's dtype where autocast is on for their device, float64 left alone; checked to be dense floating-point tensors.
-
-    Raises:
-        TypeError: the input's name, and what came.
     """
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
@@ -136,11 +103,7 @@ def without_autocast(device_type: str) -> AbstractContextManager:
 
 def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens, heads, head_dim]", key_name: str = "k",
                        value_name: str = "v") -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) in autocast's dtype where that is on, with a last stride of 1; ``dims`` says what their dimensions are.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-    """
+    """(q, k, v) in autocast's dtype where that is on, with a last stride of 1; ``dims`` says what their dimensions are."""
     names, wanted = {"q": q, key_name: k, value_name: v}, dims.count(",") + 1
     q, k, v = autocast_inputs(**names)
     for name, x in zip(names, (q, k, v)):
@@ -162,11 +125,7 @@ def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens,
 
 def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, shape: tuple[int | None, ...], what: str,
                  device: torch.device | None) -> None:
-    """Refuses what is not a tensor of such a dtype, shape and device, of which None is any; ``what`` names the dimensions.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-    """
+    """Refuses what is not a tensor of such a dtype, shape and device, of which None is any; ``what`` names the dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if dtypes is not None and x.dtype not in dtypes:

@@ -65,11 +65,7 @@ def on_device(x: Any) -> AbstractContextManager:
 
 
 def refuse_forward_mode(**tensors: Tensor) -> None:
-    """Refuses tensors with a tangent: torch would give the operators' results none, that is a derivative of zero.
-
-    Raises:
-        ValueError: the name of one that has a tangent.
-    """
+    """Refuses tensors with a tangent: torch would give the operators' results none, that is a derivative of zero."""
     if forward_ad._current_level < 0:
         return
     for name, x in tensors.items():

@@ -93,11 +93,7 @@ class Packed:
     def checked(cls, cu_q: Tensor, cu_k: Tensor, q_tokens: int, k_tokens: int, device: torch.device, *,
                 names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k"), dims: str = "[B + 1]") -> Packed:
         """From offsets of 32 or 64 bits, which errors call ``names``, and any values; those that lead outside the tensors are cut. Does not
-        synchronise.
-
-        Raises:
-            TypeError, ValueError: no such tensors on ``device``, or of less than one sequence.
-        """
+        synchronise."""
         check_tensor(names[0], cu_q, INTEGERS, (None,), dims, device)
         if len(cu_q) < 2:
             raise ValueError(f"{names[0]} must hold at least two entries, got {len(cu_q)}")

@@ -119,11 +119,7 @@ def row_counts(
 
 
 def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    """What a budget of the user's own keeps.
-
-    Raises:
-        TypeError, ValueError: what it returned does not fit.
-    """
+    """What a budget of the user's own keeps."""
     keep = budget(scores)
     check_tensor("budget's result", keep, (torch.bool,), scores.shape, "[B, H, N, N]", scores.device)
     return keep

@@ -18,12 +18,7 @@ LARGEST = 2**31 - 1
 
 
 def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
-    """``value`` as a tuple of three ints from 1 to 2**31 - 1: (t, h, w). Arrays and integers of numpy's count too.
-
-    Raises:
-        TypeError: not a tuple, list or array, or an entry that is not an int.
-        ValueError: not three entries, or one out of range.
-    """
+    """``value`` as a tuple of three ints from 1 to 2**31 - 1: (t, h, w). Arrays and integers of numpy's count too."""
     if type(value) is tuple and len(value) == 3:
         t, h, w = value
         if type(t) is type(h) is type(w) is int and 0 < t <= LARGEST and 0 < h <= LARGEST and 0 < w <= LARGEST:
@@ -42,11 +37,7 @@ def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
 
 
 def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
-    """``require_triple`` of a tile's sides, together at most 2**31 - 1 tokens.
-
-    Raises:
-        TypeError, ValueError: as there.
-    """
+    """``require_triple`` of a tile's sides, together at most 2**31 - 1 tokens."""
     tile = require_triple(name, value)
     if prod(tile) > LARGEST:
         raise ValueError(f"{name} must make tiles of at most {LARGEST} tokens, got {tile}")
@@ -54,12 +45,7 @@ def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> str:
-    """``value``, one of ``choices``; ``also`` names what else would have been accepted.
-
-    Raises:
-        TypeError: not a string.
-        ValueError: not one of them.
-    """
+    """``value``, one of ``choices``; ``also`` names what else would have been accepted."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}{also}, got {value!r} ({type(value).__name__})")
     if value not in choices:
@@ -68,11 +54,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = 
 
 
 def require_function(name: str, function: Callable, *arguments: str) -> Callable:
-    """``function``, which can be called with as many arguments as ``arguments`` names; what does not tell its own is believed.
-
-    Raises:
-        TypeError: it cannot.
-    """
+    """``function``, which can be called with as many arguments as ``arguments`` names; what does not tell its own is believed."""
     if traced():
         return function
     try:
@@ -87,12 +69,7 @@ def require_function(name: str, function: Callable, *arguments: str) -> Callable
 
 
 def require_device(name: str, device: torch.device | str) -> torch.device:
-    """``device`` as one that exists, a GPU with its number.
-
-    Raises:
-        TypeError: neither a device, a string nor an int.
-        ValueError: a device that torch does not know or that is not there.
-    """
+    """``device`` as one that exists, a GPU with its number."""
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"{name} must be a torch.device, a string or a GPU's number, got {device!r} ({type(device).__name__})")
     try:

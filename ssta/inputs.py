@@ -39,9 +39,6 @@ def described(
         by_thw: layout was given as thw and text_len, which errors name.
         world: in which the tensors come; None = nobody wants a gradient, and nothing is remembered.
         share: what this rank has of ``layout``; the tensors are of it then, the spec is of the layer of all ranks together.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came; with a share on all ranks.
     """
     options = layout, kv_layout, config, scale, deterministic, impl, rows, means
     recorded, watched = (False, True) if world is None else world
@@ -110,11 +107,7 @@ def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, conf
 
 def check_tensors(query: Any, key: Any, value: Any, layout: TokenLayout, kv_layout: TokenLayout, by_thw: bool = False,
                   share: Shares | None = None) -> tuple[int, int, int]:
-    """(H, Hkv, D), after the check that the three fit one another and their layouts, or with ``share`` a rank's share of ``layout``.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-    """
+    """(H, Hkv, D), after the check that the three fit one another and their layouts, or with ``share`` a rank's share of ``layout``."""
     _check_tensor("query", query)
     dtype, device, batch, dim = query.dtype, query.device, query.shape[0], query.shape[3]
     of_heads = []

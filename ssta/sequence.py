@@ -122,11 +122,7 @@ def _video_text(kind: type[TokenLayout], t: int, h: int, w: int, text_len: int) 
 
 
 def require_layout(name: str, layout: Any) -> TokenLayout:
-    """``layout``, a TokenLayout.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """``layout``, a TokenLayout."""
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"{name} must be a TokenLayout, got {type(layout).__name__}")
     return layout

@@ -94,11 +94,7 @@ class LayerSpec(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str, device: torch.device) -> LayerSpec:
-        """The spec that ``text`` was made of, for tensors on ``device``.
-
-        Raises:
-            ValueError: it names a function of another process.
-        """
+        """The spec that ``text`` was made of, for tensors on ``device``."""
         return _from_text(text, device)
 
 

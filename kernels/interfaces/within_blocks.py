@@ -28,9 +28,6 @@ def attention_within_blocks(
             first n - L + u + 1.
         packed: that many neighbouring rows of q are one token, seen by several heads; q's block sizes are in rows.
         impl: "auto" is "triton" on a GPU and "torch", a loop in plain torch, on a CPU. No other is there.
-
-    Raises:
-        ValueError: an ``impl`` that is not there or cannot run on such tensors.
     """
     if require_impl(impl) not in TOKEN_IMPLEMENTATIONS:
         raise ValueError(f"backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got {impl!r}")

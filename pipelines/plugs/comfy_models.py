@@ -60,11 +60,7 @@ class ComfyModel:
 
 
 def comfy_model(model: Any) -> ComfyModel:
-    """What is known of one of ComfyUI's ``diffusion_model``, by its class or the nearest base class.
-
-    Raises:
-        ValueError: nothing, or it has not the parts that it is known by.
-    """
+    """What is known of one of ComfyUI's ``diffusion_model``, by its class or the nearest base class."""
     for base in type(model).__mro__:
         if base.__name__ in MODELS:
             found = MODELS[base.__name__]

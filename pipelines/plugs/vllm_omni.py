@@ -40,11 +40,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Settings:
-        """From vLLM-Omni's ``block_sparse`` options, as a backend is given them, and from the environment.
-
-        Raises:
-            TypeError, ValueError: an option that is unknown, missing or out of range, or the environment says something impossible.
-        """
+        """From vLLM-Omni's ``block_sparse`` options, as a backend is given them, and from the environment."""
         given = dict(options or {})
         if "sparsity" not in given or given.keys() - set(OPTIONS):
             raise ValueError(f"block_sparse must come with sparsity and nothing beside {', '.join(OPTIONS)}, got {sorted(given)}")
@@ -70,9 +66,6 @@ class Settings:
 
 def config_from(text: str) -> SSTAConfig:
     """The configuration that ``SSTA_VLLM_OMNI`` stands for: ``small_tiles`` with its fields; a tile that it names is that of every canvas.
-
-    Raises:
-        TypeError, ValueError: no JSON object, an unknown field, or a value that SSTAConfig refuses.
     """
     try:
         given = json.loads(text)
@@ -99,9 +92,6 @@ def sequence_layout(video: Any, tokens: int) -> TokenLayout | str:
 
     Returns:
         TokenLayout: ``[dense | grid | dense | grid ... | dense]``; rows past its length are padding. Or, in a few words, why it is unknown.
-
-    Raises:
-        TypeError, ValueError: grids that are empty, overlap, or reach beyond the sequence.
     """
     if video is None:
         return "it comes without a video layout"

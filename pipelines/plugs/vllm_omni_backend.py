@@ -48,11 +48,7 @@ _SIZE_UNKNOWN = -1
 
 
 def _check() -> None:
-    """Checks that this vLLM-Omni has what this file uses, under the same names, and no geometry that this file does not know.
-
-    Raises:
-        ImportError: what was expected and what was found.
-    """
+    """Checks that this vLLM-Omni has what this file uses, under the same names, and no geometry that this file does not know."""
     wrong = []
 
     def expect(what: str, wanted: set[str], found: set[str], exactly: bool = False) -> None:
@@ -165,11 +161,7 @@ class SSTAImpl(AttentionImpl):
     # vLLM-Omni compiles with symbolic sizes, and layouts are remembered by plain ones.
     @torch.compiler.disable
     def forward_cuda(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata | None = None) -> Tensor:
-        """``[B, S, H, D]`` in and out, key and value ``[B, S, Hkv, D]``; rows of padding give zeros where it is sparse.
-
-        Raises:
-            ValueError: ``video_layout`` contradicts itself or the sequence.
-        """
+        """``[B, S, H, D]`` in and out, key and value ``[B, S, Hkv, D]``; rows of padding give zeros where it is sparse."""
         found = self._layout(query, key, attn_metadata)
         if not isinstance(found, TokenLayout):
             if found is not None:

@@ -79,9 +79,6 @@ class Parallelism:
     Args:
         model: the transformer.
         family: its.
-
-    Raises:
-        ValueError: it is parallel already, in another way than its family's plan, or by tensors.
     """
 
     def __init__(self, model: nn.Module, family: Family) -> None:
@@ -104,11 +101,7 @@ class Parallelism:
         return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": [], "_splitting": []}
 
     def prepare(self, model: nn.Module) -> None:
-        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come.
-
-        Raises:
-            ValueError: it has come, and the settings are none for several ranks.
-        """
+        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come."""
         config, split = getattr(model, "_parallel_config", None), self._family.split
         if config is not None:
             self._settle(model, config)
@@ -235,11 +228,7 @@ def _configured(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
     """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
-    noise shows. A collective that waits for all of them and for the device.
-
-    Raises:
-        ValueError: on all ranks, what differs.
-    """
+    noise shows. A collective that waits for all of them and for the device."""
     sums = {name: f"a tensor {tuple(value.shape)} whose sum is {float(value.double().sum())!r}" for name, value in arguments.items()
             if isinstance(value, Tensor)}
     check_ranks(ranks.group, **facts, **sums)

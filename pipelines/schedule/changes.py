@@ -18,12 +18,7 @@ _FIELDS = tuple([of.name for of in fields(SSTAConfig) if of.init])
 
 
 def require_changes(config: SSTAConfig | None, changes: Mapping[str, Any]) -> None:
-    """That a user who calls for a model with a ``config`` or with ``changes`` by keyword gave one of them, and fields of ``SSTAConfig``.
-
-    Raises:
-        TypeError: no SSTAConfig, or a keyword that is none of its fields.
-        ValueError: both.
-    """
+    """That a user who calls for a model with a ``config`` or with ``changes`` by keyword gave one of them, and fields of ``SSTAConfig``."""
     if config is not None and not isinstance(config, SSTAConfig):
         hint = f"; presets are taken by name as preset={config!r}" if isinstance(config, str) else ""
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}{hint}")

@@ -116,11 +116,7 @@ class Progress:
         return index, len(timesteps)
 
     def timestep(self, step: Step) -> float:
-        """The scheduler's timestep of ``step``. All of them are read from the device once in a generation.
-
-        Raises:
-            ValueError: they cannot be read, see ``read``.
-        """
+        """The scheduler's timestep of ``step``. All of them are read from the device once in a generation."""
         timesteps, known = step.generation.timesteps, self._read
         if known is None or known[0] is not timesteps:
             _refuse(timesteps)

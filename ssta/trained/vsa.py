@@ -79,11 +79,7 @@ def video_sparse_attention(
 
 
 def vsa_config(sparsity: float, tile_thw: tuple[int, int, int] = TILE) -> SSTAConfig:
-    """What VSA attends to exactly, as a configuration.
-
-    Raises:
-        TypeError, ValueError: what ``SSTAConfig`` says of the tile, or a sparsity that is no number in [0, 1).
-    """
+    """What VSA attends to exactly, as a configuration."""
     sparsity = require_number("sparsity", sparsity)
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must lie in [0, 1), the share of the tiles that is left out, got {sparsity}")
