@@ -199,9 +199,8 @@ def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -
 def _times(model: torch.nn.Module, call: dict[str, Any], block: torch.nn.Module, device: torch.device) -> tuple[float, float]:
     """Seconds of a forward without its only block, and of the block: the least of three, after one that does not count."""
     of_block, of_all = Stopwatch(), Stopwatch()
-    hooks = [block.register_forward_pre_hook(lambda *_: of_block.start(device)), block.register_forward_hook(lambda *_: of_block.stop())]
     found = []
-    try:
+    with block.register_forward_pre_hook(lambda *_: of_block.start(device)), block.register_forward_hook(lambda *_: of_block.stop()):
         for _ in range(4):
             of_all.start(device)
             model(**call)
@@ -209,9 +208,6 @@ def _times(model: torch.nn.Module, call: dict[str, Any], block: torch.nn.Module,
             whole, part = of_all.seconds(), of_block.seconds()
             assert whole is not None and part is not None
             found.append((whole - part, part))
-    finally:
-        for hook in hooks:
-            hook.remove()
     rests, parts = zip(*found[1:])
     return min(rests), min(parts)
 

@@ -146,25 +146,17 @@ class _Comparison:
     @contextmanager
     def _looking(self, handle: SSTAHandle | None, seen: dict[str, None], once: bool = False) -> Iterator[None]:
         """Notes in ``seen`` what attends densely in every forward, or in the first one."""
-        hooks: list[Any] = []
-
         def look(*_: object) -> None:
             assert handle is not None
             dense = [run.implementation for run in handle.report() if run.implementation.startswith(_DENSE)]
             seen.update(dict.fromkeys(name.removeprefix(_DENSE) for name in dense))
             if once:
-                remove()
+                hooks.close()
 
-        def remove() -> None:
-            while hooks:
-                hooks.pop().remove()
-
-        if handle is not None:
-            hooks += [model.register_forward_hook(look) for _, model in transformers_of(self.pipe)]
-        try:
+        with ExitStack() as hooks:
+            for _, model in () if handle is None else transformers_of(self.pipe):
+                hooks.enter_context(model.register_forward_hook(look))
             yield
-        finally:
-            remove()
 
     def _measured(self, clip: Clip, configuration: Configuration, generated: Reference, measured: Measurement, reference: Reference,
                   device: torch.device) -> Measurement:
@@ -224,7 +216,6 @@ def _denoising(pipe: Any) -> Iterator[_Denoising]:
     """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one, how many steps
     run, which are fewer than the scheduler has where the call starts in the middle, and where."""
     found, progress = _Denoising(), Progress(pipe)
-    hooks: list[Any] = []
 
     def start(model, args, kwargs):
         if found.device is None:
@@ -233,13 +224,11 @@ def _denoising(pipe: Any) -> Iterator[_Denoising]:
             found.device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             found.watch.start(found.device)
 
-    for _, model in transformers_of(pipe):
-        hooks += [model.register_forward_pre_hook(start, with_kwargs=True), model.register_forward_hook(lambda *_: found.watch.stop())]
-    try:
+    with ExitStack() as hooks:
+        for _, model in transformers_of(pipe):
+            hooks.enter_context(model.register_forward_pre_hook(start, with_kwargs=True))
+            hooks.enter_context(model.register_forward_hook(lambda *_: found.watch.stop()))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ssta import SSTAConfig
 from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
+from ..patch.context import having
 from ..patch.family import Family, family_of, own_presets
 from ..schedule.changes import changed
 from ..schedule.presets import PRESETS, preset_names, preset_settings
@@ -61,7 +62,7 @@ class Configuration:
 
 def dense(pipe: Any) -> Configuration:
     """Exact attention at every step, on the kernels that the dense steps of other configurations run and without masks of S x S tokens."""
-    return Configuration("dense", family_of(transformers_of(pipe)[0][1]).default_config(), Schedule(dense_steps=1.0))
+    return parse_configuration("dense", pipe)
 
 
 def parse_configuration(text: str, pipe: Any) -> Configuration:
@@ -171,19 +172,13 @@ def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | No
 @contextmanager
 def _attending_with(pipe: Any, backend: str) -> Iterator[None]:
     """diffusers' ``set_attention_backend``, without what it leaves behind in the process."""
-    try:
-        chosen = attention_backend(backend)
-        chosen.__enter__()
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
-    processors: list[Any] = [module.processor for _, model in transformers_of(pipe) for module in model.modules()
-                  if hasattr(getattr(module, "processor", None), "_attention_backend")]
-    before = [processor._attention_backend for processor in processors]
-    try:
-        for processor in processors:
-            processor._attention_backend = AttentionBackendName(backend)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(attention_backend(backend))
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
+        for _, model in transformers_of(pipe):
+            for processor in (getattr(module, "processor", None) for module in model.modules()):
+                if hasattr(processor, "_attention_backend"):
+                    stack.enter_context(having(processor, "_attention_backend", AttentionBackendName(backend)))
         yield
-    finally:
-        for processor, own in zip(processors, before):
-            processor._attention_backend = own
-        chosen.__exit__(None, None, None)
