@@ -58,11 +58,10 @@ RESERVED = 1024
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
 
 
-def ragged_attention(impl: str, dim: int, **options) -> None:
+def ragged_attention(impl: str, dim: int, lengths: tuple[int, ...] = (128, 150, 0, 33, 256), **options) -> None:
     """Forward and backward over full, partial, short and empty blocks, with grouped heads and keys that no list names."""
-    lengths = [128, 150, 0, 33, 256]
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    blocks = BlockLists.from_mask(torch.rand(2, 2, 5, 5, device="cuda") < 0.6, offsets, offsets)
+    blocks = BlockLists.from_mask(torch.rand(2, 2, len(lengths), len(lengths), device="cuda") < 0.6, offsets, offsets)
     q = make(2, sum(lengths), 2, dim).transpose(1, 2).requires_grad_()
     k, v = (make(2, 1, sum(lengths), dim).requires_grad_() for _ in range(2))
     out, lse = block_sparse_attention(q, k, v, blocks, return_lse=True, impl=impl, **options)
@@ -172,6 +171,7 @@ def two_stores() -> None:
 FAMILIES = {
     "hopper, deterministic dQ": partial(ragged_attention, "hopper", 64),
     "hopper, non-deterministic dQ": partial(ragged_attention, "hopper", 128, deterministic=False),
+    "hopper, packed chunks": partial(ragged_attention, "hopper", 128, (64, 40, 0, 17, 64, 33, 5, 50)),
     "hopper, causal": partial(ragged_attention, "hopper", 64, causal=True),
     "triton": partial(ragged_attention, "triton", 64),
     "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
@@ -181,6 +181,7 @@ FAMILIES = {
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),
     "estimate, hopper": partial(estimate, "hopper", 128, 1),
+    "estimate, hopper, halves": partial(estimate, "hopper", 128, 2),
     "estimate, triton, halves": partial(estimate, "triton", 64, 2),
     "token lists": token_lists,
     "selection": selection,
