@@ -18,7 +18,7 @@ from ..blocks import BlockLists
 from ..device import multiprocessors
 from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
-from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, schedule
+from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
 from ..lowering.inputs import loaded, strided
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
@@ -154,6 +154,7 @@ def hopper_backward(
     plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
                     kv_len - q_len if causal else None, dim)
     accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
+    locks = lock_values(plan, blocks, flipped, queries, keys, batch, heads, kv_heads) if deterministic else plan.tiles
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
     numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
                plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
@@ -166,7 +167,7 @@ def hopper_backward(
              *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
              Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
             (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles,
-             plan.tiles, counts, indices, plan.lock_values if deterministic else plan.tiles, plan.skipped if causal else plan.tiles,
+             plan.tiles, counts, indices, locks, plan.skipped if causal else plan.tiles,
              queries.starts, queries.sizes, accum.dq_accum),
             (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     backward_postprocess(accum, dq, scale, queries)

@@ -75,9 +75,11 @@ class Schedule(NamedTuple):
     #                             the last tiles, the longest first, and, persistent, to the first tile of each program
     number: int                 # how many tiles
     tail: int                   # how many of these, at the end, are taken the longest first
-    lock_values: Tensor | None  # int32 [B, Hq, key blocks, parts, width]: how many tiles add to a query block before this one does
+    times: Tensor | None        # int32, persistent: when each tile begins; and what its kernel needs besides
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int                  # entries that a list has room for
+    parts: int                  # tiles of a key block
+    together: int               # heads that take turns
 
 
 @triton.jit
@@ -133,8 +135,11 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
+def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr):
     """The last ``tail`` tiles, the longest first: NEXT of the rows behind all tiles."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     entry = tl.program_id(0) * OWN + tl.arange(0, OWN)
     tile = number - tail + entry
     length = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=entry < tail, other=-1)
@@ -148,12 +153,17 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, loads, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   OTHERS: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
+                   OTHERS: tl.constexpr, EARLY: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
     The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
     """
+    if EARLY:
+        # This is one program: what is launched next, and needs nothing of it, has all other multiprocessors.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    loads = times + number
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -308,7 +318,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
 
 def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
              programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
-    """The tiles of all heads; ``ordered``: assigned to so many programs, with lock values.
+    """The tiles of all heads; ``ordered``: assigned to so many programs.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
     ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
@@ -320,6 +330,9 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     number = batch * kv_heads * keys.number * parts
     together = heads_together(batch * kv_heads, queries.tokens * group, dim) if ordered else 1
     tail = min(number, LAST_TILES * programs)
+    share = ROTATION_UNITS.value
+    if parts == 1:
+        share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
     tiles = torch.empty(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
     strides = shared_strides(counts, heads)
     skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
@@ -330,30 +343,37 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
-    constants = dict(OWN=16, OTHERS=128)
+    # Each begins when the one before it is done, but is on the GPU by then; so is what the caller launches next.
+    early = dict(EARLY=counts.is_cuda)
+    options = dict(launch_pdl=True) if counts.is_cuda else {}
+    constants = dict(OWN=16, OTHERS=128) | early
     _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,), (number, tail),
-                  constants, {})
-    if not ordered:
-        return Schedule(tiles, number, tail, None, skipped, width)
-    times = torch.empty(number, dtype=torch.int32, device=counts.device)
-    share = ROTATION_UNITS.value
-    if parts == 1:
-        share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
-    numbers = (number, programs, group, STAGGER, tail, share)
-    constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32)
-    loads = torch.empty(constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
-    _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times, loads), numbers, constants, {})
-    own_counts, own_indices = blocks.counts.contiguous(), blocks.indices.contiguous()
+                  constants, options)
+    times = None
+    if ordered:
+        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32) | early
+        times = torch.empty(number + constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
+        numbers = (number, programs, group, STAGGER, tail, share)
+        _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
+                       options)
+    return Schedule(tiles, number, tail, times, skipped, width, parts, together)
+
+
+def lock_values(plan: Schedule, blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int,
+                kv_heads: int) -> Tensor:
+    """int32 [B, Hq, key blocks, parts, width]: how many tiles of an ordered ``plan`` add to a query block before this one does."""
+    counts, indices, own_counts, own_indices = (x.contiguous() for x in (flipped.counts, flipped.indices, blocks.counts, blocks.indices))
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
-    whens = torch.empty(batch, heads, queries.number, 2, capacity, parts, dtype=torch.int64, device=counts.device)
-    lock_values = torch.empty(batch, heads, keys.number, parts, width, dtype=torch.int32, device=counts.device)
-    numbers = (*shared_strides(own_counts, heads), *strides, kv_heads, group, keys.number, capacity, width, parts, together,
-               width.bit_length())
-    constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=shift is not None)
-    _launch_lock_values((device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
-                        (own_counts, own_indices, counts, indices, tiles, times, skipped, whens, lock_values), numbers, constants, {})
-    return Schedule(tiles, number, tail, lock_values, skipped, width)
+    whens = torch.empty(batch, heads, queries.number, 2, capacity, plan.parts, dtype=torch.int64, device=counts.device)
+    values = torch.empty(batch, heads, keys.number, plan.parts, plan.width, dtype=torch.int32, device=counts.device)
+    numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
+               plan.width, plan.parts, plan.together, plan.width.bit_length())
+    constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=plan.skipped is not None)
+    _launch_lock_values((counts.get_device(), fit(numbers), *constants.values()), (queries.number, heads, batch), (),
+                        (own_counts, own_indices, counts, indices, plan.tiles, plan.times, plan.skipped, whens, values), numbers,
+                        constants, {})
+    return values
 
 
 _launch_tiles, _launch_order, _launch_assign, _launch_lock_values = map(

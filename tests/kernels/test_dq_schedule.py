@@ -30,6 +30,7 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     STAGGER,
     bytes_of,
     heads_together,
+    lock_values,
     schedule,
 )
 
@@ -37,10 +38,10 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    made = schedule(blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads, programs or 5,
-                    programs > 0, kv_len - q_len if causal else None)
+    shape = blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads
+    made = schedule(*shape, programs or 5, programs > 0, kv_len - q_len if causal else None)
     tiles = made.tiles.tolist()
-    return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], made.lock_values
+    return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], lock_values(made, *shape) if programs else None
 
 
 def of(x, batch, head, heads):
