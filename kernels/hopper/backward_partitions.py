@@ -289,17 +289,23 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
         for i in range(done, done + iterations):
             ring_wait(work.ds_full, i)
             slot = _read_number(work.slots, i, 4)
+            if DETERMINISTIC:
+                lock_value = _read_number(work.lock_values, i, 4)
             ds = ring_at(work.ds, i).permute((1, 0))
             pointer = dq_accum + slot.to(gl.int64) * (QUERIES * D) + place
             for piece in gl.static_range(PIECES):
                 token = warpgroup_mma(ds, k.slice(piece * COLUMNS, COLUMNS, 1), zero, use_acc=False, is_async=True)
+                if DETERMINISTIC and PIECES > 1:
+                    # While the product is computed.
+                    ring_wait(work.turn, i * PIECES + piece)
                 part = warpgroup_mma_wait(0, deps=[token])
                 if piece == PIECES - 1:
                     ring_arrive(work.ds_empty, i)
                 if DETERMINISTIC:
-                    ring_wait(work.turn, i * PIECES + piece)
+                    if PIECES == 1:
+                        ring_wait(work.turn, i * PIECES + piece)
                     # Nothing stands there before the first.
-                    put_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part), _read_number(work.lock_values, i, 4))
+                    put_words(pointer + piece * (QUERIES * COLUMNS), by_thread(part), lock_value)
                     barrier()
                     ring_arrive(work.dq_full, i * PIECES + piece)
                 else:
