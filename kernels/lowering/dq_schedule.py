@@ -369,10 +369,10 @@ def lock_values(plan: Schedule, blocks: BlockLists, flipped: BlockLists, queries
     values = torch.empty(batch, heads, keys.number, plan.parts, plan.width, dtype=torch.int32, device=counts.device)
     numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
                plan.width, plan.parts, plan.together, plan.width.bit_length())
-    constants = dict(SEGMENT=SEGMENT, OTHERS=32, CAUSAL=plan.skipped is not None)
+    constants = dict(SEGMENT=32, OTHERS=32, CAUSAL=plan.skipped is not None)
     _launch_lock_values((counts.get_device(), fit(numbers), *constants.values()), (queries.number, heads, batch), (),
                         (own_counts, own_indices, counts, indices, plan.tiles, plan.times, plan.skipped, whens, values), numbers,
-                        constants, {})
+                        constants, dict(num_warps=1))
     return values
 
 
