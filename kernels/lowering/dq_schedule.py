@@ -53,6 +53,8 @@ SEGMENT = 128
 # tokens and 16 heads where none are sorted, 1.07 where programs take what they come by, as blocks of a launch do; with one tile each
 # sorted 1.03, two 1.03, three 1.025, four 1.02.
 LAST_TILES = 3
+# More tiles than the keys of any GPU's memory make, a power of two.
+MOST_TILES = tl.constexpr(1 << 24)
 # Bytes of L2 that programs use without pushing one another out: of an H200's 50 MB half, for it has two parts.
 CACHE = 25 << 20
 # And so many over which they are staggered. Over blocks of 128 on an H200, of the time without that limit: 113,664 tokens and 16 heads .926
@@ -72,10 +74,11 @@ class Schedule(NamedTuple):
     """The work of the backward kernel's programs."""
 
     tiles: Tensor               # int32 [number + tail + programs, FIELDS]: tiles as _place has them; then rows of which NEXT is set: to
-    #                             the last tiles, the longest first, and, persistent, to the first tile of each program
+    #                             the last tiles, the longest first, whose ITERATIONS they repeat, and, persistent, to the first tile of
+    #                             each program
     number: int                 # how many tiles
     tail: int                   # how many of these, at the end, are taken the longest first
-    times: Tensor | None        # int32, persistent: when each tile begins; and what its kernel needs besides
+    times: Tensor | None        # int32 [number], persistent: when each tile begins
     skipped: Tensor | None      # int32 [B, Hq, key blocks], under a causal mask: the first entries of a list, of which none sees a key
     width: int                  # entries that a list has room for
     parts: int                  # tiles of a key block
@@ -136,7 +139,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr):
-    """The last ``tail`` tiles, the longest first: NEXT of the rows behind all tiles."""
+    """The last ``tail`` tiles, the longest first: NEXT and ITERATIONS of the rows behind all tiles."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -150,11 +153,23 @@ def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, 
         before = (others[None, :] > length[:, None]) | ((others[None, :] == length[:, None]) & (other[None, :] < entry[:, None]))
         rank += tl.sum(before.to(tl.int32), 1)
     tl.store(tiles + (number + rank) * FIELDS + NEXT, tile, mask=entry < tail)
+    tl.store(tiles + (number + rank) * FIELDS + ITERATIONS, length, mask=entry < tail)
+
+
+@triton.jit
+def _take(tiles, times, tile, iterations, free, last, work, place, period):
+    """Programs that are ``free`` take a tile each: (the last tile of each program, what it has to do)."""
+    # A part beyond the end of its block is nobody's.
+    free = free & (iterations >= 0)
+    tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
+    tl.store(times + tile, work, mask=free)
+    tl.store(tiles + tile * FIELDS + ROTATION, (work % period * ROTATION_UNITS // period + place) % ROTATION_UNITS, mask=free)
+    return tl.where(free, tile, last), work + tl.where(free, iterations + 1, 0)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   OTHERS: tl.constexpr, EARLY: tl.constexpr):
+                   EARLY: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
     The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
@@ -163,7 +178,6 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, 
         # This is one program: what is launched next, and needs nothing of it, has all other multiprocessors.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    loads = times + number
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -176,41 +190,32 @@ def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, 
     period = (step + 1 + group - 1) // group
     program = tl.arange(0, PROGRAMS)
     span = tl.maximum(period * share // ROTATION_UNITS, 1)
-    place = program * stagger % span * ROTATION_UNITS // period
     work = tl.where(program < programs, 0, 1 << 30)
     last = number + tail + program
     taken = 0
-    while taken < number:
+    while taken < number - tail:
         free = work < tl.min(work, 0) + step
-        if taken < number - tail:
-            tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
-            taken += tl.sum(free.to(tl.int32), 0)
-            # What is left over goes the other way.
-            free = free & (tile < number - tail)
-            taken = tl.minimum(taken, number - tail)
-        else:
-            # Other threads read what these write, and these have read what others wrote.
-            tl.debug_barrier()
-            tl.store(loads + program, work)
-            tl.debug_barrier()
-            rank = tl.zeros([PROGRAMS], tl.int32)
-            for start in range(0, PROGRAMS, OTHERS):
-                other = start + tl.arange(0, OTHERS)
-                others = tl.load(loads + other, mask=other < PROGRAMS, other=1 << 30)
-                before = (others[None, :] < work[:, None]) | ((others[None, :] == work[:, None]) & (other[None, :] < program[:, None]))
-                rank += tl.sum(before.to(tl.int32), 1)
-            tile = taken + rank
-            taken += tl.sum(free.to(tl.int32), 0)
-            free = free & (tile < number)
-            tile = tl.load(tiles + (tail + tile) * FIELDS + NEXT, mask=free, other=0)
-        # A part beyond the end of its block is nobody's.
+        tile = taken + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken += tl.sum(free.to(tl.int32), 0)
+        free = free & (tile < number - tail)
         iterations = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=free, other=-1)
-        free = iterations >= 0
-        tl.store(tiles + last * FIELDS + NEXT, tile, mask=free)
-        tl.store(times + tile, work, mask=free)
-        tl.store(tiles + tile * FIELDS + ROTATION, (work % period * ROTATION_UNITS // period + place) % ROTATION_UNITS, mask=free)
-        last = tl.where(free, tile, last)
-        work += tl.where(free, iterations + 1, 0)
+        place = program * stagger % span * ROTATION_UNITS // period
+        last, work = _take(tiles, times, tile, iterations, free, last, work, place, period)
+    taken = number - tail
+    while taken < number:
+        # The programs stand in the order of what they have to do from here on; all that is known of one is sorted as one number.
+        by_work = tl.sort((work.to(tl.int64) * PROGRAMS + program) * MOST_TILES + last)
+        last = (by_work % MOST_TILES).to(tl.int32)
+        program = (by_work // MOST_TILES % PROGRAMS).to(tl.int32)
+        work = (by_work // MOST_TILES // PROGRAMS).to(tl.int32)
+        rank = taken + tl.arange(0, PROGRAMS)
+        free = (work < tl.min(work, 0) + step) & (rank < number)
+        taken += tl.sum(free.to(tl.int32), 0)
+        row = tiles + (tail + rank) * FIELDS
+        tile = tl.load(row + NEXT, mask=free, other=0)
+        iterations = tl.load(row + ITERATIONS, mask=free, other=-1)
+        place = program * stagger % span * ROTATION_UNITS // period
+        last, work = _take(tiles, times, tile, iterations, free, last, work, place, period)
     tl.store(tiles + last * FIELDS + NEXT, -1, mask=program < programs)
 
 
@@ -351,8 +356,8 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
                   constants, options)
     times = None
     if ordered:
-        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024, OTHERS=32) | early
-        times = torch.empty(number + constants["PROGRAMS"], dtype=torch.int32, device=counts.device)
+        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024) | early
+        times = torch.empty(number, dtype=torch.int32, device=counts.device)
         numbers = (number, programs, group, STAGGER, tail, share)
         _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
                        options)
