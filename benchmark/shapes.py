@@ -146,8 +146,11 @@ KERNELS = {
     Problem(23_040, heads=24): (partial(kept, number=18),),
     Problem(11_520): (partial(kept, number=12),),
     Problem(11_520, heads=2): (partial(kept, number=12),),
+    Problem(5_760, heads=12): (partial(kept, number=5),),
     # Tiles of 4 x 4 x 8 tokens, and of 4 x 4 x 4.
     Problem(30_720, block=128): (partial(kept, number=24),),
+    Problem(75_520, heads=12, block=128): (partial(kept, number=88),),
+    Problem(113_664, block=128): (partial(kept, number=133),),
     Problem(30_720, block=64): (partial(kept, number=48),)}
 EVERY_PATTERN = (full, window, *(partial(kept, number=share) for share in SHARES))
 KERNELS_FULL = {Problem(tokens, heads): EVERY_PATTERN for heads in (16, 1) for tokens in (11_520, 23_040, 46_080, 92_160, 138_240)}
