@@ -87,14 +87,24 @@ def _type_when_asked(shape, make, attribute, type_of) -> None:
 
 
 def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap) -> None:
-    """Of two operands those of one type, which need no conversion; a number as a tensor like the one beside it, which is made once; and
-    what no compiler has wrapped."""
-    tensor, numbers = tl.tensor, {}
+    """Of two operands those of one type, which need no conversion, and int32 beside int64, which is what addresses are made of; a number
+    as a tensor like the one beside it, which is made once; and what no compiler has wrapped."""
+    import numpy as np
+
+    tensor, numbers, integers = tl.tensor, {}, {"int32", "int64"}
 
     def unless_same(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if not div_or_mod and lhs.__class__ is tensor and rhs.__class__ is tensor:
-            if vars(lhs.type) is vars(rhs.type) and not lhs.dtype.is_ptr():
+            one, other = lhs.dtype, rhs.dtype
+            if one.is_ptr():
+                if allow_lhs_ptr and other.name in integers:
+                    return unless_equal(self, lhs, rhs)
+            elif vars(lhs.type) is vars(rhs.type):
                 return lhs, rhs
+            elif one.name == other.name:
+                return unless_equal(self, lhs, rhs)
+            elif arithmetic_check and one.name in integers and other.name in integers:
+                return unless_equal(self, widened(lhs), widened(rhs))
         elif not div_or_mod and lhs.__class__ is tensor and rhs.__class__ in (int, float) and not lhs.dtype.is_ptr():
             return beside(self, lhs, rhs, arithmetic_check)
         elif not div_or_mod and rhs.__class__ is tensor and lhs.__class__ in (int, float) and not rhs.dtype.is_ptr():
@@ -117,9 +127,16 @@ def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap
         if self.builder.options.debug:
             overflow(self, lhs, rhs, binary_op)
 
+    def widened(x):
+        if x.dtype.name == "int64":
+            return x
+        return tensor(x.handle.__class__(x.handle.data.astype(np.int64), tl.int64),
+                      x.type.with_element_ty(tl.int64) if x.type.is_block() else tl.int64)
+
     def unless_equal(self, lhs, rhs):
         a, b = lhs.type, rhs.type
-        return (lhs, rhs) if a.is_block() and b.is_block() and a.shape == b.shape else broadcast(self, lhs, rhs)
+        alike = a.shape.values == b.shape.values if a.is_block() and b.is_block() else not a.is_block() and not b.is_block()
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
 
     def unless_cast(self, input, dst_ty, *rounding):
         return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *rounding)
