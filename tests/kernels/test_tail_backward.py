@@ -1,6 +1,7 @@
 """Gradients of the tail: those of its formulas by autograd in float64, with h, the damping, the mixture and the halves held still."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -103,10 +104,12 @@ def some_gradients_pass_unchanged(of, got, skipped):
     assert (got[3][:, :, last:] == 0).all() and (got[4][:, :, last:] == 0).all()
 
 
-cases = pytest.mark.parametrize("parts, heads, kv_heads", [(1, 2, 2), (1, 4, 2), (2, 2, 1), (2, 4, 2)])
+# The interpreter takes a second for each: there it is both parts, and one and two query heads to a key head.
+GROUPS = [(1, 2, 2), (1, 4, 2), (2, 2, 1), (2, 4, 2)]
+cases = partial(pytest.mark.parametrize, "parts, heads, kv_heads")
 
 
-@cases
+@cases(GROUPS)
 @pytest.mark.parametrize("nan, kv_lengths", [(False, None), (True, None), (True, FEW), (False, MANY)], ids=["", "nan", "few", "many"])
 def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan, kv_lengths):
     """To rounding: all of them, and where only one of the results is differentiated. Of keys with the queries' blocks, and of others."""
@@ -120,7 +123,7 @@ def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, n
     some_gradients_pass_unchanged(of, of.gradients("torch"), 1)
 
 
-@cases
+@cases(GROUPS if GPU else GROUPS[::3])
 @pytest.mark.slow
 def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     """With second moments in float32: what remains of an error is float32's. One block holds NaN, and one head does without."""
@@ -144,7 +147,7 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     assert_close(got, expected, 2e-6)
 
 
-@cases
+@cases(GROUPS if GPU else GROUPS[::3])
 @pytest.mark.slow
 def test_gradients_are_those_of_the_formulas(parts, heads, kv_heads):
     of = skip_head(case(parts, heads, kv_heads, batch=2, nan=True), 1)
