@@ -31,7 +31,7 @@ from ssta.kernels.lowering import tma as real_tma
 
 FAR = real_tma.FAR.value
 _late = False
-_state = threading.Condition()
+_state = threading.Lock()
 _local = threading.local()
 
 
@@ -39,6 +39,7 @@ class Barrier:
     def init(self, count):
         self.count = self.pending = count
         self.bytes = self.phase = 0
+        self.turned = threading.Condition(_state)
 
     def signal(self, arrivals=0, bytes=0):
         with _state:
@@ -47,11 +48,11 @@ class Barrier:
             assert self.pending >= 0, "more arrivals than the barrier counts"
             if self.pending == 0 and self.bytes == 0:
                 self.phase, self.pending = self.phase + 1, self.count
-            _state.notify_all()
+                self.turned.notify_all()
 
     def wait(self, parity):
         with _state:
-            assert _state.wait_for(lambda: self.phase % 2 != int(parity), HANG), "deadlock"
+            assert self.turned.wait_for(lambda: self.phase % 2 != int(parity), HANG), "deadlock"
 
 
 class Barriers(list):
