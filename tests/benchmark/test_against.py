@@ -1,13 +1,13 @@
 """Another checkout beside this one: which library is imported, who works when, and what is compared."""
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rows import read_rows
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -86,8 +86,7 @@ def test_a_checkout_against_itself(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench_host, "RESULTS", tmp_path)
     bench_host.main(["--layer", "no text", "--calls", "1", "--rounds", "1", f"--against={ROOT}", "--csv", "mine"])
-    with (tmp_path / "mine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "mine.csv")
     assert [row["what"] for row in rows] == list(bench_host.CALLS)
     assert all(float(row["host_us ratio"]) == float(row["host_us here"]) / float(row["host_us there"]) > 0 for row in rows)
     assert "largest ratio of host_us: " in capsys.readouterr().out

@@ -1,9 +1,9 @@
 """Few steps and chunk after chunk: what the small models are trained on, that it helps, and the rows that come of them."""
 
-import csv
 
 import pytest
 import torch
+from rows import read_rows
 
 CPU = torch.device("cpu")
 
@@ -27,11 +27,6 @@ def script(monkeypatch, tmp_path):
         return module, tmp_path
 
     return load
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_samples_of_few_steps_come_nearer_to_those_of_many(gate_model):
@@ -106,7 +101,7 @@ def test_rows_of_fine_tuning_for_few_steps(gate_model, script):
     bench, results = script("bench_few_steps")
     bench.main(["--checkpoint", str(gate_model[1]), "--device", "cpu", "--fine-tune", "--train-steps", "2", "--generations", "2",
                 "--csv", "few_fine_tune_mine"])
-    _, *rows = rows_of(results / "few_fine_tune_mine.csv")
+    _, *rows = read_rows(results / "few_fine_tune_mine.csv")
     assert [row["name"] for row in rows] == [f"{name}, {how}" for name in ("linear 0.15, tile 1x4x4", "linear 2 parts 0.15, tile 1x4x4")
                                              for how in ("before", "distilled")]
     assert [line[0] for line in few_fine_tune_table(rows)[1:]] == [row["name"] for row in rows]
@@ -120,7 +115,7 @@ def test_rows_of_few_steps(gate_model, script):
     bench, results = script("bench_few_steps")
     arguments = ["--checkpoint", str(gate_model[1]), "--device", "cpu", "--train-steps", "2", "--pairs", "2", "--csv", "few_steps_mine"]
     bench.main([*arguments, "--only", "linear 2 parts 0.3, tile 1x4x4"])
-    rows = rows_of(results / "few_steps_mine.csv")
+    rows = read_rows(results / "few_steps_mine.csv")
     names = ["linear 2 parts 0.3, tile 1x4x4", "linear 2 parts 0.3, tile 1x4x4, first layer dense",
              "linear 2 parts 0.3, tile 1x4x4, warm-up one step, first layer dense"]
     assert [(row["steps"], row["what"], row["name"]) for row in rows] == [
@@ -168,7 +163,7 @@ def test_rows_of_chunks(gate_model, script):
     bench, results = script("bench_rollout")
     bench.main(["--checkpoint", str(gate_model[1]), "--device", "cpu", "--train-steps", "2", "--few-steps", "2", "--chunks", "3",
                 "--csv", "rollout_mine", "--only", "0.15"])
-    rows = rows_of(results / "rollout_mine.csv")
+    rows = read_rows(results / "rollout_mine.csv")
     assert [row["chunk"] for row in rows] == [*"123"] * 6
     assert list(dict.fromkeys(row["name"] for row in rows)) == ["dropped 0.15", "linear 0.15", "linear 2 parts 0.15"]
     of = {(row["steps"], row["name"], row["chunk"]): float(row["psnr"]) for row in rows}

@@ -1,9 +1,9 @@
 """gate.py: the toy's decibels are what this estimate gives, other estimates take its place by name, and releases are held beside it."""
 
-import csv
 
 import pytest
 import torch
+from rows import read_rows
 
 # Of the toy at 10, 15.6 and 30 % of the pairs, in dB: the same to 0.02 on any number of threads. What changes quality on purpose changes
 # them too.
@@ -23,8 +23,7 @@ def gate(monkeypatch, tmp_path):
 def test_the_toy_s_decibels(gate, tmp_path, capsys):
     arguments = ["--device", "cpu", "--checkpoint", str(tmp_path / "model.pt")]
     gate.main([*arguments, "--csv", "gate_mine"])
-    with (tmp_path / "results" / "gate_mine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "results" / "gate_mine.csv")
     assert [float(row["psnr"]) for row in rows] == pytest.approx(EXPECTED, abs=0.1)
     capsys.readouterr()
     # Again, from the checkpoint, beside what is now the last release and beside others, by name.

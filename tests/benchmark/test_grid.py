@@ -1,11 +1,11 @@
 """Quality against time: the layer in the configurations of the quality grid, its join with their samples, and captures of real heads."""
 
-import csv
 import dataclasses
 
 import pytest
 import torch
 from quality_tables import FEW_STEPS_ENTRIES, PRESET_ENTRIES
+from rows import read_rows
 
 
 @pytest.fixture
@@ -18,8 +18,7 @@ def bench(monkeypatch, tmp_path):
 
 def test_a_layer_in_the_configurations_of_the_grid(bench, tmp_path, monkeypatch, capsys):
     bench.main(["--only", "linear 0.156, warm-up", "linear 0.156, tile", "linear 1", "dropped 0.156, tile", "--csv", "grid_a"])
-    with (tmp_path / "grid_a.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "grid_a.csv")
     # What has no density, or leaves nothing out, is not there; what differs in its schedule alone is one call.
     assert [row["name"] for row in rows] == ["dense", "linear 0.156, warm-up 15 %", "dropped 0.156, tile 1x4x4",
                                              "linear 0.156, tile 1x4x4", "linear 0.156, tile 1x4x4, warm-up 15 %",
@@ -91,7 +90,6 @@ def test_the_plot_names_the_best_for_their_time(measured, capsys):
     pytest.importorskip("matplotlib")
     import plots
     import table
-    from rows import read_rows
 
     rows = [read_rows(measured / f"{name}_card.csv") for name in ("grid", "quality")]
     axes = plots.plot_equal_time(*rows).axes[0]
@@ -152,7 +150,6 @@ def test_no_measured_configuration_beats_a_preset():
     from measure import RESULTS
     from quality_grid import FULL_TILES, grid
     from quality_tables import layer_times, samples_of
-    from rows import read_rows
 
     from ssta.pipelines.schedule.presets import PRESETS
 
@@ -172,7 +169,6 @@ def test_no_measured_configuration_beats_a_preset():
 def test_what_the_picture_shows_takes_the_same_time():
     from measure import RESULTS
     from quality_grid import FULL_TILES, grid
-    from rows import read_rows
 
     shown = {entry.name for entry in grid(FULL_TILES, gpu=True) if entry.shown}
     times = [float(row["overall"]) for row in read_rows(RESULTS / "grid_h200.csv") if row["name"] in shown]
@@ -183,7 +179,6 @@ def test_no_measured_configuration_beats_a_preset_for_few_steps():
     from measure import RESULTS
     from quality_grid import FULL_TILES, for_few_steps
     from quality_tables import few_steps_times
-    from rows import read_rows
 
     rows, layers = read_rows(RESULTS / "few_steps_h200.csv"), read_rows(RESULTS / "grid_h200.csv")
     entries = {entry.name: entry for entry in for_few_steps(FULL_TILES)}

@@ -1,10 +1,10 @@
 """bench_layer.py: the layer is checked first, and its stages are timed inside of it."""
 
-import csv
 import types
 
 import pytest
 import torch
+from rows import read_rows
 
 
 @pytest.fixture
@@ -20,8 +20,7 @@ def bench(monkeypatch, tmp_path):
 
 def test_layer_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "2", "--csv", "mine"])
-    with (tmp_path / "mine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "mine.csv")
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
               "linear": ["tile", "estimate", "score", "select", "attend", "combine", "untile", "total"]}
     expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "one part") for stage in stages["linear"]),
@@ -45,16 +44,14 @@ def test_the_default_is_what_pipelines_do(bench):
 
 def test_the_whole_layer_alone(bench, tmp_path):
     bench.main(["--rounds", "1", "--whole", "--only", "published", "--pad", "none", "--compensation", "linear", "--csv", "mine"])
-    with (tmp_path / "mine.csv").open(newline="") as file:
-        found = [(row["padding"], row["compensation"], row["stage"]) for row in csv.DictReader(file)]
+    found = [(row["padding"], row["compensation"], row["stage"]) for row in read_rows(tmp_path / "mine.csv")]
     assert found == [("dense", "", "total"), ("none", "linear", "total")]
 
 
 def test_tiles_of_another_size_come_with_a_density(bench, tmp_path, capsys):
     bench.main(["--rounds", "1", "--whole", "--only", "published", "--pad", "none", "--tile", "2x4x4", "--density", "0.3", "--parts", "2",
                 "--csv", "mine"])
-    with (tmp_path / "mine.csv").open(newline="") as file:
-        assert all(float(row["density"]) < 1 for row in csv.DictReader(file) if row["padding"] == "none")
+    assert all(float(row["density"]) < 1 for row in read_rows(tmp_path / "mine.csv") if row["padding"] == "none")
     with pytest.raises(SystemExit):
         bench.main(["--tile", "2x4x4"])
     assert "--tile must come with --density" in capsys.readouterr().err

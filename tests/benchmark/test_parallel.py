@@ -1,6 +1,5 @@
 """bench_parallel.py: ranks measure together, say alike what failed on one of them, and reckon for more of them from what they measured."""
 
-import csv
 import threading
 import types
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hanging import HANG
+from rows import read_rows
 
 CPU = torch.device("cpu")
 
@@ -19,8 +19,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     printed = bench_on_ranks.measured("bench_parallel", 2, folder, "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense",
                                       "--csv", "parallel_mine")
-    with (folder / "parallel_mine.csv").open(newline="") as file:
-        return list(csv.DictReader(file)), printed
+    return read_rows(folder / "parallel_mine.csv"), printed
 
 
 def of(rows, **wanted):
@@ -84,8 +83,7 @@ def test_no_section_begins_after_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_parallel, "RESULTS", tmp_path)
     options = bench_parallel.arguments(["--limit", "0", "--csv", "parallel_none", "--profile", "none"], False)
     assert together(lambda world: bench_parallel.run(world, options, [1])) == [None, None]
-    with (tmp_path / "parallel_none.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "parallel_none.csv")
     assert len(rows) == 12 and {row["note"] for row in rows} == {"left out: the limit of 0 minutes"}
 
 

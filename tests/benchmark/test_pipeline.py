@@ -1,9 +1,9 @@
 """bench_pipeline.py: steps are measured through the models' own forwards, checked first, and reckoned up from the blocks that are built."""
 
-import csv
 
 import pytest
 import torch
+from rows import read_rows
 
 
 @pytest.fixture
@@ -18,8 +18,7 @@ def bench(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_steps_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "pipeline_mine"])
-    with (tmp_path / "pipeline_mine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "pipeline_mine.csv")
     assert [(row["model"].split(",")[0], row["what"]) for row in rows] == [
         (name, what) for name in ("HunyuanVideo 1.5", "Wan 2.1", "LTX-Video") for what in bench.WHAT]
     for row in rows:

@@ -1,11 +1,11 @@
 """bench_quality.py: the model learns, samples are held against dense ones of the same noise, and checkpoints carry all that is needed."""
 
-import csv
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from rows import read_rows
 
 TINY = ["--minutes", "0.01", "--videos", "2", "--seeds", "2", "--steps", "3", "--device", "cpu"]
 
@@ -34,11 +34,6 @@ def trained():
     return checkpoint, clips
 
 
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # The whole of it
 
 
@@ -48,8 +43,8 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
     only = ["--only", "dense, ", "0.156, warm", "linear 1"]
     bench.main([*TINY, *only, "--out", str(out), "--csv", "quality_mine", "--fine-tune", "--fine-tune-seconds", "0.2",
                 "--fine-tune-loss", "diffusion", "distill"])
-    rows = rows_of(out / "quality.csv")
-    assert rows == rows_of(tmp_path / "results" / "quality_mine.csv")
+    rows = read_rows(out / "quality.csv")
+    assert rows == read_rows(tmp_path / "results" / "quality_mine.csv")
     samples = {row["name"]: row for row in rows if row["what"] == "sample"}
     assert not any(row["note"] for row in rows)
     assert float(samples["dense, diffusers' own processors"]["psnr"]) > 90 and float(samples["linear 1"]["psnr"]) > 90
@@ -65,7 +60,7 @@ def test_end_to_end_and_again_from_the_checkpoint(bench, tmp_path):
 
     again = tmp_path / "again"
     bench.main([*TINY, "--only", "0.156, warm", "linear 1", "--out", str(again), "--checkpoint", str(out / "model.pt")])
-    same, found = [name for name in rows[0] if name not in ("date", "commit")], rows_of(again / "quality.csv")
+    same, found = [name for name in rows[0] if name not in ("date", "commit")], read_rows(again / "quality.csv")
     assert found and [[row[name] for name in same] for row in found] == [[samples[row["name"]][name] for name in same] for row in found]
 
 
@@ -230,7 +225,7 @@ def test_one_that_cannot_run_says_why(trained, tmp_path, monkeypatch):
         patch.setattr("ssta.pipelines.patch.processor.SSTAProcessor._attend_sparsely", broken)
         bench.measure(entry)
     bench.measure(replace(entry, name="well"))
-    failed, well = rows_of(tmp_path / "a.csv")[1:]
+    failed, well = read_rows(tmp_path / "a.csv")[1:]
     assert failed["note"] == "failed: RuntimeError: out of luck" and not failed["psnr"] and well["psnr"] and not well["note"]
 
 

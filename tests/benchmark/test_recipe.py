@@ -1,10 +1,10 @@
 """bench_recipe.py: each part of the recipe is measured, its error that of its own recipe; wrong compiled attention gets no time."""
 
-import csv
 
 import bench_on_ranks
 import pytest
 import torch
+from rows import read_rows
 
 
 @pytest.fixture
@@ -22,16 +22,11 @@ def small(bench, quantized="int8"):
     return bench.Bench(torch.device("cpu"), torch.float32, 1, quantized, "aot_eager"), bench.MODELS_CPU[1]
 
 
-def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.slow
 def test_each_part_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "recipe_mine"])
     path = tmp_path / "recipe_mine.csv"
-    rows = {row["what"]: row for row in read(path)}
+    rows = {row["what"]: row for row in read_rows(path)}
     # Only Inductor tunes.
     whats = [what for what in bench.WHAT if "tuned" not in what]
     assert list(rows) == whats and all(float(row["median_ms"]) > 0 and not row["note"] for row in rows.values())
@@ -43,7 +38,7 @@ def test_each_part_end_to_end(bench, tmp_path):
     assert rows["default, 8 bits"]["quantized"] == "int8" and rows["default, skipped"]["error"] == ""
     # One row measured again takes its own place, and the others stay.
     bench.main(["--rounds", "1", "--csv", "recipe_mine", "--only", "text encoder"])
-    again = read(path)
+    again = read_rows(path)
     assert [row["what"] for row in again] == whats
     assert [row for row in again if row not in rows.values()] == [row for row in again if row["what"] == "text encoder"]
 
@@ -52,7 +47,7 @@ def test_each_part_end_to_end(bench, tmp_path):
 def test_two_ranks_share_a_step(tmp_path):
     bench_on_ranks.measured("bench_recipe", 2, tmp_path, "--rounds", "1", "--only", "default", "default, 8 bits", "text encoder",
                             "--csv", "recipe_mine")
-    rows = read(tmp_path / "recipe_mine.csv")
+    rows = read_rows(tmp_path / "recipe_mine.csv")
     # What surrounds the steps is not shared out.
     assert [(row["what"], row["ranks"]) for row in rows] == [("default", "2"), ("default, 8 bits", "2")]
     assert all(float(row["step_s"]) > 0 and 0.01 < float(row["error"]) < 0.2 for row in rows)

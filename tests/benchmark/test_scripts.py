@@ -1,11 +1,11 @@
 """The benchmarks: their gate refuses wrong results, their arguments refuse nonsense, and README shows what was measured."""
 
-import csv
 import importlib
 import sys
 
 import pytest
 import torch
+from rows import read_rows
 
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.reference import reference_attention
@@ -25,15 +25,10 @@ def script(monkeypatch, tmp_path):
     return load
 
 
-def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_streaming_is_checked_and_measured(script, tmp_path, monkeypatch, capsys):
     bench = script("bench_streaming")
     bench.main(["--rounds", "1", "--csv", "streaming"])
-    rows = read(tmp_path / "streaming.csv")
+    rows = read_rows(tmp_path / "streaming.csv")
     steps = {"step", "step, graph", "dense step", "dense step, graph"}
     assert {row["what"] for row in rows} == {"call", "call that keeps", "all tiles", "stateless", "dense"} | steps
     # A step's time is reckoned from those of one and of two blocks, of which noise may make anything.
@@ -52,7 +47,7 @@ def test_interfaces_are_checked_and_measured(script, tmp_path, monkeypatch, caps
     bench = script("bench_interfaces")
     monkeypatch.setattr(bench, "MAGI_BLOCKS", ((64, 64), (128, 1)))
     bench.main(["--tokens", "384", "--density", "0.4", "--rounds", "1", "--csv", "interfaces"])
-    rows = read(tmp_path / "interfaces.csv")
+    rows = read_rows(tmp_path / "interfaces.csv")
     assert [(row["system"], row["q_block"], row["k_block"], row["what"]) for row in rows if row["provider"] == "ssta"] == [
         ("flex-block-attn", "384", "384", "forward"), ("flex-block-attn", "384", "384", "backward"),
         ("MagiAttention", "64", "64", "forward"), ("MagiAttention", "64", "64", "backward"),
@@ -144,7 +139,7 @@ def test_a_choice_is_measured_in_the_directions_that_it_changes(script, monkeypa
     bench = script("bench_kernels")
     monkeypatch.setattr(bench, "CHOICES", {"torch": (("non-deterministic dQ", dict(deterministic=False), ("backward",)),)})
     bench.main(["--shape", TINY, "--rounds", "1", "--impl", "torch", "--peers", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     assert [(row["what"], row["provider"]) for row in rows] == [
         ("lists", "ssta torch"), ("forward", "ssta torch"), ("backward", "ssta torch"), ("backward", "ssta torch, non-deterministic dQ")]
     assert all(float(row["median_ms"]) > 0 for row in rows)
@@ -188,7 +183,7 @@ def test_kernels_end_to_end(script, capsys, tmp_path):
     shapes = ["--shape", TINY, "--shape", "64,full,16,2,32", "--shape", "32,1,16,1,16"]
     script("bench_kernels").main([*shapes, "--rounds", "2", "--csv", "mine"])
     assert "median_ms" in capsys.readouterr().out
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     timed = [row for row in rows if row["median_ms"]]
     assert [(row["tokens"], row["pattern"], row["kept"], row["what"]) for row in timed if row["provider"].startswith("ssta")] == [
         ("64", "random", "2", "lists"), ("64", "full", "4", "lists"), ("64", "random", "2", "forward"), ("64", "full", "4", "forward"),
@@ -210,14 +205,14 @@ def test_kernels_end_to_end(script, capsys, tmp_path):
 def test_kernels_on_other_inputs(script, tmp_path):
     script("bench_kernels").main(["--shape", TINY, "--inputs", "long", "outlier", "--rounds", "1", "--impl", "torch", "--peers",
                                   "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     assert [(row["inputs"], row["what"]) for row in rows] == [
         (kind, what) for kind in ("long", "outlier") for what in ("lists", "forward", "backward")]
 
 
 def test_only_the_libraries_that_were_asked_for(script, tmp_path):
     script("bench_kernels").main(["--shape", TINY, "--rounds", "1", "--peers", "--csv", "mine"])
-    assert {row["provider"].split()[0] for row in read(tmp_path / "mine.csv")} == {"ssta"}
+    assert {row["provider"].split()[0] for row in read_rows(tmp_path / "mine.csv")} == {"ssta"}
 
 
 @pytest.mark.gpu
@@ -229,7 +224,7 @@ def test_kernels_beside_every_library_that_is_installed(script, monkeypatch, tmp
 
     monkeypatch.setattr(bench, "start_again", start_again)  # which would take the place of the tests
     bench.main(["--shape", "1536,2", "--shape", "1536,full", "--rounds", "1", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     measured = {row["provider"] for row in rows if row["median_ms"]}
     assert {"ssta triton", "FlexAttention", "SDPA cuDNN", "SDPA flash"} <= measured
     assert not [row for row in rows if row["note"] and row["what"] != "absent" and not row["note"].startswith("not supported")]
@@ -256,7 +251,7 @@ def test_a_library_that_fails_is_named_and_ends_nothing(script, monkeypatch, tmp
     bench = script("bench_kernels")
     monkeypatch.setattr(bench, "PEERS", (failing(kind),))
     bench.main(["--shape", TINY, "--rounds", "1", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     assert [row["what"] for row in rows if row["provider"].startswith("ssta")] == ["lists", "forward", "backward"]
     theirs = [row for row in rows if row["provider"] == "SDPA flash"]
     assert len(theirs) == 1 and theirs[0]["note"].startswith(note) and not theirs[0]["median_ms"] and not theirs[0]["error"]
@@ -284,7 +279,7 @@ def test_a_library_that_takes_the_gpu_with_it_is_left_out_in_a_new_process(scrip
         bench.main(arguments)
     assert started[0][:2] == [sys.executable, bench.__file__]
     bench.main(started[0][2:])
-    lost, *rest = read(tmp_path / "mine.csv")
+    lost, *rest = read_rows(tmp_path / "mine.csv")
     assert (lost["provider"], lost["what"], lost["note"]) == ("SDPA flash", "absent", "left the GPU unusable: illegal instruction")
     assert {row["provider"].split()[0] for row in rest} == {"ssta"}
 
@@ -312,7 +307,7 @@ def test_errors_end_to_end(script, monkeypatch, tmp_path):
     for name in ("ERRORS", "ERRORS_CPU"):
         monkeypatch.setattr(bench, name, (ErrorShape("ragged", (16, 9, 0, 20), 2, 1, 16, real=(16, 9, 0, 12)),))
     bench.main(["--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     measured = [(row["dtype"], row["impl"]) for row in rows[::5]]
     assert {("float16", "torch"), ("float16", "triton"), ("bfloat16", "torch"), ("float32", "torch")} <= set(measured)
     assert all(impl not in ("auto", "reference") for _, impl in measured)
@@ -379,7 +374,7 @@ def host(script, monkeypatch):
 
 def test_host_times_end_to_end(host, tmp_path):
     host.main(["--calls", "2", "--rounds", "2", "--csv", "mine"])
-    rows = read(tmp_path / "mine.csv")
+    rows = read_rows(tmp_path / "mine.csv")
     assert [row["what"] for row in rows] == list(host.CALLS) and {row["calls"] for row in rows} == {"4"}
     assert all(0 < float(row["min_us"]) <= float(row["q1_us"]) <= float(row["host_us"]) <= float(row["q3_us"]) for row in rows)
     assert all((row["extra_over_qkvo"] != "") == torch.cuda.is_available() for row in rows)
@@ -398,9 +393,9 @@ def test_host_times_are_medians_over_all_warm_calls(host, monkeypatch):
 
 def test_only_some_calls(host, tmp_path):
     host.main(["--calls", "1", "--rounds", "1", "--only", "layer, default", "--csv", "mine"])
-    assert [row["what"] for row in read(tmp_path / "mine.csv")] == [name for name in host.CALLS if name.startswith("layer, default")]
+    assert [row["what"] for row in read_rows(tmp_path / "mine.csv")] == [name for name in host.CALLS if name.startswith("layer, default")]
     host.main(["--calls", "1", "--rounds", "1", "--only", "backward", "--csv", "mine"])
-    assert [row["what"] for row in read(tmp_path / "mine.csv")] == ["its backward"]
+    assert [row["what"] for row in read_rows(tmp_path / "mine.csv")] == ["its backward"]
     with pytest.raises(SystemExit):
         host.main(["--only", "sora"])
 
@@ -424,7 +419,7 @@ def test_a_wrong_call_gets_no_host_time(host, monkeypatch, capsys):
 def test_tokens_are_checked_and_measured(script, tmp_path, monkeypatch):
     bench_tokens = script("bench_tokens")
     bench_tokens.main(["--tokens", "128", "--rounds", "1", "--csv", "tokens"])
-    rows = {row["what"]: row for row in read(tmp_path / "tokens.csv")}
+    rows = {row["what"]: row for row in read_rows(tmp_path / "tokens.csv")}
     assert {"selected blocks, forward", "selected blocks, backward", "seer 1-D, backward", "selection", "copy"} <= set(rows)
     assert all(float(row["median_ms"]) > 0 and float(row["rate"]) > 0 for row in rows.values())
 

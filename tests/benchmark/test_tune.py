@@ -1,11 +1,11 @@
 """tune.py: every candidate is checked and timed, and the advice follows from the times."""
 
-import csv
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rows import read_rows
 
 from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
@@ -20,8 +20,7 @@ def test_tune_end_to_end(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     tune.main(["--shape", "64,1,32,1,16", "--kernel", "forward", "dq", "dkv", "attend", "attend-backward", "--rounds", "1",
                "--csv", "mine"])
-    with (tmp_path / "mine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "mine.csv")
     for kernel in ("forward", "dq", "dkv"):
         of = [row for row in rows if row["kernel"] == kernel]
         assert len(of) >= 4 and [row["present"] for row in of].count("True") == 1

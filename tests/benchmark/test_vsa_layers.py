@@ -1,9 +1,9 @@
 """bench_vsa.py: layers of both methods are checked before they are timed, forward and backward, beside their exact part."""
 
-import csv
 
 import pytest
 import torch
+from rows import read_rows
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -20,8 +20,7 @@ def bench(monkeypatch, tmp_path):
 
 def test_every_part_is_checked_and_measured(bench, tmp_path):
     bench.main(["--rounds", "1", "--csv", "vsa"])
-    with (tmp_path / "vsa.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "vsa.csv")
     parts = [("dense", "forward"), ("exact part", "forward"), ("exact part", "backward"), ("layer", "forward"), ("layer", "backward")]
     assert [(row["layer"], row["what"], row["direction"]) for row in rows] == [
         (name, *part) for name in ("vsa", "sla", "before") for part in parts]
@@ -48,8 +47,7 @@ def test_what_others_run_attends_to_the_same_pairs(bench, monkeypatch, tmp_path)
     for right in (True, False):
         scale.append(None if right else 0.5)
         bench.main(["--rounds", "1", "--others", "--csv", "vsa"])
-        with (tmp_path / "vsa.csv").open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["impl"] == "FlexAttention"]
+        rows = [row for row in read_rows(tmp_path / "vsa.csv") if row["impl"] == "FlexAttention"]
         assert [row["layer"] for row in rows] == ["vsa", "sla", "before"]
         assert all(bool(row["median_ms"]) == right and ("is wrong: off by" in row["note"]) != right for row in rows)
 
