@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 NEVER_DENSE = Schedule()
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn")
-# HunyuanVideo 1.5 is in test_pipelines.py; the others left out are variants of what is here.
+# HunyuanVideo 1.5 is in test_processors.py; the others left out are variants of what is here.
 LEFT_OUT = {"chronoedit", "hunyuan_video_15", "hunyuan_video_i2v", "wan_i2v", "wan_ti2v", "ltx2_gated"}
 
 

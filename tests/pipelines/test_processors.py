@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from graphs import Graphs
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW, apply_ssta, inputs, run, tiny_transformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,18 +246,11 @@ def test_the_real_pipeline_off_on_off():
 
 @pytest.mark.slow
 def test_repeated_blocks_compile_into_as_many_graphs_as_stock():
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
     def compiled_run(model) -> tuple[torch.Tensor, int]:
-        torch._dynamo.reset()
-        graphs.clear()
-        model.compile_repeated_blocks(fullgraph=True, backend=backend)
+        graphs = Graphs()
+        model.compile_repeated_blocks(fullgraph=True, backend=graphs)
         run(model)
-        return run(model), len(graphs)
+        return run(model), graphs.count
 
     _, stock_graphs = compiled_run(tiny_transformer(layers=3))
     model = tiny_transformer(layers=3)

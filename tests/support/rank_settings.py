@@ -105,7 +105,7 @@ def packed(rank, ranks):
         real(projection, out, order)
 
     for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
-        model, call = tiny(name)
+        model, call = tiny(name, (2, 6, 8))
         model, call = model.half(), cast(call, torch.float16)
         # The kernel takes angles in float32, which wan keeps in the model.
         model.rope.float()
