@@ -65,7 +65,7 @@ class Stream:
 
 # Tiles of at least 128 queries, and of little less than a multiple of 64 keys and of 128 or 192 queries, which Hopper's kernel takes.
 STREAMS = (Stream("Self-Forcing 1.3B", (3, 30, 52), 18, 0, 12, 128, (3, 10, 8), Width(8960, 30, 4)),
-           Stream("LongLive 2", (8, 22, 40), 24, 8, 24, 128, (8, 2, 8)),
+           Stream("LongLive 2", (8, 22, 40), 24, 8, 24, 128, (8, 6, 8)),
            Stream("LingBot 14B, 720p", (3, 45, 80), 42, 3, 40, 128, (3, 8, 16), Width(13824, 40, 3)),
            Stream("Krea 14B", (3, 30, 52), 6, 0, 40, 128, (3, 10, 8)),
            Stream("HY-WorldPlay", (4, 30, 53), 20, 0, 16, 128, (4, 10, 9)))
@@ -196,9 +196,10 @@ def _check(stream: Stream, calls: dict[str, Callable[[], Tensor]], q: Tensor, ke
     rows = torch.linspace(0, q.shape[2] - 1, SAMPLES, device=q.device).long()
     weights = (q[0, head, rows].double() @ keys[0, head].double().mT * stream.head_dim**-0.5).softmax(-1)
     check(f"{stream.name}, all tiles,", out[0, head, rows], weights @ values[0, head].double(), 4)
-    # Of tiles that matter alike the two may choose different ones: what they are off by is compared.
+    # Of tiles that matter alike the two may choose different ones: what they are off by is compared. The cache's covariances have two bits
+    # an entry, which costs most with random inputs, whose blocks' covariances have nothing in common.
     off, expected = (float((calls[name]().double() - out.double()).norm()) for name in ("call", "stateless"))
-    if not abs(off - expected) <= 0.05 * expected:
+    if not abs(off - expected) <= 0.12 * expected:
         raise Wrong(f"{stream.name}, call, is off from all tiles by {off:.3g}, where the stateless one is off by {expected:.3g}")
 
 

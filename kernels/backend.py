@@ -83,17 +83,21 @@ ROWS = (
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
         key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
-        combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward"), _triton_cannot),
+        combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
+        room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics",
+        write_ring="portable.held:write_ring"), _triton_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
         take="eager.moves:take", score="eager.ranking:score",
         select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", key_statistics="eager.tail:key_statistics",
         estimate="eager.tail:estimate", error_scores="eager.tail:scores", combine="eager.tail:combine",
-        combine_backward="eager.tail:combine_backward")),
+        combine_backward="eager.tail:combine_backward", room_for_statistics="eager.held:room_for_statistics",
+        write_statistics="eager.held:write_statistics", write_ring="eager.held:write_ring")),
 )
 # Which step a function belongs to, where it is not named after it.
 STEP_OF = {"gather_one": "gather", "gather_into": "gather", "valid_lengths": "select", "key_statistics": "estimate",
-           "error_scores": "score", "combine_backward": "combine"}
+           "error_scores": "score", "combine_backward": "combine", "room_for_statistics": "estimate", "write_statistics": "estimate",
+           "write_ring": "gather"}
 
 
 class Chosen(NamedTuple):
@@ -142,6 +146,7 @@ class Backend:
             block, far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at
             least.
         key_statistics, estimate, combine, combine_backward: see ``eager.tail``. What the first finds may be given to the second.
+        room_for_statistics, write_statistics, write_ring: of a cache, see ``eager.held``. What the first two make may be given to estimate.
     """
 
     impl: str
@@ -158,6 +163,9 @@ class Backend:
     estimate: Callable
     combine: Callable
     combine_backward: Callable
+    room_for_statistics: Callable
+    write_statistics: Callable
+    write_ring: Callable
 
     def plans(self, write: Callable[..., Any]) -> Plans | None:
         """A step of these steps, which ``write`` takes one after another, see ``lowering/plans.py``; None where torch runs one of them."""

@@ -10,8 +10,9 @@ takes them, or makes them by the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class KeyStatistics:
         moments: ``[B, Hkv, U, ...]``, the keys' covariances: bfloat16 of half of a symmetric matrix from kernels, float32 or float64
             ``[B, Hkv, U, D, D]`` from plain torch.
         covariances: of keys with values, as of ``BlockEstimates``, or None: then ``combine`` computes them of k and v.
+        scales: of moments and covariances that a cache holds in two bits an entry, see ``portable/coded.py``; else None.
     """
 
     parts: int
@@ -55,6 +57,18 @@ class KeyStatistics:
     v_mean: Tensor
     moments: Tensor
     covariances: Tensor | None = None
+    scales: Tensor | None = None
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """What a cache holds of them, by name: only a backward asks which tokens are of which unit."""
+        found = {name: getattr(self, name) for name in ("log_count", "k_mean", "v_mean", "moments", "covariances", "scales")}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def of(self, tensors: Iterable[Tensor]) -> KeyStatistics:
+        """Such of other units, of which these are ``held``."""
+        given: dict[str, Any] = dict(zip(self.held, tensors))
+        return replace(self, **given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +91,7 @@ class BlockEstimates:
         useful: bool ``[B, H]``, the heads that are compensated.
         covariances: ``[B, Hkv, U, D * D]``, of keys with values, bfloat16 from kernels, where they were computed with the rest; else
             None.
+        scales: as of ``KeyStatistics``.
     """
 
     parts: int
@@ -88,6 +103,7 @@ class BlockEstimates:
     v_mean: Tensor
     useful: Tensor
     covariances: Tensor | None = None
+    scales: Tensor | None = None
 
 
 def sampled_queries(longest: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from .budget import counts_at
 from .config import SSTAConfig
 from .kernels.memo import Unplanned, remember
 from .layer import Held, Tiled, prepared
-from .ring import ChunkPlaces, Counts, Geometry, chunk_places, put, ring_of, spread
+from .ring import ChunkPlaces, Counts, Geometry, chunk_places, ring_of, spread
 from .scoring import descriptors
 from .selection import Selection
 from .spec import LayerSpec
@@ -23,35 +23,52 @@ if TYPE_CHECKING:
     from .kernels.lowering.plans import Plan
     from .kernels.tail import KeyStatistics
 
-# The fields of ``KeyStatistics`` that a cache keeps: which tokens are of which unit, "order", says nothing that these do not.
-_STATISTICS = "log_count", "k_mean", "v_mean", "moments", "covariances"
 
-
-class Storage(NamedTuple):
-    """A cache's memory, written in place. P places and K video tiles of ``Ring.tiles``.
+class Part(NamedTuple):
+    """What a cache holds of some tiles, all next to each other.
 
     Attributes:
-        k, v: ``[B, Hkv, P, D]``.
-        counts: how many frames are where.
+        k, v: ``[B, Hkv, n, D]``.
         k_means: float32 ``[B, Hkv, K, D]``, of layers that score by means; NaN of tiles that hold nothing. Else None.
         statistics: of layers that estimate; else None.
     """
 
     k: Tensor
     v: Tensor
-    counts: Counts
     k_means: Tensor | None
     statistics: KeyStatistics | None
 
     @property
     def known(self) -> list[Tensor]:
-        """What is known of tiles."""
-        known = [] if self.statistics is None else [getattr(self.statistics, name) for name in _STATISTICS]
-        return [*([] if self.k_means is None else [self.k_means]), *known]
+        """All that is known of the tiles."""
+        return [*([] if self.k_means is None else [self.k_means]), *([] if self.statistics is None else self.statistics.held.values())]
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """A cache's memory, written in place: all of it, and by its parts.
+
+    Attributes:
+        counts: how many frames are where.
+        whole, pages, chunk: every place and video tile of ``Ring.tiles``; those of the pages; of the chunk at hand.
+    """
+
+    counts: Counts
+    whole: Part
+    pages: Part
+    chunk: Part
+
+    @property
+    def k(self) -> Tensor:
+        return self.whole.k
+
+    @property
+    def v(self) -> Tensor:
+        return self.whole.v
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.k, self.v, *self.counts, *self.known]
+        return [self.k, self.v, *self.counts, *self.whole.known]
 
 
 def _by_means(spec: LayerSpec) -> bool:
@@ -81,42 +98,41 @@ class CachedLayer:
                       every.expand(1, 1, tiles.num_tiles, -1).contiguous())
         self.blocks = tiles.offsets, tiles.num_tiles, tiles.longest_video_tile
         self.parts = spec.config.compensation_parts
-        # Entries of a page, and of the chunk, in what is known of units.
-        self.of_page, self.of_chunk = geometry.layer_tiles * self.parts, tiles.num_tiles * self.parts
         self.rows = torch.arange(tiles.num_tiles + 1, dtype=torch.float64, device=device)
-
-        self.one = self._statistics_of_one() if spec.estimates else None
+        # Of as many units as a chunk can have.
+        self.every_unit = torch.arange(tiles.num_tiles * self.parts, device=device)
+        # Statistics of no tiles, by which those of a cache are put together again.
+        self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
         # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
         self._whole = self.backend.plans(self._write) if self.places.in_chunk is None else None
         self._constants: dict[int, Tensor] = {}
 
-    def _statistics_of_one(self) -> KeyStatistics:
-        """Such as of one tile."""
-        tokens = self.ring.tiles.longest_video_tile
-        x = torch.zeros(1, self.spec.kv_heads, tokens, self.spec.head_dim, dtype=self.spec.dtype, device=self.ring.device)
-        bounds = torch.arange(2, dtype=torch.int32, device=self.ring.device) * tokens
-        return replace(self.backend.key_statistics(x, x, (bounds, 1, tokens), self.parts, True), order=None)
+    def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
+        """For statistics of so many tiles of keys such as k."""
+        return self.backend.room_for_statistics(k, tiles, self.parts) if self.spec.estimates else None
 
     # Memory
 
     def storage(self, tensors: list[Tensor]) -> Storage:
         """What ``Storage.tensors`` gave."""
         k, v, *rest = tensors
-        counts, rest = Counts(*rest[:4]), rest[4:]
-        k_means = rest.pop(0) if _by_means(self.spec) else None
-        known: dict[str, Any] = dict(zip(_STATISTICS, rest))
-        return Storage(k, v, counts, k_means, None if self.one is None else replace(self.one, **known))
+        counts, rest = Counts(*rest[:len(Counts._fields)]), rest[len(Counts._fields):]
+        pages, chunk = [self._part(self.ring.tokens(k)[number], self.ring.tokens(v)[number], [self.ring.units(x)[number] for x in rest])
+                        for number in range(2)]
+        return Storage(counts, self._part(k, v, rest), pages, chunk)
+
+    def _part(self, k: Tensor, v: Tensor, known: list[Tensor]) -> Part:
+        k_means = known[0] if _by_means(self.spec) else None
+        return Part(k, v, k_means, None if self.none is None else self.none.of(known[k_means is not None:]))
 
     def new(self, batch: int) -> Storage:
         """That of an empty cache."""
         spec, ring = self.spec, self.ring
         shape, tiles = (batch, spec.kv_heads), ring.tiles
         k, v = (torch.zeros(*shape, tiles.num_slots, spec.head_dim, dtype=spec.dtype, device=ring.device) for _ in range(2))
-        known = [torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device)] if _by_means(spec) else []
-        if self.one is not None:
-            like = [getattr(self.one, name) for name in _STATISTICS]
-            known += [x.new_zeros(*shape, tiles.num_video_tiles * self.parts, *x.shape[3:]) for x in like]
-        storage = self.storage([k, v, *ring.new_counts(), *known])
+        k_means = [torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device)] if _by_means(spec) else []
+        statistics = self._room(k, tiles.num_video_tiles)
+        storage = self.storage([k, v, *ring.new_counts(), *k_means, *([] if statistics is None else statistics.held.values())])
         self.clear(storage)
         return storage
 
@@ -124,15 +140,7 @@ class CachedLayer:
         """Empties it of frames."""
         for x in (storage.counts.frames, storage.counts.place, storage.counts.kept):
             x.zero_()
-        self._say_empty(storage, slice(None))
-
-    def _say_empty(self, storage: Storage, units: slice) -> None:
-        """That tiles hold nothing, in whose place others then are put."""
-        if storage.k_means is not None:
-            storage.k_means[:, :, units].fill_(torch.nan)
-        if storage.statistics is not None:
-            storage.statistics.log_count[:, :, slice(*[None if x is None else x * self.parts for x in (units.start, units.stop)])].fill_(
-                -torch.inf)
+        _say_empty(storage.whole)
 
     # A chunk
 
@@ -146,7 +154,7 @@ class CachedLayer:
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
         if self._whole is not None:
-            held = (storage.k, storage.v, lengths, k_per_row, *storage.known)
+            held = (storage.k, storage.v, lengths, k_per_row, *storage.whole.known)
             planned = self._whole.planned((query, key, value), held, dense, describe)
             if not isinstance(planned, Unplanned):
                 return planned(query, key, value, *[x for x in held if x is not None])[0]
@@ -163,20 +171,19 @@ class CachedLayer:
     def _steps(self, query: Tensor, key: Tensor, value: Tensor, storage: Storage, lengths: Tensor, k_per_row: Tensor | None, dense: bool,
                describe: bool) -> Tensor:
         """``attend``, one step after the other."""
-        move = self.layer.tiles.move
-        into = [self.ring.tokens(x)[1] for x in (storage.k, storage.v)]
+        move, (k, v, *_) = self.layer.tiles.move, storage.chunk
         if self.places.in_chunk is None:
-            k, v = into
             q, q_means, k_means = self.backend.gather_into(query, key, value, move, k, v)
         else:
-            q, k, v, q_means, k_means = self.backend.gather(query, key, value, move, move)
-            for x, place in zip((k, v), into):
-                put(x, place, self.places.in_chunk)
+            q, own_k, own_v, q_means, k_means = self.backend.gather(query, key, value, move, move)
+            for x, into in ((own_k, k), (own_v, v)):
+                into.index_copy_(2, self.places.in_chunk, x)
+            k, v = own_k, own_v
         if describe or not dense:
             self._describe(storage, k, v, k_means)
         del k, v
-        held = Held(lengths, storage.statistics, k_per_row)
-        tiled = Tiled(q, storage.k, storage.v, q_means, storage.k_means, held)
+        held = Held(lengths, storage.whole.statistics, k_per_row)
+        tiled = Tiled(q, storage.k, storage.v, q_means, storage.whole.k_means, held)
         layer, selection = self.layer, None
         if dense:
             layer = self.dense
@@ -185,14 +192,15 @@ class CachedLayer:
 
     def _describe(self, storage: Storage, k: Tensor, v: Tensor, k_means: Tensor | None) -> None:
         """Puts what is known of the chunk's tiles where the chunk at hand has its place."""
+        chunk = storage.chunk
         if self.places.in_chunk is not None:
-            self._say_empty(storage, slice(self.geometry.pages * self.geometry.layer_tiles, None))
-        if storage.statistics is not None:
+            _say_empty(chunk)
+        if chunk.statistics is not None:
             found = self.backend.key_statistics(k, v, self.blocks, self.parts, True)
-            for name in _STATISTICS:
-                put(getattr(found, name), self.ring.units(getattr(storage.statistics, name), self.parts)[1], None)
-        if storage.k_means is not None:
-            put(descriptors(k, self.layer.tiles) if k_means is None else k_means, self.ring.units(storage.k_means, 1)[1], None)
+            self.backend.write_statistics(found, storage.whole.statistics, self.geometry.pages * self.geometry.layer_tiles * self.parts)
+        if chunk.k_means is not None:
+            k_means = descriptors(k, self.layer.tiles) if k_means is None else k_means
+            chunk.k_means.narrow(2, 0, k_means.shape[2]).copy_(k_means)
 
     def keep(self, storage: Storage, fill: bool, cut: bool, settled: bool) -> None:
         """The chunk at hand stays, and what leaves the window goes.
@@ -202,29 +210,21 @@ class CachedLayer:
             cut: whether a tile may have lost some of its frames.
             settled: whether all pages are full and stay so.
         """
-        ring, places, geometry = self.ring, self.places, self.geometry
+        ring, places, of = self.ring, self.places, self.geometry
         if fill:
             self._fill_sink(storage)
-        written, oldest = (ring.turn(storage.counts, places), None) if settled else ring.roll(storage.counts, places)
-        at = (written[0] * geometry.page_tokens + places.in_pages) % (geometry.pages * geometry.page_tokens)
-        for x in (storage.k, storage.v):
-            pages, chunk, *_ = ring.tokens(x)
-            pages.index_copy_(2, at, chunk if places.in_chunk is None else chunk.index_select(2, places.in_chunk))
-        if storage.statistics is not None:
-            units = spread(written, self.of_page)
-            for name in _STATISTICS:
-                pages, chunk = ring.units(getattr(storage.statistics, name), self.parts)
-                pages.index_copy_(2, units, chunk.narrow(2, 0, self.of_chunk))
-        if storage.k_means is not None:
-            pages, chunk = ring.units(storage.k_means, 1)
-            pages.index_copy_(2, spread(written, geometry.layer_tiles), chunk.narrow(2, 0, self.layer.tiles.num_tiles))
-        if oldest is None:
+        k, v, k_means, statistics = storage.whole
+        self.backend.write_ring((k, v), places.behind, places.in_pages, storage.counts.place, of.page_tokens, of.pages * of.page_tokens)
+        for xs, each in (([] if k_means is None else [k_means], of.layer_tiles),
+                         ([] if statistics is None else [*statistics.held.values()], of.layer_tiles * self.parts)):
+            if xs:
+                units = self.every_unit[:len(places.begins) * each]
+                self.backend.write_ring(xs, units, units, storage.counts.place, each, of.pages * each)
+        if settled:
+            ring.turn(storage.counts, places)
             return
-        empty = (storage.counts.frames == 0)[:, None]
-        if storage.statistics is not None:
-            ring.units(storage.statistics.log_count, self.parts)[0].unflatten(2, (geometry.pages, -1)).masked_fill_(empty, -torch.inf)
-        if storage.k_means is not None:
-            ring.units(storage.k_means, 1)[0].unflatten(2, (geometry.pages, -1)).masked_fill_(empty[..., None], torch.nan)
+        oldest = ring.roll(storage.counts, places)
+        _say_empty(storage.pages, storage.counts.frames == 0)
         if cut:
             self.describe_pages(storage, oldest)
 
@@ -242,27 +242,23 @@ class CachedLayer:
         """Finds anew what is known of the tiles of ``pages``, int64 ``[n]``."""
         ring, number = self.ring, len(pages)
         lengths = storage.counts.frames[pages][:, None] * ring.areas
-        k, v = (self._of_pages(x, pages) for x in (storage.k, storage.v))
+        k, v = (x.unflatten(2, (self.geometry.pages, -1)).index_select(2, pages).flatten(2, 3) for x in (storage.pages.k, storage.pages.v))
         starts = torch.arange(number, device=ring.device)[:, None] * self.geometry.page_tokens + ring.starts
-        if storage.statistics is not None:
+        into = storage.pages
+        if into.statistics is not None:
             # A tile, then what lies between it and the next one, which is a block that nobody asks about.
             bounds = torch.stack([starts, starts + lengths], -1).flatten()
             offsets = torch.cat([bounds, bounds.new_full((1,), k.shape[2])]).int()
             found = self.backend.key_statistics(k, v, (offsets, 2 * starts.numel(), self.ring.tiles.longest_video_tile), self.parts, True)
-            for name in _STATISTICS:
-                x = getattr(found, name).unflatten(2, (starts.numel(), 2, self.parts))[:, :, :, 0].flatten(2, 3)
-                ring.units(getattr(storage.statistics, name), self.parts)[0].index_copy_(2, spread(pages, self.of_page), x)
-        if storage.k_means is not None:
+            own = found.of(x.unflatten(2, (2 * starts.numel(), -1))[:, :, ::2].flatten(2, 3) for x in found.held.values())
+            self.backend.write_statistics(own, storage.whole.statistics, spread(pages, self.geometry.layer_tiles * self.parts))
+        if into.k_means is not None:
             token = torch.arange(ring.tiles.longest_video_tile, device=ring.device)
             inside = (token < lengths[..., None]).flatten(0, 1)[..., None]
             at = (starts[..., None] + token).clamp(max=k.shape[2] - 1)
             tokens = k.index_select(2, at.flatten()).unflatten(2, inside.shape[:2]).float().masked_fill(~inside, 0)
             means = (tokens.sum(3) / inside.sum(1)).to(k.dtype).float()
-            ring.units(storage.k_means, 1)[0].index_copy_(2, spread(pages, self.geometry.layer_tiles), means)
-
-    def _of_pages(self, x: Tensor, pages: Tensor) -> Tensor:
-        """The tokens ``[B, Hkv, n * page_tokens, D]`` of pages."""
-        return self.ring.tokens(x)[0].unflatten(2, (self.geometry.pages, -1)).index_select(2, pages).flatten(2, 3)
+            into.k_means.index_copy_(2, spread(pages, self.geometry.layer_tiles), means)
 
     def known(self, storage: Storage) -> list[Tensor]:
         """What of ``Held`` follows from the frames that there are: lengths, and k_per_row of layers that compute a density."""
@@ -273,6 +269,15 @@ class CachedLayer:
         tiles = (lengths[0, 0, :self.ring.tiles.num_video_tiles] > 0).sum()
         window, = self.layer.fixed.window
         return [lengths, counts_at(self.rows, tiles * config.density, window).int()[None, None]]
+
+
+def _say_empty(part: Part, pages: Tensor | None = None) -> None:
+    """That tiles hold nothing, in whose place others then are put: all, or those of ``pages``, bool ``[n]``."""
+    empty = torch.ones(1, dtype=torch.bool, device=part.k.device) if pages is None else pages
+    if part.k_means is not None:
+        part.k_means.unflatten(2, (len(empty), -1)).masked_fill_(empty[:, None, None], torch.nan)
+    if part.statistics is not None:
+        part.statistics.log_count.unflatten(2, (len(empty), -1)).masked_fill_(empty[:, None], -torch.inf)
 
 
 def plan_of(geometry: Geometry, spec: LayerSpec) -> str:

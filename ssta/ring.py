@@ -128,24 +128,18 @@ class Ring:
         """Of an empty cache."""
         return Counts(*[torch.zeros(number, dtype=torch.int64, device=self.device) for number in (self.geometry.pages, 1, 1, 1)])
 
-    def turn(self, counts: Counts, chunk: ChunkPlaces) -> Tensor:
-        """``roll`` where all pages are full and stay so: the pages that the chunk takes."""
-        written = (counts.place + self.order[:len(chunk.begins)]) % self.geometry.pages
+    def turn(self, counts: Counts, chunk: ChunkPlaces) -> None:
+        """``roll`` where all pages are full and stay so."""
         counts.place.add_(len(chunk.begins)).remainder_(self.geometry.pages)
         counts.kept.add_(chunk.frames)
-        return written
 
-    def roll(self, counts: Counts, chunk: ChunkPlaces) -> tuple[Tensor, Tensor]:
-        """Counts a chunk in, and out what leaves the window.
-
-        Returns:
-            written: int64 ``[layers]``, the pages that the chunk takes.
-            oldest: int64 ``[1]``, that of the oldest frame that is left; any where none is.
-        """
+    def roll(self, counts: Counts, chunk: ChunkPlaces) -> Tensor:
+        """Counts a chunk in, and out what leaves the window: int64 ``[1]``, the page of the oldest frame that is left; any if none is."""
         frames, place, kept, _ = counts
         window, sink, pages = self.geometry.window, self.geometry.sink, self.geometry.pages
         in_sink = (sink - kept).clamp(min=0)
-        written = self.turn(counts, chunk)
+        written = (place + self.order[:len(chunk.begins)]) % pages
+        self.turn(counts, chunk)
         frames.index_copy_(0, written, (chunk.ends - torch.maximum(chunk.begins, in_sink)).clamp(min=0))
         # From the newest on.
         by_age = (place - 1 - self.order) % pages
@@ -154,7 +148,7 @@ class Ring:
         have = torch.minimum(have, (window - newer).clamp(min=0))
         frames.index_copy_(0, by_age, have)
         # By a tensor of one number, not by the number, which the host would wait for.
-        return written, by_age.index_select(0, ((have > 0).sum() - 1).clamp(min=0)[None])
+        return by_age.index_select(0, ((have > 0).sum() - 1).clamp(min=0)[None])
 
     def fills(self, counts: Counts, frames: int) -> tuple[Tensor, Tensor]:
         """What of a chunk of ``frames``, before it is counted in, the sink has room for: (bool ``[S, 1]``, which of the sink's tokens come
@@ -187,9 +181,9 @@ class Ring:
         pages, chunk, sink, text = x.split_with_sizes(sizes, 2)
         return pages, chunk, sink, text
 
-    def units(self, x: Tensor, each: int) -> tuple[Tensor, Tensor]:
-        """What is known of video tiles, ``each`` entries of one, in parts: the pages', and the chunk's."""
-        in_pages = self.geometry.pages * self.geometry.layer_tiles * each
+    def units(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is known of video tiles in parts: the pages', and the chunk's."""
+        in_pages = x.shape[2] // self.tiles.num_video_tiles * self.geometry.pages * self.geometry.layer_tiles
         return x.narrow(2, 0, in_pages), x.narrow(2, in_pages, x.shape[2] - in_pages)
 
     def in_sequence(self, frames: list[int], place: int, kept: int, text: int) -> Iterator[tuple[VideoGrid | DenseRun, Tensor]]:
@@ -214,6 +208,7 @@ class ChunkPlaces:
         tiles: the chunk cut into tiles, in whose order it is brought.
         lengths: int64, the tokens of the chunk's tiles in a cache's memory; 0 of those that a shorter chunk leaves empty.
         in_chunk: int64 ``[tokens]``, where each token of the tiles lies in the memory for the chunk at hand; None = in this order.
+        behind: int64 ``[tokens]``, the same in any case.
         in_pages: int64 ``[tokens]``, where in pages one after another.
         begins, ends: int64 ``[layers]``, the frames of each page's layer: from begins up to ends.
     """
@@ -234,6 +229,7 @@ class ChunkPlaces:
         area = ring.areas[of_layer]
         depth = tiles.lengths[tile] // area
         flipped = (depth - 1 - token // area) * area + token % area
+        self.behind = torch.arange(tiles.num_slots, device=device) if self.in_chunk is None else self.in_chunk
         self.in_pages = tile // geometry.layer_tiles * geometry.page_tokens + ring.starts[of_layer] + flipped
         self.begins = torch.arange(0, frames, geometry.tile[0], device=device)
         self.ends = (self.begins + geometry.tile[0]).clamp(max=frames)
@@ -247,14 +243,6 @@ def ring_of(geometry: Geometry, device: torch.device) -> Ring:
 @remember(64)
 def chunk_places(geometry: Geometry, frames: int, device: torch.device) -> ChunkPlaces:
     return ChunkPlaces(geometry, frames, device)
-
-
-def put(x: Tensor, into: Tensor, at: Tensor | None) -> None:
-    """Writes ``[B, H, n, ...]`` to places of ``[B, H, m, ...]``: ``at``, int64 ``[n]``, or the first n."""
-    if at is None:
-        into.narrow(2, 0, x.shape[2]).copy_(x)
-    else:
-        into.index_copy_(2, at, x)
 
 
 def spread(places: Tensor, each: int) -> Tensor:

@@ -63,6 +63,7 @@ class Work:
     blocks: gl.tensor
     units: gl.tensor
     steps: gl.tensor
+    sums: gl.constexpr                       # that h comes in, of units for each one behind the other
 
 
 @gluon.constexpr_function
@@ -114,7 +115,17 @@ def _load_h(work, half_variance, step, BLOCKS: gl.constexpr):
     unit = _first_unit(work, step) + gl.arange(0, UNITS, layout=gl.SliceLayout(1, layout))
     block = work.first + gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, layout))
     mask = (unit < work.units)[:, None] & (block < work.blocks)[None, :]
-    return gl.load(half_variance + (block[None, :] * work.units + unit[:, None]), mask=mask, other=0.0)
+    return _h(work, half_variance, block[None, :], unit[:, None], mask)
+
+
+@gluon.jit
+def _h(work, half_variance, block, unit, mask):
+    """0 outside of the mask."""
+    pointers = half_variance + block * (work.sums * work.units) + unit
+    total = gl.load(pointers, mask=mask, other=0.0)
+    for number in gl.static_range(1, work.sums):
+        total += gl.load(pointers + number * work.units, mask=mask, other=0.0)
+    return total
 
 
 @gluon.jit
@@ -215,7 +226,7 @@ def _compare(work, number: gl.constexpr, q, q_row, offsets, mass, half_variance,
     errors = gl.zeros([UNITS, BLOCKS], gl.float32, gl.SliceLayout(2, layout))
     for step in range(work.steps):
         inside = (step * UNITS + unit < work.units)[:, None] & exists[None, :]
-        h = gl.load(half_variance + places + step * UNITS, mask=inside, other=0.0)
+        h = _h(work, half_variance, block[None, :], (step * UNITS + unit)[:, None], inside)
         gl.store(rounded + places + step * UNITS, h.to(gl.bfloat16), mask=inside)
         i = work.steps + step
         ring_wait(work.full, i, True)
@@ -237,13 +248,13 @@ _NUMBERS = ["q_batch", "q_head", "q_row", "heads", "group", "blocks", "units", "
 @gluon.jit(do_not_specialize=_NUMBERS)
 def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
                  parts, scale_log2, inverse, SAMPLE: gl.constexpr, CAP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
-                 UNITS: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+                 UNITS: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, SUMS: gl.constexpr):
     at_head, first = gl.program_id(0) // parts, gl.program_id(0) % parts * (WARPGROUPS * ROWS // SAMPLE)
     head, batch = at_head % heads, at_head // heads
     kv_head, at = head // group, at_head.to(gl.int64)
     q += batch.to(gl.int64) * q_batch + head.to(gl.int64) * q_head
     log_count += (batch * (heads // group) + kv_head) * units
-    half_variance += at * blocks * units
+    half_variance += at * blocks * units * SUMS
     mass += at * blocks * units
     rounded += at * blocks * units
     error += at * blocks
@@ -258,7 +269,7 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     ring_init(done, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
-    work = Work(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS)
+    work = Work(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS, SUMS)
     gl.warp_specialize([
         (_compare, (work, 0, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),
         (_compare, (work, 1, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),
@@ -272,7 +283,7 @@ def hopper_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_v
     (batch, heads, blocks, units), dim = mass.shape, q.shape[3]
     parts = -(-blocks * sample // (WARPGROUPS * ROWS))
     numbers = (*q.stride()[:3], heads, heads // k_mean.shape[1], blocks, units, parts)
-    fixed = constants(dim, sample, cap)
+    fixed = constants(dim, sample, cap) | dict(SUMS=half_variance.shape[3] // units)
     plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (batch * heads * parts, 1, 1), (tma_tiles(k_mean, UNITS),),
                 (q, log_count, half_variance, offsets, mass, rounded, error),
                 (*numbers, scale * LOG2E, 1 / scale), fixed, OPTIONS)

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..lowering.inputs import loaded, strided
 from ..lowering.plans import Plan, Plans
 from ..tail import CAP, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, own_product, sampled_queries
-from . import tail_order, tail_rows, tail_statistics
-from .tail_groups import evenly, head_groups, mean_bytes
+from . import coded, tail_order, tail_rows, tail_statistics
+from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
 # What the estimate may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group
 # after another. Attention's result and its lists, which are to come, take more.
@@ -60,12 +60,14 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     q, judge = strided(q), useful is None
     seeing = own_product(variances, kv_blocks[1] * parts) or _half_variances, masses
     if known is not None:
+        if known.scales is not None:
+            seeing = coded.half_variances, masses
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
         order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
-            (q,), (q_blocks[0], log_count, k_mean, moments), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
+            (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
-                              covariances)
+                              covariances, known.scales)
     kernel = kernel if covariances_wait(q, k, kv_blocks[1]) and _whole(k, parts) else None
     k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
@@ -92,11 +94,11 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
         return
     _write_order(plan, k, kv_offsets, kv_sizes[0], order, log_count)
 
-    def keys_of(shared: tuple) -> Tensor:
+    def keys_of(shared: tuple) -> tuple[Tensor, ...]:
         moments = plan.working(*k_mean[shared].shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
         _write_keys(plan, k[shared], v[shared], kv_offsets, None if order is None else order[shared], parts, log_count[shared],
                     k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
-        return moments
+        return (moments,)
 
     _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, seeing, room * mean_bytes(q, k))
 
@@ -104,13 +106,13 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
 def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
                        seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """The plan of ``estimate`` where keys' statistics are known."""
-    (q,), (q_offsets, log_count, k_mean, moments) = xs, others
+    (q,), (q_offsets, log_count, k_mean, *matrices) = xs, [x for x in others if x is not None]
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
     if not q.numel():
         for x in plan.results:
             plan.call(_fill_with_ones, x)
         return
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: moments[shared], 0, seen, seeing,
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: of_group(shared, *matrices), 0, seen, seeing,
                 room * mean_bytes(q, q))
 
 
@@ -150,22 +152,24 @@ def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
-                keys_of: Callable[[tuple], Tensor], made: int, seen: _Seen, seeing: tuple[Callable[..., None], ...], room: float) -> None:
-    """What query blocks see. keys_of: gives the moments of the units of some key heads, and makes ``made`` matrices a head for them. room:
-    in bytes."""
+                keys_of: Callable[[tuple], Sequence[Tensor]], made: int, seen: _Seen, seeing: tuple[Callable[..., None], ...],
+                room: float) -> None:
+    """What query blocks see. keys_of: gives what the units of some key heads have for ``variances``, and makes ``made`` matrices a head
+    for them. room: in bytes."""
     (blocks, longest), (batch, heads, _, dim), kv_heads, (variances, masses) = sizes, q.shape, k_mean.shape[1], seeing
     sample, group = sampled_queries(longest), heads // kv_heads
     # Of symmetric matrices half is kept.
     entries = tail_statistics.packed_size(dim)
     most = int(room / (2 * entries * (made + blocks * group)))
     # The kernel that compares queries with units reads numbers of four bytes faster.
-    wide = plan.working(*seen.half_variance.shape, dtype=torch.float32)
+    slabs = coded.slabs(dim) if variances is coded.half_variances else 1
+    wide = plan.working(*seen.half_variance.shape[:3], slabs * k_mean.shape[2], dtype=torch.float32)
     error = plan.working(*wide.shape[:3], dtype=torch.float32)
     for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
         keys = keys_of(shared)
         queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
         tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
-        variances(plan, queries, keys, wide[own])
+        variances(plan, queries, *keys, wide[own])
     masses(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
         tail_rows.useful_heads(plan, error, USELESS, seen.useful)

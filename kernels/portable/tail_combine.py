@@ -16,7 +16,7 @@ from torch import Tensor
 from ..lowering.inputs import loadable, loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
 from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head, own_product
-from . import tail_backward, tail_rows, tail_statistics
+from . import coded, tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
 # What a step may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group after
@@ -43,22 +43,21 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
         out.copy_(copy)
         return results
     q, k, v = (strided if portable else loaded)(q), strided(k), strided(v)
-    waiting = [x for x in (estimates.order, estimates.covariances) if x is not None]
     others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
-              estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, *waiting)
+              estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, estimates.order,
+              estimates.covariances, estimates.scales)
+    matrices = (own_product(matrices, estimates.log_count.shape[2]) or _matrices) if estimates.scales is None else coded.mixtures
     shares, tail_lse, bias, mixture = _merged(
-        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, estimates.covariances is not None, merge,
-        merge_rows, own_product(matrices, estimates.log_count.shape[2]) or _matrices, MERGE_ROOM)
+        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, MERGE_ROOM)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
 
 
-def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                   scale: float, parts: int, keep: bool, known: bool, merge: Callable[..., None], rows: int | None,
-                   matrices: Callable[..., None], room: float) -> None:
-    """The plan of ``combine``. known: whether covariances were computed with the estimates."""
+def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
+                   scale: float, parts: int, keep: bool, merge: Callable[..., None], rows: int | None, matrices: Callable[..., None],
+                   room: float) -> None:
+    """The plan of ``combine``."""
     out, q, k, v = xs
-    lse, q_offsets, kv_offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *rest = others
-    order, covariances = rest[0] if parts > 1 else None, rest[-1] if known else None
+    lse, q_offsets, kv_offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, order, covariances, scales = others
     (blocks, longest), (kv_blocks, _) = q_sizes, kv_sizes
     (batch, heads, tokens, dim), kv_heads, units = q.shape, k.shape[1], kv_blocks * parts
     kept, group = heads if keep else 0, heads // kv_heads
@@ -91,7 +90,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
         groups = [*head_groups(batch, kv_heads, group, *((batch * kv_heads,) if keep else (many, last)))]
         for own, shared in groups:
             of_rows = of_group(own, out, lse, q, shares, left, useful)
-            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, covariances)
+            of_keys = of_group(shared, k, v, k_mean, v_mean, log_count, order, scales, covariances)
             some = q[own].shape[:2]
             made = (tail_lse, bias, mixture) if keep else (
                 plan.working(*some, tokens, dtype=torch.float32), plan.working(*some, blocks, units, dtype=torch.float32),
@@ -121,7 +120,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q
 
 def _write_covariances(plan: Plan, of_keys: Sequence[Any], offsets: Tensor, useful: Tensor, parts: int) -> Tensor:
     """Those of some heads, if they are not known."""
-    k, v, k_mean, v_mean, log_count, order, covariances = of_keys
+    k, v, k_mean, v_mean, log_count, order, _, covariances = of_keys
     if covariances is None:
         covariances = plan.working(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, useful, parts, covariances)
@@ -132,10 +131,10 @@ def _write_merge(plan: Plan, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor
                  parts: int, merge: Callable[..., None], matrices: Callable[..., None]) -> None:
     """Matrices of some heads, and what is made of them."""
     out, lse, q, shares, left, useful, tail_lse, bias, mixture = of_rows
-    _, _, k_mean, v_mean, *_ = of_keys
+    _, _, k_mean, v_mean, _, _, scales, _ = of_keys
     covariances = _write_covariances(plan, of_keys, kv_offsets, useful, parts)
-    matrix = plan.working(*mixture.shape[:3], covariances.shape[3], dtype=torch.bfloat16)
-    matrices(plan, mixture, covariances, matrix)
+    matrix = plan.working(*mixture.shape[:3], q.shape[3]**2, dtype=torch.bfloat16)
+    matrices(plan, mixture, covariances, *([] if scales is None else [scales]), matrix)
     merge(plan, out, lse, q, k_mean, v_mean, bias, left, matrix, tail_lse, q_offsets, scale, shares)
 
 

@@ -108,8 +108,17 @@ def _logits(a, b, bias, scale_log2):
 
 
 @triton.jit
+def _summed(pointers, mask, units, SLABS: tl.constexpr):
+    """Of numbers of units for each slab, one behind the other."""
+    total = tl.load(pointers, mask=mask, other=0.0)
+    for slab in tl.static_range(1, SLABS):
+        total += tl.load(pointers + slab * units, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr,
+                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
     that has no more; h rounded, and the sum of mass x h."""
@@ -128,7 +137,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     k_mean += kv_head * units * DIM
     log_count += kv_head * units
     block = first + tl.arange(0, BLOCKS)
-    half_variance += (at * blocks + block) * units
+    half_variance += (at * blocks + block) * units * SLABS
     # Each of four lanes that share a row of a product follows what it sees itself.
     row_max = tl.full([BLOCKS, SAMPLE, 4], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCKS, SAMPLE, 4], tl.float32)
@@ -136,7 +145,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[None, :]
         mask = (block < blocks)[:, None] & (unit + columns < units)[None, :]
-        bias += tl.minimum(tl.load(half_variance[:, None] + (unit + columns)[None, :], mask=mask, other=0.0), CAP)
+        bias += tl.minimum(_summed(half_variance[:, None] + (unit + columns)[None, :], mask, units, SLABS), CAP)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee").reshape(BLOCKS, SAMPLE, N) * scale_log2
         scores = (scores + (bias * (1 / LN2))[:, None, :]).reshape(BLOCKS, SAMPLE, N // 8, 4, 2)
         higher = tl.maximum(row_max, tl.max(tl.max(scores, 4), 2))
@@ -159,7 +168,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
         bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
-        h = tl.load(half_variance[None, :] + (unit + columns)[:, None], mask=mask, other=0.0)
+        h = _summed(half_variance[None, :] + (unit + columns)[:, None], mask, units, SLABS)
         bias += tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
@@ -298,14 +307,14 @@ def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_
                  sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
-    mass, h, which comes in float32."""
+    mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", plan, q)
     sizes["M"] = max(sizes["M"], sample)
     _launch_mass(plan, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                  (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                  (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
-                 dict(SAMPLE=sample, CAP=cap, **sizes), config)
+                 dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config)
 
 
 def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,

@@ -42,11 +42,13 @@ def expected(q, k_mean, log_count, half_variance, offsets, longest):
     return mass, (mass * half_variance.double()).sum(-1)
 
 
-def check(call, q, k_mean, log_count, half_variance, offsets, longest):
+def check(call, q, k_mean, log_count, half_variance, offsets, longest, sums=1):
+    """``half_variance`` comes in so many parts."""
     truth = expected(q, k_mean, log_count, half_variance, offsets, longest)
     mass, rounded = (torch.full(half_variance.shape, torch.nan, dtype=torch.bfloat16, device=q.device) for _ in range(2))
     error = torch.full(mass.shape[:3], torch.nan, device=q.device)
-    call(q, k_mean, log_count, half_variance, offsets, SCALE, sampled_queries(longest), 1.0, mass, rounded, error)
+    parts = torch.cat([half_variance / sums] * sums, -1)
+    call(q, k_mean, log_count, parts, offsets, SCALE, sampled_queries(longest), 1.0, mass, rounded, error)
     assert torch.equal(rounded, half_variance.to(torch.bfloat16))
     assert ((mass.double() - truth[0]).abs() <= 2**-8 * truth[0] + 1e-6).all()
     torch.testing.assert_close(error.double(), truth[1], rtol=1e-4, atol=1e-6)
@@ -55,19 +57,20 @@ def check(call, q, k_mean, log_count, half_variance, offsets, longest):
 
 @late
 @emulated
-@pytest.mark.parametrize(("lengths", "units"), [([40, 7, 0, 33, 64], 70), ([130, 150, 20], 65)], ids=["32 of a block", "64"])
-def test_masses(late, lengths, units):
-    check(planned(partial(run, "tail_mass", late=late, function="hopper_mass")), *problem(lengths, units, 16))
+@pytest.mark.parametrize(("lengths", "units", "sums"), [([40, 7, 0, 33, 64], 70, 1), ([130, 150, 20], 65, 4)],
+                         ids=["32 of a block", "64, in parts"])
+def test_masses(late, lengths, units, sums):
+    check(planned(partial(run, "tail_mass", late=late, function="hopper_mass")), *problem(lengths, units, 16), sums)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("longest", [128, 384])
-def test_on_a_gpu(dim, longest):
+@pytest.mark.parametrize(("longest", "sums"), [(128, 4), (384, 1)])
+def test_on_a_gpu(dim, longest, sums):
     from ssta.kernels.hopper.tail_mass import hopper_mass
 
     of = problem([longest, 40, 7, 0, longest - 1] * 9, 967, dim, heads=4, kv_heads=2, batch=2, device="cuda")
-    first, again = (check(planned(hopper_mass), *of) for _ in range(2))
+    first, again = (check(planned(hopper_mass), *of, sums) for _ in range(2))
     assert all(map(torch.equal, first, again))
 
 

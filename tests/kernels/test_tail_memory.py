@@ -34,7 +34,8 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     log_count, k_mean, v_mean, half_variance, mass, useful, *order = plan.results
     given = lse, offsets, offsets, counts, indices, log_count, half_variance, mass, k_mean, v_mean, useful, *order
     plan = Plan(cpu, (out, q, k, v, *given))
-    tail_combine._write_combine(plan, plan.inputs[:4], plan.inputs[4:], sizes, sizes, 0.1, parts, False, False, tail_rows.merge, None,
+    others = *plan.inputs[4:], *[None] * (3 - len(order))
+    tail_combine._write_combine(plan, plan.inputs[:4], others, sizes, sizes, 0.1, parts, False, tail_rows.merge, None,
                                 tail_combine._matrices, tail_combine.MERGE_ROOM)
     assert waiting + nbytes(plan.results) + plan.needed + nbytes([lse, indices]) <= bytes_of_q
     assert plan.needed > 0.1 * bytes_of_q, "matrices of several heads at once"

@@ -134,16 +134,36 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
                            found.k_mean, found.v_mean, 1.0)
 
 
+def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
+    """What a cache holds of blocks, and the estimate of it."""
+    from ssta.kernels import BlockLists
+    from ssta.kernels.backend import choose
+    from ssta.kernels.portable import held, tail, tail_combine
+    from ssta.kernels.routing import Where
+
+    for plans in (held._write, held._ring, tail._keys, tail._estimates_of, tail_combine._merged):
+        plans.kinds.clear()
+    lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
+    q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
+    blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
+    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
+    room, place = steps.room_for_statistics(k, 3, 1), torch.zeros(1, dtype=torch.int64)
+    steps.write_statistics(steps.key_statistics(k, v, blocks, 1, True), room, place.expand(3).contiguous())
+    steps.write_ring((k,), *[place.expand(128).contiguous()] * 2, place, 128, 256)
+    found = steps.estimate(q, k, v, blocks, blocks, 1.0, 1, None, room)
+    steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, False)
+
+
 AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
 GATHERED, TOKENS = r"portable\.gathered\._", r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
-TAIL, HOPPER_TAIL = r"portable\.tail_", r"hopper\.tail_"
+TAIL, HOPPER_TAIL, HELD = r"portable\.tail_", r"hopper\.tail_", r"portable\.(coded|held)"
 HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 
 
 def cases() -> dict[str, Case]:
     """Label, less its card -> case; where kernels come twice, the first is what counts."""
-    return portable_cases() | tail_cases() | hopper_cases() | amd_cases()
+    return portable_cases() | tail_cases() | held_cases() | hopper_cases() | amd_cases()
 
 
 def portable_cases() -> dict[str, Case]:
@@ -194,6 +214,12 @@ def tail_cases() -> dict[str, Case]:
     return found
 
 
+def held_cases() -> dict[str, Case]:
+    return {f"held D={dim} {name}": Case((80, 90, 120), partial(hold, dim, DTYPES[name]), HELD, Allowed(spilled=160),
+                                         usual=(90,) if dim == 128 else (), asked=(80, 90))
+            for name, dim in (("bf16", 128), ("fp16", 64))}
+
+
 def hopper_cases() -> dict[str, Case]:
     found = {}
     for dim, rows, keys, (name, causal) in product((64, 128), (384, 128, 64), (384, 64), product(("bf16", "fp16"), (False, True))):
@@ -223,6 +249,8 @@ def hopper_cases() -> dict[str, Case]:
     for dim in (64, 128):
         found[f"hopper tail D={dim} bf16"] = Case(
             (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
+    found["hopper held D=128 bf16"] = Case(
+        (90,), partial(hold, 128, torch.bfloat16, True), r"hopper\.tail_mass", Allowed(reloads=0, spilled=SPILLS))
     return found
 
 

@@ -162,6 +162,8 @@ FAULTS = (
     Fault("the oldest frames of a cached tile do not come last", "ssta/ring.py",
           "flipped = (depth - 1 - token // area) * area", "flipped = token // area * area",
           ("tests/ssta/test_cache.py::test_everything_selected_is_dense",)),
+    Fault("a slab of coded covariances takes another one's share", "kernels/portable/coded.py",
+          "scales + 3 * DIM + begin // (4 * GROUP)", "scales + 3 * DIM", ("tests/kernels/test_coded.py",)),
     Fault("a cached tile that lost frames keeps its statistics", "ssta/cached_layer.py", "        if cut:\n", "        if False:\n",
           ("tests/ssta/test_cache.py::test_part_of_it_selected_is_the_stateless_form",)),
     Fault("a threshold stops one tile early", "ssta/budget.py",
