@@ -86,6 +86,14 @@ def _by_block(blocks):
                                       [64, blocks, 64 // blocks])
 
 
+@gluon.constexpr_function
+def _each_once(blocks):
+    """[UNITS, blocks] as the four lanes that share units in ``_by_block`` share what they have of two blocks out."""
+    if blocks == 1:
+        return gl.SliceLayout(2, _by_block(1))
+    return gl.DistributedLinearLayout([], [[0, 1], [8, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2])
+
+
 @gluon.jit
 def _parts(x, columns, FIRST: gl.constexpr, others):
     """[N, 16] of N numbers as three of 16 bits each, from column FIRST on, which the matrix unit adds up again; ``others`` elsewhere."""
@@ -215,15 +223,16 @@ def _compare(work, number: gl.constexpr, q, q_row, offsets, mass, half_variance,
     barrier()
 
     layout: gl.constexpr = _by_block(BLOCKS)
-    of_units: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    of_blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    found_layout: gl.constexpr = _each_once(BLOCKS)
+    of_units: gl.constexpr = gl.SliceLayout(1, found_layout)
+    of_blocks: gl.constexpr = gl.SliceLayout(0, found_layout)
     block = first + gl.arange(0, BLOCKS, layout=of_blocks)
     exists = block < work.blocks
     sizes = gl.load(offsets + block + 1, mask=exists, other=0) - gl.load(offsets + block, mask=exists, other=0)
     share = (1.0 / gl.minimum(gl.maximum(sizes, 1), SAMPLE).to(gl.float32))[None, :]
     unit = gl.arange(0, UNITS, layout=of_units)
     places = block[None, :] * work.units + unit[:, None]
-    errors = gl.zeros([UNITS, BLOCKS], gl.float32, gl.SliceLayout(2, layout))
+    errors = gl.zeros([UNITS, BLOCKS], gl.float32, found_layout)
     for step in range(work.steps):
         inside = (step * UNITS + unit < work.units)[:, None] & exists[None, :]
         h = _h(work, half_variance, block[None, :], (step * UNITS + unit)[:, None], inside)
@@ -236,7 +245,7 @@ def _compare(work, number: gl.constexpr, q, q_row, offsets, mass, half_variance,
         scores = warpgroup_mma_wait(0, deps=[token])
         ring_arrive(work.done, i, True)
         split = gl.convert_layout(scores.reshape([UNITS, BLOCKS, SAMPLE]), layout, assert_trivial=True)
-        found = gl.sum(gl.exp2(split * scale_log2), axis=2) * share
+        found = gl.convert_layout(gl.sum(gl.exp2(split * scale_log2), axis=2), found_layout) * share
         errors += found * h
         gl.store(mass + places + step * UNITS, found.to(gl.bfloat16), mask=inside)
     gl.store(error + block, gl.sum(errors, axis=0), mask=exists)
