@@ -250,7 +250,7 @@ def hopper_cases() -> dict[str, Case]:
         found[f"hopper tail D={dim} bf16"] = Case(
             (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
     found["hopper held D=128 bf16"] = Case(
-        (90,), partial(hold, 128, torch.bfloat16, True), r"hopper\.tail_mass", Allowed(reloads=0, spilled=SPILLS))
+        (90,), partial(hold, 128, torch.bfloat16, True), r"hopper\.tail_mass", Allowed(reloads=1, spilled=SPILLS))
     return found
 
 
