@@ -45,11 +45,7 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, dq_semaphore, 
                        do_batch, do_head, do_row, dlse_batch, dlse_head, dlse_row, bound_batch, bound_head, bound_group,
                        heads, q_len, block_length, slots, scale,
                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr,
-                       DIM: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        # Nothing of the kernel before is needed here, but whatever comes after this one comes after that one too.
-        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
-            tl.extra.cuda.gdc_wait()
+                       DIM: tl.constexpr):
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     bound = batch * bound_batch + (head // bound_group) * bound_head
@@ -114,10 +110,7 @@ def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch,
 
 def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
                         ordered: bool) -> Accum:
-    """The rows that the backward kernel reads, and where it adds; ``ordered``: with a semaphore for every chunk.
-
-    It is launched beside the kernel before it, which must use no memory that is free by now.
-    """
+    """The rows that the backward kernel reads, and where it adds; ``ordered``: with a semaphore for every chunk."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
     lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
@@ -127,12 +120,11 @@ def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
-    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim,
-                     EARLY=out.is_cuda)
+    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
     _launch_preprocess((out.get_device(), out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
                        (queries.number * parts, batch * heads, 1), (),
                        (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, queries.starts, queries.sizes), (*numbers, scale),
-                       constants, dict(launch_pdl=True) if out.is_cuda else {})
+                       constants, {})
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 

@@ -138,11 +138,8 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr):
+def _order_kernel(tiles, number, tail, OWN: tl.constexpr, OTHERS: tl.constexpr):
     """The last ``tail`` tiles, the longest first: NEXT and ITERATIONS of the rows behind all tiles."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     entry = tl.program_id(0) * OWN + tl.arange(0, OWN)
     tile = number - tail + entry
     length = tl.load(tiles + tile * FIELDS + ITERATIONS, mask=entry < tail, other=-1)
@@ -168,16 +165,11 @@ def _take(tiles, times, tile, iterations, free, last, work, place, period):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr,
-                   EARLY: tl.constexpr):
+def _assign_kernel(tiles, times, number, programs, group, stagger, tail, share, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
     """List scheduling: each tile, in their order, to a program that has least to do: NEXT, ROTATION, and the time at which it begins.
 
     The last ``tail`` the longest first, and of several programs who has least to do takes the longest.
     """
-    if EARLY:
-        # This is one program: what is launched next, and needs nothing of it, has all other multiprocessors.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     total, busy = tl.zeros([WINDOW], tl.int64), tl.zeros([WINDOW], tl.int32)
     for first in range(0, number, WINDOW):
         tile = first + tl.arange(0, WINDOW)
@@ -348,19 +340,15 @@ def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: 
     device = counts.get_device()
     _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
                   (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
-    # Each begins when the one before it is done, but is on the GPU by then; so is what the caller launches next.
-    early = dict(EARLY=counts.is_cuda)
-    options = dict(launch_pdl=True) if counts.is_cuda else {}
-    constants = dict(OWN=16, OTHERS=128) | early
+    constants = dict(OWN=16, OTHERS=128)
     _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,), (number, tail),
-                  constants, options)
+                  constants, {})
     times = None
     if ordered:
-        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024) | early
+        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
         times = torch.empty(number, dtype=torch.int32, device=counts.device)
         numbers = (number, programs, group, STAGGER, tail, share)
-        _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants,
-                       options)
+        _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     return Schedule(tiles, number, tail, times, skipped, width, parts, together)
 
 
