@@ -109,7 +109,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_si
     grouping = *_at_once(kv_heads, free, of_units + of_blocks, of_pairs), 0
     if own_keys and not keep:
         # There is at least what attention's own lists took. Of the last heads all but covariances comes where keys and values were.
-        free, keys = max(free, plan.spare([*xs, *others])), k.numel() * k.element_size()
+        free, keys = max(free, plan.spare([x for x in (*xs, *others) if x is not None])), k.numel() * k.element_size()
         last = min(int((free - 8 * lse.numel() - 4 * k_mean.numel()) / of_units), keys // of_blocks, keys // of_pairs)
         fewer = _fewer_groups(kv_heads, free, of_units + of_blocks, of_pairs, last)
         needs = [plan.needs(partial(write, *of), [out, counts, indices]) for of in (grouping, fewer)]
